@@ -1,0 +1,151 @@
+"""The exceptions TierCheck raises.
+
+::
+
+    TierCheckError
+    ├── ConfigurationError        the caller's set-up is wrong; nothing was touched
+    │   ├── UnsupportedSetup      a training set-up that cannot be saved whole, refused at attach
+    │   └── Mismatch              the checkpoint belongs to another model or another world size
+    ├── TierError                 a driver could not do what was asked (carries ``tier`` and ``key``)
+    │   ├── NotFound              no object under this key
+    │   ├── AlreadyExists         CREATE met an object
+    │   ├── PreconditionFailed    UPDATE met another etag
+    │   ├── Unsupported           the driver's capabilities exclude the call
+    │   ├── CapacityExceeded      the tier is full, or smaller than it must be
+    │   ├── Corruption            bytes read are not the bytes written
+    │   ├── Unauthorized          the tier refuses this caller
+    │   ├── Transient             worth another try
+    │   └── Closed                the driver is not open
+    ├── GroupError                a collective among the ranks failed
+    │   ├── DeadlineExceeded      some ranks did not arrive in time (carries ``late``)
+    │   └── PeerLost              a rank's connection broke
+    ├── JobConflict               another job, or a newer generation of this one, owns the name
+    ├── SaveError                 a version could not be saved
+    └── RecoveryError             what the tiers hold cannot be restored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AlreadyExists",
+    "CapacityExceeded",
+    "Closed",
+    "ConfigurationError",
+    "Corruption",
+    "DeadlineExceeded",
+    "GroupError",
+    "JobConflict",
+    "Mismatch",
+    "NotFound",
+    "PeerLost",
+    "PreconditionFailed",
+    "RecoveryError",
+    "SaveError",
+    "TierCheckError",
+    "TierError",
+    "Transient",
+    "Unauthorized",
+    "Unsupported",
+    "UnsupportedSetup",
+]
+
+
+class TierCheckError(Exception):
+    """Whatever TierCheck raises on purpose."""
+
+
+class ConfigurationError(TierCheckError):
+    """The caller asked for something that cannot be; nothing was touched."""
+
+
+class UnsupportedSetup(ConfigurationError):
+    """A training set-up whose state cannot be saved whole; the message says what is supported."""
+
+
+class Mismatch(ConfigurationError):
+    """The checkpoint found was written by another model or at another world size."""
+
+
+class TierError(TierCheckError):
+    """A driver could not do what was asked of it.
+
+    ``tier`` names the tier (its URL without secrets) and ``key`` the object, where they are known.
+    """
+
+    def __init__(self, message: str, *, tier: str | None = None, key: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.tier = tier
+        self.key = key
+
+    def __str__(self) -> str:
+        where = ", ".join(
+            f"{label} {value!r}" for label, value in (("tier", self.tier), ("object", self.key)) if value is not None
+        )
+        return f"{self.message} ({where})" if where else self.message
+
+
+class NotFound(TierError):
+    """There is no object under this key."""
+
+
+class AlreadyExists(TierError):
+    """``CREATE`` met an object that is already there; it was left as it is."""
+
+
+class PreconditionFailed(TierError):
+    """``UPDATE`` met an object with another etag, or none; it was left as it is."""
+
+
+class Unsupported(TierError):
+    """The driver's capabilities exclude this call."""
+
+
+class CapacityExceeded(TierError):
+    """The tier is full, or is smaller than what it must hold; nothing was published."""
+
+
+class Corruption(TierError):
+    """The bytes read are not the bytes that were written."""
+
+
+class Unauthorized(TierError):
+    """The tier refuses this caller."""
+
+
+class Transient(TierError):
+    """A failure that may pass; the call is worth another try."""
+
+
+class Closed(TierError):
+    """The driver was not opened, or is closed already."""
+
+
+class GroupError(TierCheckError):
+    """A collective among the ranks of the job failed."""
+
+
+class DeadlineExceeded(GroupError):
+    """A wait for other ranks ended; ``late`` holds the ranks that had not arrived, where known."""
+
+    def __init__(self, message: str, *, late: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.late = tuple(late)
+
+
+class PeerLost(GroupError):
+    """The connection to another rank broke during a collective."""
+
+
+class JobConflict(TierCheckError):
+    """Another live job, or a newer generation of this one, owns the name."""
+
+
+class SaveError(TierCheckError):
+    """A version could not be saved; the message names the version, the tier and the cause."""
+
+
+class RecoveryError(TierCheckError):
+    """What the tiers hold cannot be restored into this job."""

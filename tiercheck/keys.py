@@ -1,0 +1,167 @@
+"""Object naming: (generation, stream, version, rank) <-> key.
+
+The layout keeps one directory a version, so that a parallel file system sees few metadata operations::
+
+    lineage/g000002                                                  who started generation 2, from where
+    g000002/base/000000000040/r00001.safetensors                     rank 1's shard of base 40
+    g000002/base/000000000040/r00001.done                            its marker: stored whole, size, checksum
+    g000002/base/000000000040/commit                                 the commit record: every rank's is
+    g000002/differential/000000000041-000000000045/r00001.safetensors   rank 1's batch 41..45
+
+Numbers are zero-padded, so that the order of keys is the order of versions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = [
+    "KEY_BYTES_MAX",
+    "CommitKey",
+    "Key",
+    "LineageKey",
+    "MarkerKey",
+    "ShardKey",
+    "Stream",
+    "parse",
+    "validate_key",
+]
+
+KEY_BYTES_MAX = 512
+COMPONENT_BYTES_MAX = 255
+GENERATION_MAX = 10**6 - 1
+VERSION_MAX = 10**12 - 1
+RANK_MAX = 10**5 - 1
+
+
+class Stream(StrEnum):
+    BASE = "base"
+    DIFFERENTIAL = "differential"
+
+
+@dataclass(frozen=True, order=True)
+class ShardKey:
+    """One rank's part of a base (``first == last``: its version) or of a batch of differentials."""
+
+    generation: int
+    stream: Stream
+    first: int
+    last: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        check_number("generation", self.generation, GENERATION_MAX)
+        check_number("version", self.first, VERSION_MAX)
+        check_number("version", self.last, VERSION_MAX)
+        check_number("rank", self.rank, RANK_MAX)
+        if self.last < self.first:
+            raise ValueError(f"a batch needs first <= last, not {self.first}..{self.last}")
+        if self.stream is Stream.BASE and self.first != self.last:
+            raise ValueError(f"a base has one version, not {self.first}..{self.last}")
+
+    @classmethod
+    def base(cls, generation: int, version: int, rank: int) -> ShardKey:
+        return cls(generation, Stream.BASE, version, version, rank)
+
+    @classmethod
+    def differential(cls, generation: int, first: int, last: int, rank: int) -> ShardKey:
+        return cls(generation, Stream.DIFFERENTIAL, first, last, rank)
+
+    @property
+    def versions(self) -> range:
+        return range(self.first, self.last + 1)
+
+    def __str__(self) -> str:
+        version = f"{self.first:012d}"
+        if self.stream is Stream.DIFFERENTIAL:
+            version += f"-{self.last:012d}"
+        return f"g{self.generation:06d}/{self.stream}/{version}/r{self.rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, order=True)
+class MarkerKey:
+    """A rank's word that its shard of a base is stored whole in this tier."""
+
+    generation: int
+    version: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"g{self.generation:06d}/base/{self.version:012d}/r{self.rank:05d}.done"
+
+
+@dataclass(frozen=True, order=True)
+class CommitKey:
+    """The record that every rank's shard of a base is stored whole in this tier."""
+
+    generation: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"g{self.generation:06d}/base/{self.version:012d}/commit"
+
+
+@dataclass(frozen=True, order=True)
+class LineageKey:
+    """The record that opens a generation: its parent, and the version at which it left the parent."""
+
+    generation: int
+
+    def __str__(self) -> str:
+        return f"lineage/g{self.generation:06d}"
+
+
+Key = ShardKey | MarkerKey | CommitKey | LineageKey
+
+_BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
+_DIFFERENTIAL = re.compile(r"g(\d{6})/differential/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
+_LINEAGE = re.compile(r"lineage/g(\d{6})\Z", re.ASCII)
+
+
+def parse(text: str) -> Key | None:
+    """The key that ``text`` names, or ``None`` where it is none of TierCheck's."""
+    if match := _BASE.match(text):
+        generation, version = int(match[1]), int(match[2])
+        if match[5]:
+            return CommitKey(generation, version)
+        if match[4] == "done":
+            return MarkerKey(generation, version, int(match[3]))
+        return ShardKey.base(generation, version, int(match[3]))
+    if match := _DIFFERENTIAL.match(text):
+        generation, first, last, rank = (int(group) for group in match.groups())
+        return ShardKey.differential(generation, first, last, rank) if first <= last else None
+    if match := _LINEAGE.match(text):
+        return LineageKey(int(match[1]))
+    return None
+
+
+def validate_key(key: str, *, bytes_max: int = KEY_BYTES_MAX) -> str:
+    """``key`` itself, where it is safe to turn into a path or a URL.
+
+    Raises:
+        ValueError: empty, absolute, overlong, or with an empty, ``.`` or ``..`` component, a control
+            character, a backslash or a lone surrogate.
+    """
+    try:
+        encoded = key.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the key {key!r} is not valid Unicode") from None
+    if not encoded:
+        raise ValueError("a key cannot be empty")
+    if len(encoded) > bytes_max:
+        raise ValueError(f"the key {key[:40]!r}... has {len(encoded)} bytes; at most {bytes_max} are allowed")
+    if any(ord(character) < 32 or character in "\\\x7f" for character in key):
+        raise ValueError(f"the key {key!r} has a control character or a backslash")
+    for component in key.split("/"):
+        if component in ("", ".", ".."):
+            raise ValueError(f"the key {key!r} has the component {component!r}; keys are relative and plain")
+        if len(component.encode()) > COMPONENT_BYTES_MAX:
+            raise ValueError(f"the key {key[:40]!r}... has a component over {COMPONENT_BYTES_MAX} bytes")
+    return key
+
+
+def check_number(label: str, value: int, maximum: int) -> None:
+    if not 0 <= value <= maximum:
+        raise ValueError(f"{label} {value} is outside 0..{maximum}")

@@ -1,0 +1,160 @@
+"""The driver protocol: what a storage tier can be asked to do.
+
+A driver moves bytes under keys. It never sees a tensor, a version or a rank. It is an async context
+manager, made from a URL by :mod:`tiercheck.tiers.registry`. Capabilities are a value; nobody asks
+``isinstance``. Foreign exceptions are mapped to :class:`tiercheck.errors.TierError` once, at the driver's
+edge.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator, Iterable
+from types import TracebackType
+from typing import Self
+
+from tiercheck.errors import Unsupported
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+
+__all__ = ["Reservation", "TierDriver"]
+
+
+class Reservation(abc.ABC):
+    """Writable memory inside a tier, not yet an object.
+
+    Fill ``buffer``, then ``publish`` it or ``drop`` it, once. A reservation that its process leaves behind
+    (a crash, ``kill -9``) is no object, and its memory is reclaimed by the next process that opens the tier.
+    """
+
+    key: str
+
+    @property
+    @abc.abstractmethod
+    def buffer(self) -> memoryview:
+        """The reserved bytes: writable, contiguous, format ``B``, page-aligned. Invalid once published or dropped."""
+
+    @abc.abstractmethod
+    async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        """Make the first ``nbytes`` (default: all) the object's content, atomically.
+
+        Atomicity, durability, idempotence, errors: as for :meth:`TierDriver.put`. Where the mode's condition
+        fails, nothing is published and the reservation is dropped.
+        """
+
+    @abc.abstractmethod
+    async def drop(self) -> None:
+        """Give the memory back; no object appears. Idempotent."""
+
+
+class TierDriver(abc.ABC):
+    """One storage tier.
+
+    Open it with ``async with``; every call outside of that raises ``Closed``. All methods may be called
+    concurrently from one event loop. Keys are checked by :func:`tiercheck.keys.validate_key`; a bad one
+    raises ``ValueError`` before anything is touched.
+    """
+
+    @property
+    @abc.abstractmethod
+    def url(self) -> str:
+        """Where the tier is, for messages; never holds a secret."""
+
+    @property
+    @abc.abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the driver can do. Constant while it is open."""
+
+    @abc.abstractmethod
+    async def open(self) -> None:
+        """Connect, check the tier's space and permissions, reclaim what dead processes left.
+
+        Errors: ``Unauthorized``; ``CapacityExceeded`` where the tier is smaller than its URL asks for;
+        ``Transient``. Idempotence: opening an open driver is a ``RuntimeError``.
+        """
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Release connections and mappings held by the driver. Idempotent. Objects stay as they are."""
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @abc.abstractmethod
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        """Store the concatenation of ``payload`` under ``key``.
+
+        Atomicity: all or nothing. A reader sees the previous object (or none) or the new one, whole,
+        whatever happens to the writer, ``kill -9`` included.
+        Durability: on return the object outlives every failure in ``capabilities.survives``.
+        Idempotence: ``OVERWRITE`` may be repeated. ``CREATE`` and ``UPDATE`` may not: a repeat after a lost
+        answer raises as if another client had won.
+        Cancellation: leaves the previous object or the new one, never a part, and no buffer in use.
+        Buffers: read until return, never after, and never joined.
+        Errors: ``AlreadyExists`` (``CREATE``), ``PreconditionFailed`` (``UPDATE``), ``Unsupported`` (a
+        conditional mode without ``capabilities.conditional_put``), ``CapacityExceeded``, ``Transient``.
+        Source: object_store's ``put_opts``, from which the three modes are taken.
+        """
+
+    @abc.abstractmethod
+    async def get(
+        self,
+        key: str,
+        *,
+        range: ByteRange | None = None,
+        into: memoryview | None = None,
+    ) -> memoryview:
+        """The object's bytes, or those of ``range``.
+
+        With ``into`` (writable, format ``B``, at least as long as the result) the bytes are written there
+        and the filled part of it is returned. Without it a read-only buffer is returned, which on a
+        mappable tier is a mapping: it keeps showing the content it was opened on, even if the object is
+        overwritten or deleted meanwhile, for as long as it is referenced.
+
+        Atomicity: the bytes are those of one put. Idempotent. Cancellation: ``into`` may be partly filled,
+        and is not written to after the cancelled call has returned.
+        Errors: ``NotFound``; ``ValueError`` for a range past the object's end or an ``into`` too small;
+        ``Unsupported`` for a range without ``capabilities.ranged_get``; ``Transient``.
+        """
+
+    @abc.abstractmethod
+    async def stat(self, key: str) -> ObjectInfo:
+        """Size and etag of the object. Errors: ``NotFound``, ``Transient``. Idempotent."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix`` (a plain string prefix), in the byte order of their keys.
+
+        Atomicity: an object that was there during the whole listing is reported once; one that came or went
+        during it may or may not be. Reservations and half-written objects never appear.
+        Errors: ``Transient``. Idempotent.
+        """
+
+    @abc.abstractmethod
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Remove the objects; a missing one is no error.
+
+        Atomicity: an object at a time. Idempotent. Cancellation: some are gone and some are not.
+        Readers that hold a mapping keep it. Errors: ``Transient``, ``Unauthorized``.
+        """
+
+    @abc.abstractmethod
+    async def usage(self) -> Usage:
+        """Bytes held, reservations included, and the limit. Idempotent. Errors: ``Transient``."""
+
+    async def reserve(self, key: str, nbytes: int) -> Reservation:
+        """Writable memory inside the tier for an object of up to ``nbytes``, only where ``mappable``.
+
+        The memory is backed before the call returns, so that writing to it cannot fail.
+        Atomicity: until ``publish`` nothing can be seen under ``key``. Cancellation: nothing stays reserved.
+        Errors: ``Unsupported`` without ``capabilities.mappable``; ``CapacityExceeded``.
+        """
+        raise Unsupported("the tier hands out no memory (capabilities.mappable is false)", tier=self.url, key=key)

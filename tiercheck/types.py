@@ -1,0 +1,139 @@
+"""Frozen values every layer shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import ClassVar
+
+__all__ = [
+    "Buffer",
+    "ByteRange",
+    "Capabilities",
+    "Fidelity",
+    "ObjectInfo",
+    "Payload",
+    "PutMode",
+    "Survives",
+    "Usage",
+]
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes. A ``memoryview`` must be C-contiguous with format ``B``."""
+
+Payload = Sequence[Buffer]
+"""An object's content as the concatenation of buffers; a driver never joins them."""
+
+
+class Survives(IntEnum):
+    """The widest failure that data in a tier outlives."""
+
+    NOTHING = 0
+    PROCESS = 1
+    NODE = 2
+    RACK = 3
+    SITE = 4
+
+    @classmethod
+    def parse(cls, text: str) -> Survives:
+        """``"rack"`` to ``Survives.RACK``; ``ValueError`` lists the names."""
+        try:
+            return cls[text.upper()]
+        except KeyError:
+            names = ", ".join(member.name.lower() for member in cls)
+            raise ValueError(f"unknown failure class {text!r}: choose one of {names}") from None
+
+
+class Fidelity(StrEnum):
+    """How much of the truth a codec keeps, from best to worst."""
+
+    EXACT = "exact"
+    EXACT_IF_TRAINED_ON = "exact-if-trained-on"
+    APPROXIMATE = "approximate"
+
+    @classmethod
+    def worst(cls, *values: Fidelity) -> Fidelity:
+        """The lowest of ``values``; ``EXACT`` for none."""
+        order = list(cls)
+        return max(values, key=order.index, default=cls.EXACT)
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """The half-open range ``[start, stop)`` of an object's bytes."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"a byte range needs 0 <= start <= stop, not [{self.start}, {self.stop})")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class PutMode:
+    """On which condition a put publishes: ``OVERWRITE``, ``CREATE`` or ``UPDATE(etag)``."""
+
+    kind: str
+    etag: str | None = None
+
+    OVERWRITE: ClassVar[PutMode]
+    CREATE: ClassVar[PutMode]
+
+    @staticmethod
+    def UPDATE(etag: str) -> PutMode:
+        """Publish only where the object's current etag is ``etag``."""
+        return PutMode("update", etag)
+
+    @property
+    def conditional(self) -> bool:
+        return self.kind != "overwrite"
+
+
+PutMode.OVERWRITE = PutMode("overwrite")
+PutMode.CREATE = PutMode("create")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a tier knows of an object. ``etag`` changes with every put of the key."""
+
+    key: str
+    nbytes: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes a tier holds, and the most it may hold (``None``: no limit is known)."""
+
+    used_bytes: int
+    limit_bytes: int | None
+
+    @property
+    def free_bytes(self) -> int | None:
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a driver can do. Tested both ways: what a false flag excludes raises ``Unsupported``."""
+
+    survives: Survives
+    """The widest failure the data outlives."""
+    mappable: bool = False
+    """``reserve`` hands out writable memory inside the tier; ``get`` maps instead of copying."""
+    conditional_put: bool = False
+    """``CREATE`` and ``UPDATE`` are atomic against every other client of the tier."""
+    ranged_get: bool = True
+    """``get(range=...)`` transfers only that range."""
+    part_bytes: int = 8 << 20
+    """The unit of transfer at which the driver is fast."""
+    parts_in_flight: int = 1
+    """Units the driver transfers at once."""
+    key_bytes_max: int = field(default=512)
+    """The longest key the driver takes, in UTF-8 bytes."""
