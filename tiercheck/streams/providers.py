@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tiercheck.errors import Mismatch, UnsupportedSetup
+
 __all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider", "random_state", "restore_random_state"]
 
 
@@ -83,7 +85,7 @@ class StateProvider(Protocol):
     def group_of(self) -> Mapping[str, int]:
         """The index of each master's parameter group."""
 
-    def optimizer_state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """Per master, the optimizer's tensors for it (``exp_avg``, ``step``...), live; empty before the first step."""
 
     def extras(self) -> Mapping[str, torch.Tensor]:
@@ -102,7 +104,7 @@ class StateProvider(Protocol):
         self,
         *,
         masters: Mapping[str, torch.Tensor],
-        optimizer_state: Mapping[str, Mapping[str, torch.Tensor]],
+        optimizer_state: Mapping[str, Mapping[str, Any]],
         extras: Mapping[str, torch.Tensor],
         hyperparameters: list[dict[str, Any]],
     ) -> None:
@@ -117,3 +119,255 @@ class StateProvider(Protocol):
 
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned."""
+
+
+class ModuleProvider:
+    """The state of a ``torch.nn.Module`` and its optimizer, on one process or under DDP.
+
+    Masters are the parameters the optimizer updates, named as the module names them. Under DDP every rank
+    holds, and saves, all of them.
+
+    ``scheduler``, ``scaler`` and each of ``stateful`` are saved by ``state_dict`` and restored by
+    ``load_state_dict``: learning-rate schedulers, ``GradScaler``, samplers, data loaders that can do so.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        world_size: int = 1,
+        stateful: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._world_size = world_size
+        self._stateful = dict(stateful or {})
+        self._masters = _masters_by_name(model, optimizer)
+        self._refuse_what_cannot_be_saved()
+
+    def identity(self) -> Identity:
+        shapes = [describe_tensor(name, tensor) for name, tensor in self._masters.items()]
+        extras = [describe_tensor(name, tensor) for name, tensor in self.extras().items()]
+        parameters = sum(tensor.numel() for tensor in self._masters.values())
+        device = next(iter(self._masters.values())).device
+        return Identity(
+            framework="torch",
+            world_size=self._world_size,
+            model=digest([*shapes, *extras]),
+            model_summary=f"{len(shapes)} trained tensors of {parameters:,} elements, {len(extras)} others",
+            optimizer=OptimizerIdentity.of(self._optimizer, device),
+        )
+
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self._masters.items()}
+
+    def group_of(self) -> Mapping[str, int]:
+        index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        return {name: index[id(tensor)] for name, tensor in self._masters.items()}
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        return {
+            name: dict(self._optimizer.state[tensor])
+            for name, tensor in self._masters.items()
+            if self._optimizer.state.get(tensor)
+        }
+
+    def extras(self) -> Mapping[str, torch.Tensor]:
+        masters = {id(tensor) for tensor in self._masters.values()}
+        frozen = {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in masters}
+        return {**frozen, **persistent_buffers(self._model)}
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [plain_options(group) for group in self._optimizer.param_groups]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients the coming step will apply; parameters without one are left out."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self._masters.items():
+            if tensor.grad is None:
+                continue
+            if tensor.grad.layout is not torch.strided:
+                raise UnsupportedSetup(
+                    f"the gradient of {name} is {tensor.grad.layout}; supported are dense gradients "
+                    "(for an embedding: sparse=False)"
+                )
+            found[name] = tensor.grad.detach()
+        return found
+
+    def host_state(self) -> dict[str, Any]:
+        states = {name: to_plain(each.state_dict(), name) for name, each in self._stateful.items()}
+        return {"random": random_state(), "stateful": states}
+
+    def load(
+        self,
+        *,
+        masters: Mapping[str, torch.Tensor],
+        optimizer_state: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[str, torch.Tensor],
+        hyperparameters: list[dict[str, Any]],
+    ) -> None:
+        copy_into(self.masters(), masters)
+        copy_into(self.extras(), extras)
+        for name, parameter in self._masters.items():
+            self._optimizer.state.pop(parameter, None)
+            if name in optimizer_state:
+                self._optimizer.state[parameter] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in optimizer_state[name].items()
+                }
+        self._set_hyperparameters(hyperparameters)
+
+    def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
+        self._set_hyperparameters(hyperparameters)
+        for name, parameter in self._masters.items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def refresh(self) -> None:
+        """Nothing derives from the parameters of a plain module."""
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        missing = sorted(set(state["stateful"]) ^ set(self._stateful))
+        if missing:
+            raise Mismatch(
+                f"the checkpoint saved the states {sorted(state['stateful'])}, this job attached "
+                f"{sorted(self._stateful)}: attach with the same scheduler=, scaler= and stateful="
+            )
+        for name, each in self._stateful.items():
+            each.load_state_dict(state["stateful"][name])
+        restore_random_state(state["random"])
+
+    def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
+        for group, options in zip(self._optimizer.param_groups, hyperparameters, strict=True):
+            set_options(group, options)
+
+    def _refuse_what_cannot_be_saved(self) -> None:
+        if not self._masters:
+            raise UnsupportedSetup("the optimizer updates no parameter, so there is nothing to save")
+        for name, tensor in {**self._masters, **self.extras()}.items():
+            if type(tensor.data) is not torch.Tensor:
+                raise UnsupportedSetup(
+                    f"{name} is a {type(tensor.data).__name__}; supported are plain tensors, on one process, "
+                    "under DDP, or partitioned by DeepSpeed (tiercheck.integrations.deepspeed)"
+                )
+            if tensor.is_meta:
+                raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
+        for name, each in self._stateful.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise UnsupportedSetup(
+                    f"{name} ({type(each).__name__}) has no state_dict and load_state_dict: it cannot be saved"
+                )
+
+
+def implementation_of(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """How torch's Adam and AdamW run on ``device``: the three differ in their last bits. ``called`` for others."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return "called"
+    chosen: set[str] = set()
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            chosen.add("fused")
+        elif group.get("foreach") or (group.get("foreach") is None and device.type != "cpu"):
+            chosen.add("foreach")
+        else:
+            chosen.add("single_tensor")
+    return chosen.pop() if len(chosen) == 1 else "called"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Sixteen hexadecimal digits that differ where the lines do."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``state_dict`` holds; the others are recomputed by the module itself."""
+    saved = model.state_dict(keep_vars=True).keys()
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's options without its parameters; tensors (a capturable ``lr``) as numbers."""
+    return {key: to_plain(value, key) for key, value in group.items() if key != "params"}
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Put options back into a parameter group, into the tensor where the group holds one."""
+    for key, value in options.items():
+        current = group.get(key)
+        if isinstance(current, torch.Tensor):
+            current.fill_(float(np.asarray(value)))
+        else:
+            group[key] = value
+
+
+def to_plain(value: Any, path: str) -> Any:
+    """``value`` with every tensor as a NumPy array; containers keep their types.
+
+    Errors: ``UnsupportedSetup`` for a tensor whose dtype NumPy lacks; it names the path.
+    """
+    if isinstance(value, torch.Tensor):
+        try:
+            array = value.detach().cpu().numpy()
+        except TypeError:
+            raise UnsupportedSetup(f"{path} is a {value.dtype} tensor, which host state cannot hold") from None
+        return array.item() if array.ndim == 0 else array.copy()
+    if isinstance(value, Mapping):
+        return {key: to_plain(each, f"{path}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(to_plain(each, f"{path}[{index}]") for index, each in enumerate(value))
+    return value
+
+
+def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Copy each source into the target of its name. Errors: ``Mismatch`` where the names or shapes differ."""
+    if targets.keys() != sources.keys():
+        differing = ", ".join(sorted(targets.keys() ^ sources.keys())[:5])
+        raise Mismatch(f"the checkpoint and the job hold different tensors, among them {differing}")
+    with torch.no_grad():
+        for name, target in targets.items():
+            if target.shape != sources[name].shape:
+                raise Mismatch(
+                    f"{name} is {tuple(sources[name].shape)} in the checkpoint and {tuple(target.shape)} in the job"
+                )
+            target.copy_(sources[name])
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators, those of every visible GPU included."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state().numpy(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = [each.numpy() for each in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([torch.from_numpy(np.array(each)) for each in state["cuda"]])
+
+
+def _masters_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    masters: dict[str, torch.nn.Parameter] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            masters[names.get(id(parameter), f"optimizer.{index}.{position}")] = parameter
+    return masters

@@ -1,0 +1,64 @@
+"""An event loop in a thread of its own, for callers that are not async: the training loop is one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tiercheck.errors import DeadlineExceeded
+
+__all__ = ["BackgroundLoop"]
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Runs coroutines for a thread that cannot await. A daemon thread: it never keeps a dying process alive."""
+
+    def __init__(self, name: str = "tiercheck") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start the coroutine; its result or error is the future's."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, deadline_s: float) -> T:
+        """Run the coroutine and wait for its result.
+
+        Errors: the coroutine's own; ``DeadlineExceeded`` (naming ``what``) after ``deadline_s`` seconds, when
+        it is cancelled.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout=deadline_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the coroutine's own TimeoutError, not ours
+                raise
+            future.cancel()
+            raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None
+
+    def close(self) -> None:
+        """Cancel what still runs, and stop. Idempotent."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=60)
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()

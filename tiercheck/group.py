@@ -1,0 +1,182 @@
+"""Collectives among the ranks of a job: over ``torch.distributed``, for one process, and simulated.
+
+One operation is enough for all that the policies ask: everyone gives some bytes and gets everyone's. Each
+call has a deadline, and a wait that ends names the ranks it waited for. What travels is msgpack, never
+pickle.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiercheck.errors import DeadlineExceeded, GroupError, PeerLost
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Group", "SimulatedGroup", "SingleProcess", "TorchGroup"]
+
+MESSAGE_BYTES_MAX = 256 << 20
+
+
+class Group(Protocol):
+    """The ranks of one job."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        """Every rank's ``message``, in rank order. Blocks until all ranks have called.
+
+        Errors: ``DeadlineExceeded`` (naming ``what`` and the late ranks) after ``deadline_s`` seconds;
+        ``PeerLost`` where a rank's connection breaks.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up the group's resources. Idempotent, not a collective."""
+        ...
+
+
+class SingleProcess:
+    """A job of one rank."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        return [message]
+
+    def close(self) -> None:
+        pass
+
+
+class TorchGroup:
+    """The ranks of a ``torch.distributed`` job, over a gloo group of their own.
+
+    A group of its own, so that a collective here never interleaves with one of the training. Making it is a
+    collective: every rank must do so, at the same point.
+    """
+
+    def __init__(self, *, deadline_s: float = 300.0) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise GroupError("torch.distributed is not initialised; call init_process_group before attach")
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+
+    def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        import torch
+
+        if self._group is None:
+            raise GroupError("the group is closed")
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise GroupError(f"a message of {len(message)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+        self._await_all(what, deadline_s)
+        try:
+            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64))
+            longest = max(int(length) for length in lengths)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            if message:
+                padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            gathered = self._gather(padded) if longest else [padded] * self.world_size
+        except RuntimeError as error:
+            raise PeerLost(f"{what}: a rank was lost during the exchange: {_first_line(error)}") from error
+        return [bytes(each[: int(length)].numpy()) for each, length in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: Any) -> list[Any]:
+        import torch
+        import torch.distributed as dist
+
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor, group=self._group)
+        return parts
+
+    def _await_all(self, what: str, deadline_s: float) -> None:
+        """Wait until every rank is here: rank 0 hears from each, so it can tell who is missing."""
+        import torch.distributed as dist
+
+        try:
+            dist.monitored_barrier(group=self._group, timeout=timedelta(seconds=deadline_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            text = _first_line(error)
+            late = _ranks_named(text, self.world_size) if self.rank == 0 else (0,)
+            if "Connection closed" in text or "reset by peer" in text:
+                raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
+            named = ", ".join(str(rank) for rank in late) or "unknown"
+            raise DeadlineExceeded(
+                f"{what}: rank {self.rank} waited {deadline_s:g} s for rank {named}"
+                + ("" if self.rank == 0 else ", which itself may be waiting for another; its message names it"),
+                late=late,
+            ) from error
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class SimulatedGroup:
+    """Ranks that are threads of one process, for tests: make them with :meth:`of`."""
+
+    def __init__(self, rank: int, room: _Room) -> None:
+        self.rank = rank
+        self.world_size = room.world_size
+        self._room = room
+        self._round = 0
+
+    @classmethod
+    def of(cls, world_size: int) -> list[SimulatedGroup]:
+        """One group object a rank; each is to be used by one thread at a time."""
+        room = _Room(world_size)
+        return [cls(rank, room) for rank in range(world_size)]
+
+    def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        self._round += 1
+        return self._room.exchange(self.rank, self._round, message, what, deadline_s)
+
+    def close(self) -> None:
+        pass
+
+
+class _Room:
+    """Where simulated ranks leave their messages, a round a collective."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, bytes]] = {}
+
+    def exchange(self, rank: int, number: int, message: bytes, what: str, deadline_s: float) -> list[bytes]:
+        with self._changed:
+            here = self._rounds.setdefault(number, {})
+            here[rank] = message
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: len(here) == self.world_size, timeout=deadline_s):
+                late = sorted(set(range(self.world_size)) - set(here))
+                names = ", ".join(str(each) for each in late)
+                raise DeadlineExceeded(f"{what}: rank {rank} waited {deadline_s:g} s for rank {names}", late=late)
+            return [here[each] for each in range(self.world_size)]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _ranks_named(text: str, world_size: int) -> Sequence[int]:
+    """The ranks of which gloo's monitored barrier says ``Ranks 1, 3 failed to pass``."""
+    match = re.search(r"Ranks? (\d[\d, ]*) failed", text)
+    if match is None:
+        return ()
+    return [rank for rank in map(int, re.findall(r"\d+", match[1])) if rank < world_size]

@@ -1,0 +1,184 @@
+"""Tiers and their order: compose a hierarchy, and see which failures it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from string import Formatter
+from types import TracebackType
+from typing import Self
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.policy.observation import Role
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.registry import make_driver
+from tiercheck.types import Capabilities, Survives
+
+__all__ = ["Hierarchy", "OpenHierarchy", "OpenTier", "Tier"]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A driver's URL with a place in the hierarchy.
+
+    ``url`` may hold ``{rank}``, ``{local_rank}`` and ``{node}``, filled in where the tier is opened. ``name``
+    is what messages and reports call the tier; by default its scheme.
+    """
+
+    url: str
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if "://" not in self.url:
+            raise ConfigurationError(f"{self.url!r} is no tier URL: it has no scheme, such as shm:// or nvme://")
+        if not self.name:
+            object.__setattr__(self, "name", self.url.partition("://")[0])
+
+    def resolved(self, places: Mapping[str, int]) -> str:
+        """The URL for one rank. Errors: ``ConfigurationError`` for a field nobody fills in."""
+        try:
+            fields = [field for _, field, _, _ in Formatter().parse(self.url) if field is not None]
+        except ValueError as error:
+            raise ConfigurationError(f"the tier URL {self.url!r} has an unbalanced brace: {error}") from None
+        unknown = [field for field in fields if field not in places]
+        if unknown:
+            known = ", ".join(f"{{{place}}}" for place in places)
+            raise ConfigurationError(f"the tier URL {self.url!r} has the field {{{unknown[0]}}}; known are {known}")
+        return self.url.format_map(places)
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Tiers, fastest first. Captures land in the first; each later one is to outlive a wider failure.
+
+    >>> Hierarchy.of("shm://run-7?size=8GiB", "nvme:///shared/run-7?survives=rack")  # doctest: +ELLIPSIS
+    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm'), ...))
+
+    ``must_survive``: the failure the user asks to outlive. Opening a hierarchy that cannot is a
+    ``ConfigurationError``.
+    """
+
+    tiers: tuple[Tier, ...]
+    must_survive: Survives = Survives.NOTHING
+
+    def __post_init__(self) -> None:
+        if not self.tiers:
+            raise ConfigurationError("a hierarchy needs at least one tier, such as shm://NAME")
+        # Two tiers of one scheme are told apart by a number.
+        names: list[str] = []
+        tiers: list[Tier] = []
+        for tier in self.tiers:
+            count = sum(name == tier.name for name in names)
+            names.append(tier.name)
+            tiers.append(replace(tier, name=f"{tier.name}-{count + 1}") if count else tier)
+        object.__setattr__(self, "tiers", tuple(tiers))
+
+    @classmethod
+    def of(cls, *tiers: Tier | str, must_survive: Survives | str = Survives.NOTHING) -> Hierarchy:
+        """A hierarchy of tiers or of their URLs, fastest first."""
+        if isinstance(must_survive, str):
+            try:
+                must_survive = Survives.parse(must_survive)
+            except ValueError as error:
+                raise ConfigurationError(f"must_survive: {error}") from None
+        return cls(tuple(Tier(tier) if isinstance(tier, str) else tier for tier in tiers), must_survive)
+
+    def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
+        """The drivers of one rank, not yet connected: use it as an async context manager."""
+        places = {"rank": rank, "local_rank": local_rank, "node": node}
+        opened = tuple(
+            OpenTier(index, tier.name, make_driver(tier.resolved(places))) for index, tier in enumerate(self.tiers)
+        )
+        return OpenHierarchy(opened, self.must_survive)
+
+
+@dataclass(frozen=True)
+class OpenTier:
+    """A tier of one rank: its driver and its place."""
+
+    index: int
+    name: str
+    driver: TierDriver
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.driver.capabilities
+
+    @property
+    def role(self) -> Role:
+        return Role(self.index, self.name, self.driver.capabilities.survives)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class OpenHierarchy:
+    """One rank's drivers. ``async with`` connects them all, or none."""
+
+    def __init__(self, tiers: tuple[OpenTier, ...], must_survive: Survives = Survives.NOTHING) -> None:
+        self.tiers = tiers
+        self.must_survive = must_survive
+        self._stack = AsyncExitStack()
+
+    @property
+    def first(self) -> OpenTier:
+        """The tier captures land in."""
+        return self.tiers[0]
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(tier.role for tier in self.tiers)
+
+    @property
+    def survives(self) -> Survives:
+        """The widest failure that some tier outlives."""
+        return max(tier.capabilities.survives for tier in self.tiers)
+
+    def coverage(self) -> dict[Survives, str | None]:
+        """Per failure, the fastest tier that survives it, or ``None``: then the failure costs the run."""
+        return {
+            failure: next((tier.name for tier in self.tiers if tier.capabilities.survives >= failure), None)
+            for failure in Survives
+            if failure is not Survives.NOTHING
+        }
+
+    def check(self) -> None:
+        """Refuse a hierarchy that cannot do what it is for.
+
+        Errors: ``ConfigurationError`` where no tier survives ``must_survive``, or the first tier hands out
+        no memory for captures to land in, or the last tier takes no conditional put to commit with.
+        """
+        if self.survives < self.must_survive:
+            tiers = ", ".join(f"{tier.name} ({tier.capabilities.survives.name.lower()})" for tier in self.tiers)
+            wanted = self.must_survive.name.lower()
+            raise ConfigurationError(
+                f"no tier survives a {wanted} failure, which must_survive asks for; the tiers survive: {tiers}. "
+                f"Add one that does, such as a shared directory: nvme:///path?survives={wanted}"
+            )
+        if not self.first.capabilities.mappable:
+            raise ConfigurationError(
+                f"the first tier, {self.first.driver.url}, hands out no memory for captures to land in; "
+                "begin the hierarchy with a mappable tier, such as shm://NAME"
+            )
+        for tier in self.tiers:
+            if tier.role.shared and not tier.capabilities.conditional_put:
+                raise ConfigurationError(
+                    f"the tier {tier.driver.url} takes no conditional put, so a base cannot be committed in it safely"
+                )
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for tier in self.tiers:
+                await stack.enter_async_context(tier.driver)
+            self.check()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()

@@ -1,0 +1,86 @@
+"""When a base counts as committed in a tier that all ranks share.
+
+Each rank puts a marker behind its shard. The coordinator (rank 0) checks every marker against the shard it
+speaks of, then publishes the commit record with a conditional put. Both carry the generation, and nobody
+commits or purges once a newer generation has opened: a process of an older one that is still alive cannot
+touch the job any more.
+
+A tier that lies inside a node needs none of this: a rank's shards there are published one by one, and
+recovery takes what every rank can read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.keys import CommitKey, MarkerKey
+from tiercheck.policy.observation import Observation
+from tiercheck.policy.placement import own_bases
+
+__all__ = ["COORDINATOR", "CommitRecord", "Marker", "superseded", "to_commit", "to_mark"]
+
+COORDINATOR = 0
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a rank says of its shard: its length, and the digest its header carries."""
+
+    nbytes: int
+    digest: str
+
+    def to_object(self) -> dict[str, Any]:
+        return {"nbytes": self.nbytes, "digest": self.digest}
+
+    @classmethod
+    def from_object(cls, value: Any) -> Marker:
+        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
+        match value:
+            case {"nbytes": int(nbytes), "digest": str(digest)} if len(value) == 2:
+                return cls(nbytes, digest)
+        raise ValueError("a marker has the fields nbytes and digest")
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """The committed base: every rank's marker, in rank order."""
+
+    generation: int
+    version: int
+    shards: tuple[Marker, ...]
+
+    def to_object(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "version": self.version,
+            "shards": [marker.to_object() for marker in self.shards],
+        }
+
+
+def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:
+    """Markers this rank owes the tier: its bases there that have none yet."""
+    if not seen.roles[tier].shared:
+        return []
+    contents = seen.contents[tier]
+    keys = [MarkerKey(base.generation, base.first, base.rank) for base in own_bases(seen, contents)]
+    return [key for key in keys if key not in contents]
+
+
+def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
+    """Commit records the coordinator owes the tier, oldest first: all ranks have marked, none is published."""
+    if seen.rank != COORDINATOR or not seen.roles[tier].shared:
+        return []
+    contents = seen.contents[tier]
+    keys = [
+        CommitKey(base.generation, base.first)
+        for base in own_bases(seen, contents)
+        if all(MarkerKey(base.generation, base.first, rank) in contents for rank in range(seen.world_size))
+    ]
+    return [key for key in keys if key not in contents]
+
+
+def superseded(seen: Observation) -> int | None:
+    """The newer generation that has opened, or ``None``: then this one may still commit and purge."""
+    newest = seen.newest_generation
+    return newest if newest > seen.generation else None

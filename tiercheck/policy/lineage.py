@@ -1,0 +1,81 @@
+"""The chain of generations: which of the versions found belong to the job's own past.
+
+A restart opens a generation and leaves its parent at the version it recovered. What the parent wrote after
+that version is another future of the same job, and never part of a chain (invariant I3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Branch", "Lineage"]
+
+
+@dataclass(frozen=True, order=True)
+class Branch:
+    """A generation, and where it left its parent (``parent`` 0: it began at version 0)."""
+
+    generation: int
+    parent: int
+    left_at: int
+    world_size: int
+    token: str
+    """Drawn by the job that opened the generation: two jobs that race for one number differ in it."""
+
+    def to_object(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "parent": self.parent,
+            "left_at": self.left_at,
+            "world_size": self.world_size,
+            "token": self.token,
+        }
+
+    @classmethod
+    def from_object(cls, value: Any) -> Branch:
+        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
+        fields = {"generation": int, "parent": int, "left_at": int, "world_size": int, "token": str}
+        if not isinstance(value, dict) or set(value) != set(fields):
+            raise ValueError(f"a lineage record has the fields {', '.join(fields)}")
+        for name, kind in fields.items():
+            if type(value[name]) is not kind:
+                raise ValueError(f"the lineage record's {name} is {value[name]!r}")
+        branch = cls(**value)
+        if not 0 <= branch.parent < branch.generation or branch.left_at < 0 or branch.world_size < 1:
+            raise ValueError(f"the lineage record {branch} contradicts itself")
+        return branch
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The job's own past: ``(generation, last version that counts)``, newest first; ``None``: all count."""
+
+    chain: tuple[tuple[int, int | None], ...]
+
+    @classmethod
+    def of(cls, branches: Iterable[Branch]) -> Lineage:
+        """The chain that ends in the newest generation. A gap (a record that is lost) ends the chain there."""
+        by_generation = {branch.generation: branch for branch in branches}
+        chain: list[tuple[int, int | None]] = []
+        generation, limit = max(by_generation, default=0), None
+        while generation in by_generation:
+            chain.append((generation, limit))
+            branch = by_generation[generation]
+            # Across several restarts a limit can only fall: nothing after the earliest departure counts.
+            limit = branch.left_at if limit is None else min(limit, branch.left_at)
+            generation = branch.parent
+        return cls(tuple(chain))
+
+    @property
+    def newest(self) -> int:
+        """The newest generation; 0 for none."""
+        return self.chain[0][0] if self.chain else 0
+
+    def admits(self, generation: int, version: int) -> bool:
+        """Whether ``version`` of ``generation`` is part of the job's past."""
+        for candidate, limit in self.chain:
+            if candidate == generation:
+                return limit is None or version <= limit
+        return False

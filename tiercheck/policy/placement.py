@@ -1,0 +1,105 @@
+"""Which stream goes to which tier.
+
+Captures land in the first tier: bases, and one differential a version. Every other tier is to hold each
+base, and the differentials in batches of N consecutive versions, so that a remote store sees one object
+where the first tier holds N. A batch is made on the way: its records are read from the faster tier and put
+as one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Contents, Observation, Role
+
+__all__ = ["Placement", "Transfer"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Put ``target`` into tier ``target_tier``, made of ``sources`` (one: a copy; more: a merge)."""
+
+    source_tier: int
+    target_tier: int
+    sources: tuple[ShardKey, ...]
+    target: ShardKey
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``batch`` is N, the number of consecutive versions in one differential object of the slower tiers."""
+
+    batch: int = 5
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"a batch holds at least one version, not {self.batch}")
+
+    def transfers(self, seen: Observation, *, closing: bool = False) -> list[Transfer]:
+        """What is missing in each slower tier and can be had from a faster one; bases first.
+
+        ``closing``: no further version will come, so an incomplete batch goes as it is.
+        """
+        missing: list[Transfer] = []
+        for role in seen.roles[1:]:
+            for source in seen.roles[: role.index]:
+                missing += self._bases(seen, source, role)
+            for source in seen.roles[: role.index]:
+                missing += self._batches(seen, source, role, closing)
+        return _first_per_target(missing)
+
+    def _bases(self, seen: Observation, source: Role, target: Role) -> Iterator[Transfer]:
+        held = seen.contents[target.index]
+        newest = max((base.first for base in own_bases(seen, held)), default=-1)
+        for base in own_bases(seen, seen.contents[source.index]):
+            # An older base than the newest there is superseded: it would be copied only to be deleted.
+            if base not in held and base.first > newest:
+                yield Transfer(source.index, target.index, (base,), base)
+
+    def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
+        held = seen.contents[target.index]
+        anchors = [base.first for base in own_bases(seen, held)]
+        # Before the oldest base of the target nothing there can be replayed.
+        floor = min(anchors, default=-1)
+        covered = {version for key in own_differentials(seen, held) for version in key.versions}
+        run: list[ShardKey] = []
+        for key in own_differentials(seen, seen.contents[source.index]):
+            if key.last <= floor or all(version in covered for version in key.versions):
+                continue
+            if run and (key.first != run[-1].last + 1 or self.window(key.first) != self.window(run[-1].first)):
+                # Something newer exists beyond the run, so nothing more will join it.
+                yield self._merge(source, target, run)
+                run = []
+            run.append(key)
+        if run and (closing or run[-1].last == self.window(run[-1].first)[-1]):
+            yield self._merge(source, target, run)
+
+    def _merge(self, source: Role, target: Role, run: list[ShardKey]) -> Transfer:
+        first = run[0]
+        batch = ShardKey.differential(first.generation, first.first, run[-1].last, first.rank)
+        return Transfer(source.index, target.index, tuple(run), batch)
+
+    def window(self, version: int) -> range:
+        """The aligned batch that ``version`` belongs to: versions 1..N, N+1..2N, and so on."""
+        first = (version - 1) // self.batch * self.batch + 1
+        return range(first, first + self.batch)
+
+
+def own_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
+    """The rank's bases of its present generation, oldest first."""
+    return [key for key in contents.bases(seen.rank) if key.generation == seen.generation]
+
+
+def own_differentials(seen: Observation, contents: Contents) -> list[ShardKey]:
+    """The rank's batches of its present generation, oldest first."""
+    return [key for key in contents.differentials(seen.rank) if key.generation == seen.generation]
+
+
+def _first_per_target(transfers: list[Transfer]) -> list[Transfer]:
+    """Of several sources for one object the fastest tier's."""
+    chosen: dict[tuple[int, ShardKey], Transfer] = {}
+    for transfer in transfers:
+        chosen.setdefault((transfer.target_tier, transfer.target), transfer)
+    return list(chosen.values())

@@ -1,0 +1,107 @@
+"""What may go: reclamation by watermark.
+
+The watermark is the newest base committed in the tier that survives most. What it makes purgeable:
+
+- in a volatile tier: bases older than the newest two (two deep, so that a crash in mid-capture never costs
+  the last whole one, and since ranks that train in lock step are never more than one base apart), and
+  differentials before the older of the two, once the durable tier no longer needs either;
+- in the tier that survives most: what comes before the last ``keep_last`` committed bases. Its differentials
+  are kept from the oldest of these on, so one interval longer than a recovery needs;
+- what another future of the job left behind (versions outside its lineage), once the present generation has
+  a base of its own to stand on.
+
+Never the newest committed base, and never anything newer than it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
+from tiercheck.policy.commit import COORDINATOR
+from tiercheck.policy.observation import Contents, Observation, Role
+
+__all__ = ["Retention", "watermark"]
+
+BASES_IN_VOLATILE_TIERS = 2
+
+
+def watermark(seen: Observation) -> CommitKey | None:
+    """The newest base committed in the tier that survives most; ``None`` for none, or for no shared tier."""
+    commits = seen.contents[seen.durable.index].commits if seen.durable.shared else ()
+    return commits[-1] if commits else None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """``keep_last``: committed bases kept in the durable tier. ``keep_every``: besides, each base whose
+    version is a multiple of it (0: none); these keep no differentials."""
+
+    keep_last: int = 2
+    keep_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, not {self.keep_last}: the last base is never deleted")
+        if self.keep_every < 0:
+            raise ValueError(f"keep_every must not be negative, not {self.keep_every}")
+
+    def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
+        """Per tier index, this rank's objects that nothing needs any more. Commit records come first: a base
+        that is being deleted must not look committed."""
+        return {
+            role.index: self._durable(seen, role) if role.shared else self._volatile(seen, role) for role in seen.roles
+        }
+
+    def _volatile(self, seen: Observation, role: Role) -> list[Key]:
+        contents = seen.contents[role.index]
+        bases = contents.bases(seen.rank)
+        kept = bases[-BASES_IN_VOLATILE_TIERS:]
+        if len(kept) < BASES_IN_VOLATILE_TIERS or kept[-1].generation != seen.generation:
+            return []
+        oldest = kept[0]
+        mark = watermark(seen)
+
+        def drained(key: ShardKey) -> bool:
+            """Whether the durable tier has no more use for this copy."""
+            if not seen.durable.shared:
+                return True
+            return mark is not None and (key.generation, key.last) <= (mark.generation, mark.version)
+
+        older = [base for base in bases if base < oldest and drained(base)]
+        passed = [
+            key
+            for key in contents.differentials(seen.rank)
+            if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
+        ]
+        return [*older, *passed]
+
+    def _durable(self, seen: Observation, role: Role) -> list[Key]:
+        contents = seen.contents[role.index]
+        commits = contents.commits
+        if not commits or commits[-1].generation != seen.generation:
+            return []
+        kept = set(commits[-self.keep_last :])
+        oldest, newest = min(kept), commits[-1]
+        if self.keep_every:
+            kept |= {commit for commit in commits if commit.version % self.keep_every == 0}
+        gone = [
+            base
+            for base in contents.bases(seen.rank)
+            if CommitKey(base.generation, base.first) not in kept
+            and (base.generation, base.first) < (newest.generation, newest.version)
+        ]
+        passed = [
+            key
+            for key in contents.differentials(seen.rank)
+            if (key.generation, key.last) <= (oldest.generation, oldest.version)
+        ]
+        return [*_records(seen, contents, gone), *gone, *passed]
+
+
+def _records(seen: Observation, contents: Contents, bases: list[ShardKey]) -> list[Key]:
+    """The commit records (the coordinator's to delete) and own markers of these bases."""
+    commits: list[Key] = [CommitKey(base.generation, base.first) for base in bases]
+    markers: list[Key] = [MarkerKey(base.generation, base.first, base.rank) for base in bases]
+    owed = [*(commits if seen.rank == COORDINATOR else []), *markers]
+    return [key for key in owed if key in contents]
