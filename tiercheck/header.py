@@ -18,12 +18,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from types import MappingProxyType
 
 import xxhash
 
 from tiercheck import keys
-from tiercheck.types import Buffer
+from tiercheck.types import Buffer, ByteRange
 
 __all__ = [
     "ALIGNMENT",
@@ -40,6 +41,7 @@ __all__ = [
     "checksum_of",
     "decode_header",
     "encode_header",
+    "header_length",
     "round_up",
     "worst_case_nbytes",
 ]
@@ -69,6 +71,8 @@ DTYPES: Mapping[str, int] = MappingProxyType(
     }
 )
 """Bytes an element, by safetensors dtype, and of the one logical dtype that safetensors lacks."""
+
+_CHECKSUM = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 
 STORED_AS = MappingProxyType({"C128": ("F64", 2)})
 """How a logical dtype is stored: another dtype, and a trailing dimension."""
@@ -106,13 +110,15 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(map(index, self.shape)))
         check_name(self.name)
         if self.dtype not in DTYPES:
             raise ValueError(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}: choose one of {list(DTYPES)}")
         if len(self.shape) > DIMENSIONS_MAX or min(self.shape, default=0) < 0:
             raise ValueError(f"tensor {self.name!r} has an impossible shape of {len(self.shape)} dimensions")
-        if self.nbytes > NBYTES_MAX:
-            raise ValueError(f"tensor {self.name!r} has {self.nbytes} bytes; at most {NBYTES_MAX} are allowed")
+        # Zeros are left out of the product: whoever reshapes to this multiplies the other dimensions all the same.
+        if math.prod(filter(None, self.shape)) * DTYPES[self.dtype] > NBYTES_MAX:
+            raise ValueError(f"tensor {self.name!r} is too large; at most {NBYTES_MAX} bytes are allowed")
 
     @property
     def nbytes(self) -> int:
@@ -129,10 +135,10 @@ class ShardMetadata:
     last: int
     rank: int
     world_size: int
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "notes", MappingProxyType(dict(self.notes)))
+        object.__setattr__(self, "notes", dict(self.notes))
         if not self.key.rank < self.world_size <= keys.RANK_MAX + 1:
             raise ValueError(f"rank {self.rank} does not belong to a world of {self.world_size}")
         check_notes(self.notes)
@@ -142,13 +148,6 @@ class ShardMetadata:
         """The name this shard belongs under."""
         return keys.ShardKey(self.generation, self.stream, self.first, self.last, self.rank)
 
-    def __hash__(self) -> int:
-        return hash((self.key, self.world_size, frozenset(self.notes.items())))
-
-    def __reduce__(self) -> tuple[type[ShardMetadata], tuple[object, ...]]:
-        values = (self.stream, self.generation, self.first, self.last, self.rank, self.world_size, dict(self.notes))
-        return ShardMetadata, values
-
 
 @dataclass(frozen=True)
 class Extent:
@@ -157,6 +156,13 @@ class Extent:
     spec: TensorSpec
     start: int
     checksum: str | None
+
+    def __post_init__(self) -> None:
+        if self.checksum is not None and not _CHECKSUM.match(self.checksum):
+            raise ValueError(
+                f"the checksum {self.checksum[:80]!r} of tensor {self.spec.name[:80]!r} is not 16 lower-case "
+                "hexadecimal digits"
+            )
 
     @property
     def stop(self) -> int:
@@ -183,6 +189,14 @@ class ShardHeader:
     @property
     def file_nbytes(self) -> int:
         return self.nbytes + (self.extents[-1].stop if self.extents else 0)
+
+    @property
+    def ranges(self) -> dict[str, ByteRange]:
+        """Where in the file each tensor, object and padding lies, by its name in the file."""
+        return {
+            extent.spec.name: ByteRange(self.nbytes + extent.start, self.nbytes + extent.stop)
+            for extent in self.extents
+        }
 
 
 def check_notes(notes: Mapping[str, str]) -> None:
@@ -275,7 +289,6 @@ _TENSOR = re.compile(
     rf'"data_offsets":\[({_INTEGER}),({_INTEGER})\]\}}'
 )
 _END = re.compile(r"\} *+\Z")
-_CHECKSUM = re.compile(r"[0-9a-f]{16}\Z")
 
 
 def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
@@ -283,7 +296,7 @@ def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
 
     Errors: ``ValueError`` saying what is wrong, for whatever a TierCheck writer does not write.
     """
-    nbytes = header_nbytes(buffer)
+    nbytes = header_length(buffer)
     if nbytes > file_nbytes or nbytes > len(buffer):
         raise ValueError(f"its header needs {nbytes} bytes and only {min(file_nbytes, len(buffer))} are there")
     if bytes(buffer[LENGTH_NBYTES : _DIGEST.start]) != _BEFORE_DIGEST:
@@ -305,13 +318,13 @@ def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
     return header
 
 
-def header_nbytes(buffer: memoryview) -> int:
+def header_length(buffer: memoryview) -> int:
     """Bytes before the first tensor, from the first eight bytes of a file; ``ValueError`` where impossible."""
     if len(buffer) < LENGTH_NBYTES:
         raise ValueError(f"it has {len(buffer)} bytes, too few for a header")
     nbytes = LENGTH_NBYTES + int.from_bytes(buffer[:LENGTH_NBYTES], "little")
-    if not _DIGEST.stop < nbytes <= HEADER_NBYTES_MAX:
-        raise ValueError(f"its header claims {nbytes} bytes, not {_DIGEST.stop} to {HEADER_NBYTES_MAX}")
+    if not LENGTH_NBYTES < nbytes <= HEADER_NBYTES_MAX:
+        raise ValueError(f"its header claims {nbytes} bytes, not {LENGTH_NBYTES + 1} to {HEADER_NBYTES_MAX}")
     return nbytes
 
 
@@ -348,9 +361,6 @@ def interpret(strings: dict[str, str]) -> tuple[ShardMetadata, dict[str, str], d
     for value in (fields[name] for name in _NUMBERS):
         if not re.fullmatch(_INTEGER, value):
             raise ValueError(f"its metadata has {value[:80]!r} for a number")
-    for name, value in checksums.items():
-        if not _CHECKSUM.match(value):
-            raise ValueError(f"the checksum of tensor {name[:80]!r} is malformed")
     numbers = {name: int(fields[name]) for name in _NUMBERS}
     return ShardMetadata(stream=keys.Stream(fields["stream"]), **numbers, notes=notes), checksums, dtypes
 

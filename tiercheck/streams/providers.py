@@ -42,7 +42,7 @@ class OptimizerIdentity:
         return cls(
             kind=kind,
             implementation=implementation_of(optimizer, device),
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),
             instruction_set=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device),
             device=device.type,
         )
@@ -127,8 +127,10 @@ class ModuleProvider:
     Masters are the parameters the optimizer updates, named as the module names them. Under DDP every rank
     holds, and saves, all of them.
 
-    ``scheduler``, ``scaler`` and each of ``stateful`` are saved by ``state_dict`` and restored by
-    ``load_state_dict``: learning-rate schedulers, ``GradScaler``, samplers, data loaders that can do so.
+    What else the loop holds has ``state_dict`` and ``load_state_dict``, and is saved as of one of two moments,
+    since an iteration ends in the user's code: ``stepped_after`` (schedulers, a ``GradScaler``) as of the end of
+    the iteration, when the loop has stepped it; ``stateful`` (samplers, data loaders) and the random generators
+    as of :meth:`end_of_step`, right after the optimizer's step, before the next batch is drawn from them.
     """
 
     def __init__(
@@ -137,13 +139,16 @@ class ModuleProvider:
         optimizer: torch.optim.Optimizer,
         *,
         world_size: int = 1,
+        stepped_after: Mapping[str, Any] | None = None,
         stateful: Mapping[str, Any] | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._world_size = world_size
+        self._stepped_after = dict(stepped_after or {})
         self._stateful = dict(stateful or {})
         self._masters = _masters_by_name(model, optimizer)
+        self._before_next_batch: dict[str, Any] | None = None
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
@@ -195,9 +200,19 @@ class ModuleProvider:
             found[name] = tensor.grad.detach()
         return found
 
+    def end_of_step(self) -> None:
+        """The optimizer's step is done: keep what the next batch will be drawn from."""
+        self._before_next_batch = self._drawn_from()
+
     def host_state(self) -> dict[str, Any]:
-        states = {name: to_plain(each.state_dict(), name) for name, each in self._stateful.items()}
-        return {"random": random_state(), "stateful": states}
+        return {
+            "options": self.hyperparameters(),
+            "stepped_after": _states(self._stepped_after),
+            **(self._before_next_batch or self._drawn_from()),
+        }
+
+    def _drawn_from(self) -> dict[str, Any]:
+        return {"random": random_state(), "stateful": _states(self._stateful)}
 
     def load(
         self,
@@ -230,14 +245,16 @@ class ModuleProvider:
         """Nothing derives from the parameters of a plain module."""
 
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
-        missing = sorted(set(state["stateful"]) ^ set(self._stateful))
-        if missing:
+        here = {**self._stepped_after, **self._stateful}
+        saved = {**state["stepped_after"], **state["stateful"]}
+        if here.keys() != saved.keys():
             raise Mismatch(
-                f"the checkpoint saved the states {sorted(state['stateful'])}, this job attached "
-                f"{sorted(self._stateful)}: attach with the same scheduler=, scaler= and stateful="
+                f"the checkpoint holds the states of {sorted(saved)}, this job attached {sorted(here)}: attach with "
+                "the same scheduler=, scaler= and stateful="
             )
-        for name, each in self._stateful.items():
-            each.load_state_dict(state["stateful"][name])
+        for name, each in here.items():
+            each.load_state_dict(saved[name])
+        self._set_hyperparameters(state["options"])
         restore_random_state(state["random"])
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
@@ -255,7 +272,7 @@ class ModuleProvider:
                 )
             if tensor.is_meta:
                 raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
-        for name, each in self._stateful.items():
+        for name, each in {**self._stepped_after, **self._stateful}.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise UnsupportedSetup(
                     f"{name} ({type(each).__name__}) has no state_dict and load_state_dict: it cannot be saved"
@@ -362,6 +379,10 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([torch.from_numpy(np.array(each)) for each in state["cuda"]])
+
+
+def _states(objects: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_plain(each.state_dict(), name) for name, each in objects.items()}
 
 
 def _masters_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:

@@ -1,0 +1,118 @@
+"""The ``tiercheck`` command."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tiercheck.errors import TierCheckError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="tiercheck",
+    help="Storage tiers for LLM training checkpoints.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=lambda asked: show_version(asked))
+    ] = False,
+) -> None:
+    """Storage tiers for LLM training checkpoints."""
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"tiercheck {version('tiercheck')}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    failure: Annotated[str, typer.Option(help="What to lose: software, node or rack.")] = "software",
+    zero: Annotated[int, typer.Option(help="The ZeRO stage.", min=0, max=3)] = 1,
+    dtype: Annotated[str, typer.Option(help="What to train in: fp32 or bf16.")] = "fp32",
+    seed: Annotated[int | None, typer.Option(help="Model, data and failure; drawn and printed by default.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A file or folder to train on, instead of Python's standard library.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where the plot, the report and the logs go.")] = Path("demo-output"),
+    steps: Annotated[int | None, typer.Option(help="Iterations; by default as fits the dtype.")] = None,
+    codec: Annotated[str, typer.Option(help="How the differentials are encoded.")] = "exact",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the durable tier's files.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, last.")] = False,
+    width: Annotated[int | None, typer.Option(hidden=True)] = None,
+    layers: Annotated[int | None, typer.Option(hidden=True)] = None,
+    heads: Annotated[int | None, typer.Option(hidden=True)] = None,
+    sequence: Annotated[int | None, typer.Option(hidden=True)] = None,
+    base_every: Annotated[int | None, typer.Option(hidden=True)] = None,
+    batch: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train a small GPT, kill it, recover it, and compare with a run that was never killed.
+
+    Exits with 1 where the recovery broke its promise: it called itself exact, and a bit differs.
+    """
+    from tiercheck.demo.failure import Failure
+    from tiercheck.demo.report import render
+    from tiercheck.demo.run import DemoOptions, run_demo
+
+    console = Console(stderr=as_json)
+    result = run_demo(
+        DemoOptions(
+            failure=Failure.parse(failure),
+            zero=zero,
+            dtype=dtype,
+            codec=codec,
+            seed=seed,
+            text=text,
+            output=output,
+            keep=keep,
+            steps=steps,
+            width=width,
+            layers=layers,
+            heads=heads,
+            sequence=sequence,
+            base_every=base_every,
+            batch=batch,
+        ),
+        console,
+    )
+    console.print(render(result))
+    if as_json:
+        typer.echo(json.dumps(result.to_object()))
+    if not result.promise_kept:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line: an expected error is one message on stderr and exit code 1, not a traceback."""
+    # A polite kill must clean up like Ctrl-C does.
+    signal.signal(signal.SIGTERM, end_politely)
+    try:
+        app()
+    except TierCheckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def end_politely(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What a user decides about checkpointing, apart from the tiers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["CheckpointConfig"]
+
+ON_SAVE_ERROR = ("fail", "warn")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often, how, and what to do when a save fails."""
+
+    base_every: int = 50
+    """Versions from one base to the next."""
+    batch: int = 5
+    """Differentials in one object of the slower tiers."""
+    codec: str = "exact"
+    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`."""
+    keep_last: int = 2
+    """Committed bases kept in the tier that survives most."""
+    keep_every: int = 0
+    """Besides, each base whose version is a multiple of this is kept (0: none)."""
+    on_save_error: str = "fail"
+    """``fail``: a version that cannot be saved raises ``SaveError`` out of the step. ``warn``: it is logged and
+    counted, training goes on, and the next version gets a base."""
+    deadline_s: float = 300.0
+    """The longest any single wait may take: for other ranks, for a tier, for a base to drain."""
+
+    def __post_init__(self) -> None:
+        for name in ("base_every", "batch", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.keep_every < 0:
+            raise ConfigurationError(f"keep_every must not be negative, not {self.keep_every}")
+        if self.deadline_s <= 0:
+            raise ConfigurationError(f"deadline_s must be positive, not {self.deadline_s}")
+        if self.on_save_error not in ON_SAVE_ERROR:
+            raise ConfigurationError(f"on_save_error is one of {', '.join(ON_SAVE_ERROR)}, not {self.on_save_error!r}")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """A configuration from plain values. Errors: ``ConfigurationError`` for an unknown key or a wrong type."""
+        kinds = {each.name: type(each.default) for each in fields(cls)}
+        for key, value in options.items():
+            if key not in kinds:
+                close = difflib.get_close_matches(key, kinds, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(kinds)}"
+                raise ConfigurationError(f"unknown key {key!r} in the TierCheck configuration: {hint}")
+            wanted = kinds[key]
+            if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+                raise ConfigurationError(f"{key} must be {wanted.__name__}, not {value!r}")
+        return cls(**options)

@@ -1,0 +1,121 @@
+"""DeepSpeed: ZeRO 0 to 3, fp32 and bf16, by one line after ``deepspeed.initialize``.
+
+::
+
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    checkpointer = attach(engine, Hierarchy.of("shm://my-run", "nvme:///shared/my-run?survives=rack"))
+    while engine.global_steps < steps:
+        ...                      # the loop stays as it is
+
+or by a block in the DeepSpeed JSON, when ``attach(engine)`` is enough::
+
+    "tiercheck": {"tiers": ["shm://my-run", "nvme:///shared/my-run?survives=rack"], "base_every": 100}
+
+A version is DeepSpeed's ``global_steps``. It is published before ``engine.step()`` returns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError
+from tiercheck.group import Group, TorchGroup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
+
+__all__ = ["attach"]
+
+BLOCK = "tiercheck"
+
+
+def attach(
+    engine: Any,
+    hierarchy: Hierarchy | None = None,
+    *,
+    config: CheckpointConfig | None = None,
+    group: Group | None = None,
+) -> Checkpointer:
+    """Restore the newest version into the engine, then save every one that follows. Collective.
+
+    Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (URLs, fastest
+    first), ``must_survive``, and the fields of :class:`CheckpointConfig`. Errors: ``UnsupportedSetup`` for an
+    engine whose state cannot be saved whole; ``ConfigurationError``; those of :class:`Checkpointer`.
+    """
+    if hierarchy is None:
+        if config is not None:
+            raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
+        hierarchy, config = read_block(engine.config)
+    provider = DeepSpeedProvider(engine)
+    checkpointer = Checkpointer(provider, hierarchy, group=group or TorchGroup(), config=config)
+    _Hooks(provider, checkpointer).register(engine)
+    return checkpointer
+
+
+def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
+    """The hierarchy and configuration in the ``"tiercheck"`` block of a DeepSpeed configuration or of its file.
+
+    Errors: ``ConfigurationError`` where the block is missing, or has an unknown key or a wrong type.
+    """
+    if not isinstance(config, Mapping):
+        config = json.loads(Path(config).read_text())
+    block = config.get(BLOCK) if isinstance(config, Mapping) else None
+    if not isinstance(block, Mapping):
+        raise ConfigurationError(
+            f'attach needs hierarchy=, or a "{BLOCK}" block in the DeepSpeed configuration, such as '
+            f'"{BLOCK}": {{"tiers": ["shm://my-run", "nvme:///shared/my-run?survives=rack"]}}'
+        )
+    options = dict(block)
+    tiers = options.pop("tiers", None)
+    if not isinstance(tiers, list) or not all(isinstance(url, str) for url in tiers):
+        raise ConfigurationError(f'"tiers" in the "{BLOCK}" block must be a list of tier URLs, not {tiers!r}')
+    must_survive = options.pop("must_survive", "nothing")
+    if not isinstance(must_survive, str):
+        raise ConfigurationError(f'"must_survive" in the "{BLOCK}" block must be a string, not {must_survive!r}')
+    return Hierarchy.of(*tiers, must_survive=must_survive), CheckpointConfig.from_mapping(options)
+
+
+class _Hooks:
+    """From the hooks of the inner optimizer to the checkpointer. One iteration may step it in several calls."""
+
+    def __init__(self, provider: DeepSpeedProvider, checkpointer: Checkpointer) -> None:
+        self._provider = provider
+        self._checkpointer = checkpointer
+        self._visited: set[str] = set()
+        self._skipped_steps = provider.skipped_steps()
+
+    def register(self, engine: torch.nn.Module) -> None:
+        for handle in (
+            self._provider.optimizer.register_step_pre_hook(self._before_step),
+            self._provider.optimizer.register_step_post_hook(self._after_step),
+            engine.register_forward_pre_hook(self._before_forward),
+        ):
+            self._checkpointer.on_close(handle.remove)
+        self._checkpointer.on_close(self._record_skipped)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._visited:
+            self._record_skipped()
+        self._visited |= self._provider.visited_in_hook(optimizer)
+        self._checkpointer.capture(self._provider.version, self._provider.gradients_in_hook(optimizer))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._visited >= self._provider.expected():
+            self._visited.clear()
+            self._checkpointer.complete(self._provider.version)
+
+    def _before_forward(self, engine: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._visited:
+            self._record_skipped()
+
+    def _record_skipped(self) -> None:
+        """Versions whose gradients were not finite end without a step, and no hook sees them."""
+        for version in self._provider.skipped_after(self._checkpointer.version, self._skipped_steps):
+            self._checkpointer.skip(version)
+        self._skipped_steps = self._provider.skipped_steps()

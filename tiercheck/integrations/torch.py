@@ -1,0 +1,108 @@
+"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process or under DDP, through public step hooks.
+
+::
+
+    checkpointer = attach(model, optimizer, Hierarchy.of("shm://my-run", "nvme:///shared/my-run?survives=rack"))
+    for step in range(checkpointer.version, steps):
+        ...                      # the loop stays as it is
+
+``attach`` restores the newest version there is, and from then on every ``optimizer.step()`` is a version.
+
+A version is published before ``optimizer.step()`` returns. Where a ``scheduler`` or a ``GradScaler`` is passed, which
+the loop steps after that, it is published at the next forward pass instead, with both as of then: a failure in
+between costs that one iteration, and the resumed run is exact all the same. Random generators and ``stateful``
+are saved as of the end of ``optimizer.step()``, before the next batch is drawn from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError, UnsupportedSetup
+from tiercheck.group import Group, SingleProcess, TorchGroup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.streams.providers import ModuleProvider
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    hierarchy: Hierarchy,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    stateful: Mapping[str, Any] | None = None,
+    config: CheckpointConfig | None = None,
+    group: Group | None = None,
+) -> Checkpointer:
+    """Restore the newest version, then save every one that follows. Collective where ``torch.distributed`` runs.
+
+    ``scheduler``, ``scaler`` and each of ``stateful`` have ``state_dict`` and ``load_state_dict``. Batches must be
+    a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
+    Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
+    """
+    if group is None:
+        group = TorchGroup() if dist.is_available() and dist.is_initialized() else SingleProcess()
+    named = {"scheduler": scheduler, "scaler": scaler}
+    stepped_after = {name: each for name, each in named.items() if each is not None}
+    if clash := stepped_after.keys() & (stateful or {}).keys():
+        raise ConfigurationError(f"stateful= has the name {clash.pop()!r}, which an argument of its own stands for")
+    provider = ModuleProvider(
+        model, optimizer, world_size=group.world_size, stepped_after=stepped_after, stateful=stateful
+    )
+    checkpointer = Checkpointer(provider, hierarchy, group=group, config=config)
+    _Hooks(provider, checkpointer, deferred=bool(stepped_after)).register(model, optimizer)
+    return checkpointer
+
+
+class _Hooks:
+    """From the optimizer's hooks to the checkpointer."""
+
+    def __init__(self, provider: ModuleProvider, checkpointer: Checkpointer, *, deferred: bool) -> None:
+        self._provider = provider
+        self._checkpointer = checkpointer
+        self._deferred = deferred
+        self._pending = False
+        """A step is done whose iteration has not ended yet."""
+
+    def register(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            model.register_forward_pre_hook(self._before_forward),
+        ]
+        self._checkpointer.on_close(self._end_iteration)
+        for handle in handles:
+            self._checkpointer.on_close(handle.remove)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise UnsupportedSetup(
+                "optimizer.step(closure) computes gradients inside the step, where they cannot be seen; supported is "
+                "loss.backward() followed by optimizer.step()"
+            )
+        self._end_iteration()
+        self._checkpointer.capture(self._checkpointer.version + 1, self._provider.gradients())
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._pending = True
+        self._provider.end_of_step()
+        if not self._deferred:
+            self._end_iteration()
+
+    def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if model.training:
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        if self._pending:
+            self._pending = False
+            self._checkpointer.complete(self._checkpointer.version + 1)

@@ -1,0 +1,359 @@
+"""Host state as msgpack: plain Python and NumPy values, with their types, and never a pickle.
+
+``None``, ``bool``, ``int`` up to 64 bits, ``float``, ``str``, ``bytes``, ``list`` and ``dict`` are what any
+msgpack reader shows. Everything else is an extension type, numbered by :class:`Extension`, whose content is
+msgpack again. Types are taken exactly: a subclass (an enum, a named tuple, a ``torch.Size``) would come back as
+its base, so it is refused with the path to it. Sets are stored in the order of their packed elements, so that
+equal values give equal bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from types import FunctionType, MethodType
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from tiercheck.errors import Corruption
+from tiercheck.types import Buffer
+
+__all__ = ["DEPTH_MAX", "Unstorable", "pack", "unpack"]
+
+DEPTH_MAX = 64
+
+
+class Unstorable(TypeError):
+    """A value has no faithful form in a shard; the message names the path to it and what to do."""
+
+
+class Extension(IntEnum):
+    """The msgpack extension types. Their numbers are part of the file format."""
+
+    INTEGER = 1
+    COMPLEX = 2
+    TUPLE = 3
+    SET = 4
+    FROZENSET = 5
+    ORDERED_DICT = 6
+    COUNTER = 7
+    DEQUE = 8
+    ARRAY = 9
+    SCALAR = 10
+
+
+Path = tuple["Path", str] | None
+"""The way to a value from its root, innermost step last."""
+
+_DTYPE = re.compile(
+    r"(?:\|b1|[<>|][iu][1248]|[<>]f[248]|[<>]c(?:8|16)|[<>|][SU][1-9]\d{0,8}|[<>][mM]8(?:\[\d{0,9}[a-zA-Zμ]+\])?)"
+)
+_ATOMS = (type(None), bool, float, bytes)
+
+
+def pack(value: object, *, name: str = "value") -> bytes:
+    """``value`` as bytes that :func:`unpack` turns back into an equal value of equal types.
+
+    ``name`` is what the root is called in messages. Errors: :class:`Unstorable`, naming the path to the value.
+    """
+    return packb(lower(value, (None, name), 0), (None, name))
+
+
+def packb(lowered: object, path: Path) -> bytes:
+    try:
+        return bytes(msgpack.packb(lowered, strict_types=True, unicode_errors="surrogatepass"))
+    except (ValueError, OverflowError) as error:
+        raise Unstorable(f"{render(path)} is too large for one object: {error}") from error
+
+
+def render(path: Path) -> str:
+    steps: list[str] = []
+    while path is not None:
+        path, step = path
+        steps.append(step)
+    return "".join(reversed(steps))
+
+
+def show(key: object) -> str:
+    try:
+        return repr(key)[:80]
+    except ValueError:  # Python prints no integer of over 4300 digits
+        return f"<{type(key).__name__}>"
+
+
+def lower(value: object, path: Path, depth: int) -> object:
+    """``value`` in the types msgpack has, extension types for the others."""
+    if depth > DEPTH_MAX:
+        raise Unstorable(f"{render(path)[:200]}... is nested over {DEPTH_MAX} levels deep, or contains itself")
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if isinstance(value, np.generic) and kind is value.dtype.type:
+        return lower_scalar(value, path)
+    lowering = _LOWERINGS.get(kind)
+    if lowering is None:
+        raise Unstorable(f"{render(path)} is {describe(value)}")
+    return lowering(value, path, depth + 1)
+
+
+def describe(value: object) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, FunctionType | MethodType):
+        return "a function, which cannot be stored: leave it out and set it up again in the code that restores"
+    if hasattr(value, "data_ptr"):
+        return f"a {kind}: store tensors as tensors of the shard, or as NumPy arrays"
+    for base in (bool, int, float, str, bytes, tuple, list, dict, np.ndarray):
+        if isinstance(value, base):
+            return f"a {kind}, which would come back as a plain {base.__name__}: convert it to one first"
+    return (
+        f"a {kind}, which cannot be stored: turn it into None, bool, int, float, complex, str, bytes, list, tuple, "
+        "dict, set or NumPy values, for instance by its state_dict()"
+    )
+
+
+def lower_int(value: int, path: Path, depth: int) -> object:
+    if -(2**63) <= value < 2**64:
+        return value
+    return msgpack.ExtType(Extension.INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def lower_str(value: str, path: Path, depth: int) -> object:
+    return value
+
+
+def lower_complex(value: complex, path: Path, depth: int) -> object:
+    return msgpack.ExtType(Extension.COMPLEX, struct.pack("<dd", value.real, value.imag))
+
+
+def lower_list(value: Iterable[object], path: Path, depth: int) -> list[object]:
+    return [lower(item, (path, f"[{index}]"), depth) for index, item in enumerate(value)]
+
+
+def lower_tuple(value: tuple[object, ...], path: Path, depth: int) -> object:
+    return extension(Extension.TUPLE, lower_list(value, path, depth), path)
+
+
+def lower_set(value: set[object] | frozenset[object], path: Path, depth: int) -> object:
+    packed = [(packb(lowered, path), lowered) for lowered in (lower(item, (path, "{...}"), depth) for item in value)]
+    packed.sort(key=lambda pair: pair[0])
+    code = Extension.SET if type(value) is set else Extension.FROZENSET
+    return extension(code, [lowered for _, lowered in packed], path)
+
+
+def lower_deque(value: deque[object], path: Path, depth: int) -> object:
+    return extension(Extension.DEQUE, [value.maxlen, *lower_list(value, path, depth)], path)
+
+
+def lower_dict(value: dict[object, object], path: Path, depth: int) -> dict[object, object]:
+    lowered: dict[object, object] = {}
+    for key, item in value.items():
+        plain = isinstance(key, str) and key.isidentifier()
+        step = (path, f".{key}" if plain else f"[{show(key)}]")
+        lowered[lower(key, (path, f"'s key {show(key)}"), depth)] = lower(item, step, depth)
+    return lowered
+
+
+def lower_ordered_dict(value: OrderedDict[object, object], path: Path, depth: int) -> object:
+    return extension(Extension.ORDERED_DICT, lower_dict(value, path, depth), path)
+
+
+def lower_counter(value: Counter[object], path: Path, depth: int) -> object:
+    return extension(Extension.COUNTER, lower_dict(dict(value), path, depth), path)
+
+
+def lower_array(value: np.ndarray[Any, Any], path: Path, depth: int) -> object:
+    check_dtype(value.dtype, path)
+    return extension(Extension.ARRAY, [value.dtype.str, value.tobytes(), *value.shape], path)
+
+
+def lower_scalar(value: np.generic, path: Path) -> object:
+    # NumPy drops trailing NULs from its strings, so these go as the Python strings they are.
+    if type(value) is np.str_:
+        return extension(Extension.SCALAR, ["U", str(value)], path)
+    if type(value) is np.bytes_:
+        return extension(Extension.SCALAR, ["S", bytes(value)], path)
+    check_dtype(value.dtype, path)
+    return extension(Extension.SCALAR, [value.dtype.str, value.tobytes()], path)
+
+
+def check_dtype(dtype: np.dtype[Any], path: Path) -> None:
+    if not _DTYPE.fullmatch(dtype.str):
+        raise Unstorable(
+            f"{render(path)} has the NumPy dtype {dtype}, which cannot be stored faithfully: use a plain number, "
+            "string or time dtype"
+        )
+
+
+def extension(code: Extension, lowered: object, path: Path) -> msgpack.ExtType:
+    return msgpack.ExtType(code, packb(lowered, path))
+
+
+_LOWERINGS: dict[type, Callable[[Any, Path, int], object]] = {
+    int: lower_int,
+    str: lower_str,
+    complex: lower_complex,
+    list: lower_list,
+    tuple: lower_tuple,
+    set: lower_set,
+    frozenset: lower_set,
+    deque: lower_deque,
+    dict: lower_dict,
+    OrderedDict: lower_ordered_dict,
+    Counter: lower_counter,
+    np.ndarray: lower_array,
+}
+
+
+# Reading
+
+
+def unpack(data: Buffer) -> Any:
+    """The value that :func:`pack` packed.
+
+    Nesting is bounded by ``DEPTH_MAX`` and every length by the bytes that are there, before anything is
+    allocated for it. Errors: ``Corruption`` for bytes that ``pack`` did not write.
+    """
+    try:
+        return unpack_at(memoryview(data).cast("B"), 0)
+    except (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException) as error:
+        raise Corruption(f"the bytes are no packed object: {error}") from error
+
+
+def unpack_at(data: memoryview, depth: int) -> Any:
+    depths = iter(check_skeleton(data, depth))
+    return msgpack.unpackb(
+        data,
+        strict_map_key=False,
+        unicode_errors="surrogatepass",
+        object_pairs_hook=restore_dict,
+        ext_hook=lambda code, content: restore(code, memoryview(content), next(depths)),
+    )
+
+
+def restore_dict(pairs: list[tuple[object, object]]) -> dict[object, object]:
+    restored = dict(pairs)
+    if len(restored) != len(pairs):
+        raise ValueError("a dictionary has a key twice")
+    return restored
+
+
+def restore(code: int, content: memoryview, depth: int) -> object:
+    if code == Extension.INTEGER:
+        return int.from_bytes(content, "little", signed=True)
+    if code == Extension.COMPLEX:
+        return complex(*struct.unpack("<dd", content))
+    inner = unpack_at(content, depth)
+    match Extension(code), inner:
+        case Extension.TUPLE, list():
+            return tuple(inner)
+        case Extension.SET, list():
+            return set(inner)
+        case Extension.FROZENSET, list():
+            return frozenset(inner)
+        case Extension.ORDERED_DICT, dict():
+            return OrderedDict(inner)
+        case Extension.COUNTER, dict():
+            return Counter(inner)
+        case Extension.DEQUE, [int() | None as maxlen, *items]:
+            return deque(items, maxlen)
+        case Extension.ARRAY, [str() as dtype, bytes() as raw, *shape]:
+            return restore_array(dtype, shape, raw)
+        case Extension.SCALAR, ["U", str() as text]:
+            return np.str_(text)
+        case Extension.SCALAR, ["S", bytes() as raw]:
+            return np.bytes_(raw)
+        case Extension.SCALAR, [str() as dtype, bytes() as raw]:
+            return restore_array(dtype, [], raw)[()]
+    raise ValueError(f"extension type {code} has malformed content")
+
+
+def restore_array(dtype: str, shape: list[int], raw: bytes) -> np.ndarray[Any, Any]:
+    if not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"an array has the dtype {dtype[:80]!r}")
+    if not all(type(dimension) is int and dimension >= 0 for dimension in shape):
+        raise ValueError("an array has an impossible shape")
+    array: np.ndarray[Any, Any] = np.ndarray(tuple(shape), np.dtype(dtype), buffer=raw)
+    if array.nbytes != len(raw):
+        raise ValueError(f"an array of {array.nbytes} bytes has {len(raw)}")
+    return array.copy()
+
+
+def check_skeleton(data: memoryview, depth: int) -> list[int]:
+    """Walk the values without building any; return the depths of the extension values, in order.
+
+    msgpack allocates for as many elements as a header claims. Here every element still due must have at least
+    one byte left, so that the claims of all headers together are bounded by the length of ``data``.
+    """
+    position, due = 0, 1
+    extensions: list[int] = []
+    counts = [1]  # elements still due, by level
+    while counts:
+        level = depth + len(counts) - 1
+        if level > DEPTH_MAX + 1:  # the content of an array or a scalar is one level below it
+            raise ValueError(f"it is nested over {DEPTH_MAX} levels deep")
+        if position >= len(data):
+            raise ValueError("it ends in the middle of a value")
+        if (code_offset := _CODE_OFFSETS.get(data[position])) is not None:
+            check_code(data, position + code_offset)
+            extensions.append(level)
+        nbytes, children = measure(data, position)
+        position += nbytes
+        due += children - 1
+        if due > len(data) - position:
+            raise ValueError(f"at byte {position} it claims more than is there")
+        counts[-1] -= 1
+        if children:
+            counts.append(children)
+        while counts and not counts[-1]:
+            counts.pop()
+    if position != len(data):
+        raise ValueError(f"{len(data) - position} bytes follow it")
+    return extensions
+
+
+def check_code(data: memoryview, position: int) -> None:
+    if position >= len(data) or data[position] not in _CODES:
+        raise ValueError(f"byte {position} is the code of no extension type")
+
+
+def measure(data: memoryview, position: int) -> tuple[int, int]:
+    """Bytes of the value's own (header and content, without elements) at ``position``, and its elements."""
+    tag = data[position]
+    if tag <= 0x7F or tag >= 0xE0 or tag in (0xC0, 0xC2, 0xC3):
+        return 1, 0
+    if tag <= 0x8F:
+        return 1, 2 * (tag & 0x0F)
+    if tag <= 0x9F:
+        return 1, tag & 0x0F
+    if tag <= 0xBF:
+        return 1 + (tag & 0x1F), 0
+    if tag in _FIXED_NBYTES:
+        return _FIXED_NBYTES[tag], 0
+    if tag not in _LENGTHS:
+        raise ValueError(f"byte {position} begins no value")
+    width, extra, elements = _LENGTHS[tag]
+    length = int.from_bytes(data[position + 1 : position + 1 + width], "big")
+    return (1 + width, length * elements) if elements else (1 + width + extra + length, 0)
+
+
+# Tag: bytes of the whole value (numbers, fixext).
+_FIXED_NBYTES = {
+    **{0xCA: 5, 0xCB: 9},
+    **{0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9},
+    **{0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18},
+}
+# Tag of an extension value: where its code lies.
+_CODE_OFFSETS = {**dict.fromkeys(range(0xD4, 0xD9), 1), 0xC7: 2, 0xC8: 3, 0xC9: 5}
+_CODES = frozenset(Extension)
+# Tag: bytes of the length, bytes of the extension code, elements for each unit of length (0: bytes).
+_LENGTHS = {
+    **{0xC4: (1, 0, 0), 0xC5: (2, 0, 0), 0xC6: (4, 0, 0)},
+    **{0xC7: (1, 1, 0), 0xC8: (2, 1, 0), 0xC9: (4, 1, 0)},
+    **{0xD9: (1, 0, 0), 0xDA: (2, 0, 0), 0xDB: (4, 0, 0)},
+    **{0xDC: (2, 0, 1), 0xDD: (4, 0, 1), 0xDE: (2, 0, 2), 0xDF: (4, 0, 2)},
+}

@@ -1,0 +1,245 @@
+"""The differential stream: every iteration, the gradients that took the optimizer from version v-1 to v.
+
+A shard of the stream holds one version, or a batch of consecutive ones; names carry the version, so that a
+batch is the concatenation of its records. Of version v there are
+
+- ``V/gradient/NAME`` (and ``#PART`` where the codec stores several): the gradient of a master, encoded,
+- ``V/extra/NAME``: a buffer or frozen parameter that has changed since it was last recorded,
+
+and the objects ``V/record`` (whether the step was skipped, the options each parameter group stepped with, how
+each gradient is encoded) and ``V/host`` (the host state at the end of iteration v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from tiercheck import objects
+from tiercheck.container import (
+    PackedObject,
+    Shard,
+    ShardMetadata,
+    ShardWriter,
+    TensorEntry,
+    TensorSpec,
+    header_room,
+    shard_nbytes,
+)
+from tiercheck.errors import Corruption, SaveError
+from tiercheck.keys import ShardKey
+from tiercheck.streams.codecs import CODECS, Codec, codec, decode
+from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.tensors import array_of, dtype_name, tensor_in, tensor_of
+from tiercheck.types import Fidelity
+
+__all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
+
+HOST_BYTES_SPARE = 1 << 20
+"""Room beyond twice the last host state, which may grow from one version to the next."""
+HASHED_BYTES_MAX = 1 << 20
+"""Larger extras are watched by their version counter instead of their content."""
+
+
+@dataclass(frozen=True)
+class Differential:
+    """One version's record, decoded on demand. Errors of all methods: ``Corruption``."""
+
+    version: int
+    skipped: bool
+    hyperparameters: list[dict[str, Any]]
+    """Per parameter group, the options the step ran with."""
+    host_state: Mapping[str, Any]
+    _encodings: Mapping[str, Mapping[str, Any]]
+    _shard: Shard
+
+    @property
+    def codecs(self) -> frozenset[str]:
+        return frozenset(encoding["codec"] for encoding in self._encodings.values())
+
+    @property
+    def fidelity(self) -> Fidelity:
+        return Fidelity.worst(*(CODECS[name].fidelity for name in self.codecs if name in CODECS))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by master; perhaps read-only views of the shard."""
+        return {
+            name: tensor_of(decode(encoding, self._parts(name, encoding)), encoding["dtype"])
+            for name, encoding in self._encodings.items()
+        }
+
+    def extras(self) -> dict[str, torch.Tensor]:
+        """Buffers and frozen parameters recorded at this version."""
+        prefix = f"{stamp(self.version)}/extra/"
+        found: dict[str, torch.Tensor] = {}
+        for name in self._shard.names:
+            if name.startswith(prefix):
+                entry = self._shard.entry(name)
+                found[name.removeprefix(prefix)] = tensor_in(
+                    memoryview(entry.data), entry.dtype, entry.shape, what=name
+                )
+        return found
+
+    def _parts(self, name: str, encoding: Mapping[str, Any]) -> dict[str, TensorEntry]:
+        parts: dict[str, TensorEntry] = {}
+        for suffix in encoding["parts"]:
+            tensor = gradient_name(self.version, name, suffix)
+            if tensor not in self._shard:
+                raise Corruption(f"the part {tensor!r} is missing", tier=self._shard.tier, key=self._shard.key)
+            parts[suffix] = self._shard.entry(tensor)
+        return parts
+
+
+class DifferentialCapture:
+    """Differential v on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
+
+    def __init__(self, stream: DifferentialStream, key: ShardKey, memory: memoryview, header_nbytes: int) -> None:
+        self._stream = stream
+        self._key = key
+        self._writer = ShardWriter(memory, header_nbytes)
+        self._hyperparameters = stream.provider.hyperparameters()
+        self._encodings: dict[str, dict[str, Any]] = {}
+
+    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
+
+        Errors: ``SaveError`` for a gradient that is no master's, or came already.
+        """
+        version = self._key.first
+        for name, gradient in gradients.items():
+            spec = self._stream.masters.get(name)
+            if spec is None or spec.shape != tuple(gradient.shape):
+                raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(gradient.shape)}")
+            if name in self._encodings:
+                raise SaveError(f"the gradient of {name!r} came twice in iteration {version}")
+
+            def slot(suffix: str, dtype: str, shape: tuple[int, ...], name: str = name) -> memoryview:
+                return self._writer.slot(gradient_name(version, name, suffix), dtype, shape)
+
+            encoding = self._stream.codec.encode(
+                array_of(gradient), dtype_name(gradient, name), seed=version, slot=slot
+            )
+            self._encodings[name] = encoding.to_object()
+
+    def finish(self, *, skipped: bool) -> int:
+        """Add the host state as of now, and close the shard; returns its length in bytes."""
+        version = stamp(self._key.first)
+        for name, tensor in self._stream.changed_extras().items():
+            dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
+            memory = self._writer.slot(f"{version}/extra/{name}", dtype, shape)
+            tensor_in(memory, dtype, shape, what=name).copy_(tensor)
+        record = {
+            "skipped": skipped,
+            "hyperparameters": self._hyperparameters,
+            "gradients": self._encodings,
+        }
+        self._writer.add_object(f"{version}/record", record)
+        self._writer.add_object(f"{version}/host", self._stream.packed_host_state())
+        key = self._key
+        return self._writer.finish(
+            ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size)
+        )
+
+
+class DifferentialStream:
+    """What one rank's differentials have in common: the codec, the room they take, what was recorded last."""
+
+    def __init__(self, provider: StateProvider, codec_name: str, world_size: int) -> None:
+        self.provider = provider
+        self.codec: Codec = codec(codec_name)
+        self.world_size = world_size
+        self.masters = {
+            name: TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
+            for name, tensor in provider.masters().items()
+        }
+        self._extras = provider.extras()
+        self._recorded: dict[str, object] = {}
+        self._host_nbytes = len(objects.pack(provider.host_state(), name="host state"))
+        self.mark_recorded()
+
+    @property
+    def nbytes_max(self) -> int:
+        """Bytes to reserve for one record."""
+        specs, held = self._specs()
+        return shard_nbytes(specs, held)
+
+    def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
+        """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
+        specs, held = self._specs()
+        return DifferentialCapture(self, key, memory, header_room(specs, held))
+
+    def mark_recorded(self) -> None:
+        """The extras as they are now are in a base: only what changes from here on is recorded."""
+        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.extras().items()}
+
+    def changed_extras(self) -> dict[str, torch.Tensor]:
+        """The extras that differ from what was recorded; they count as recorded then."""
+        changed: dict[str, torch.Tensor] = {}
+        for name, tensor in self.provider.extras().items():
+            content = content_of(tensor)
+            if self._recorded.get(name) != content:
+                changed[name] = tensor
+                self._recorded[name] = content
+        return changed
+
+    def packed_host_state(self) -> PackedObject:
+        """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
+        packed = objects.pack(self.provider.host_state(), name="host state")
+        self._host_nbytes = len(packed)
+        return PackedObject(packed)
+
+    def _specs(self) -> tuple[list[TensorSpec], dict[str, int]]:
+        """Upper bounds: the tensors of a record, and the bytes of its objects."""
+        version = stamp(0)
+        specs = [
+            TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
+            for name, spec in self.masters.items()
+            for part in self.codec.plan(spec.dtype, spec.shape)
+        ]
+        for name, tensor in self._extras.items():
+            specs.append(TensorSpec(f"{version}/extra/{name}", dtype_name(tensor, name), tuple(tensor.shape)))
+        record_nbytes = HOST_BYTES_SPARE + 512 * len(specs)
+        return specs, {f"{version}/record": record_nbytes, f"{version}/host": HOST_BYTES_SPARE + 2 * self._host_nbytes}
+
+
+def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
+    """The versions in a shard, oldest first. Errors: ``Corruption`` where a checksum or the layout is wrong."""
+    found: list[Differential] = []
+    for version in shard.metadata.key.versions:
+        try:
+            record: Any = shard.object(f"{stamp(version)}/record")
+            host_state: Any = shard.object(f"{stamp(version)}/host")
+            found.append(
+                Differential(
+                    version=version,
+                    skipped=bool(record["skipped"]),
+                    hyperparameters=list(record["hyperparameters"]),
+                    host_state=host_state,
+                    _encodings=dict(record["gradients"]),
+                    _shard=shard,
+                )
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corruption(f"the record of version {version} lacks {error}", tier=tier, key=shard.key) from error
+    return found
+
+
+def stamp(version: int) -> str:
+    """How a version is written in the names of a record."""
+    return f"{version:012d}"
+
+
+def gradient_name(version: int, master: str, suffix: str) -> str:
+    return f"{stamp(version)}/gradient/{master}" + (f"#{suffix}" if suffix else "")
+
+
+def content_of(tensor: torch.Tensor) -> object:
+    """A value that differs where the tensor's content does. A large tensor is not read each iteration: there it
+    is torch's counter of in-place changes, which writing through ``.data`` does not move."""
+    if tensor.numel() * tensor.element_size() > HASHED_BYTES_MAX:
+        return tensor.data_ptr(), tensor._version
+    return xxhash.xxh3_64_intdigest(array_of(tensor).tobytes())

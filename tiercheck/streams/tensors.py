@@ -1,0 +1,90 @@
+"""Torch tensors as the bytes of a shard, and back, without a copy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from tiercheck.errors import Corruption, UnsupportedSetup
+
+__all__ = ["array_of", "dtype_name", "tensor_in", "tensor_of"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STAND_INS = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+"""The dtypes that NumPy lacks, and the one it holds their patterns in."""
+
+
+def dtype_name(tensor: torch.Tensor, what: str) -> str:
+    """The container's name of the tensor's dtype. Errors: ``UnsupportedSetup`` naming ``what``."""
+    try:
+        return NAMES[tensor.dtype]
+    except KeyError:
+        raise UnsupportedSetup(f"{what} has the dtype {tensor.dtype}, which a shard cannot hold") from None
+
+
+def tensor_in(memory: memoryview, dtype: str, shape: Sequence[int], *, what: str) -> torch.Tensor:
+    """A tensor over ``memory``: of writable memory one to copy into, of read-only memory one only to read.
+
+    Errors: ``Corruption`` naming ``what`` where the dtype is none of torch's, or the lengths differ.
+    """
+    if dtype not in DTYPES:
+        raise Corruption(f"{what} has the dtype {dtype}, which torch lacks")
+    kind = DTYPES[dtype]
+    if 0 in shape:
+        return torch.empty(tuple(shape), dtype=kind)
+    if memory.nbytes != torch.Size(shape).numel() * kind.itemsize:
+        raise Corruption(f"{what} has {memory.nbytes} bytes, not those of {dtype} {tuple(shape)}")
+    with _reading():
+        return torch.frombuffer(memory, dtype=kind).view(tuple(shape))
+
+
+def array_of(tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor as a NumPy array, in the dtype in which NumPy can hold its patterns; its own memory where it
+    is contiguous and on the host, else a copy."""
+    host = tensor.detach().contiguous().cpu()
+    stand_in = STAND_INS.get(host.dtype)
+    return host.numpy() if stand_in is None else host.view(stand_in).numpy()
+
+
+def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
+    """The inverse of :func:`array_of`, over the array's memory."""
+    kind = DTYPES[dtype]
+    with _reading():
+        tensor = torch.from_numpy(array)
+    return tensor.view(kind) if kind in STAND_INS else tensor
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Torch has no read-only tensors, and warns of read-only memory; here nothing is written to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+        yield
