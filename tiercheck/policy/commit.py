@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck.keys import CommitKey, MarkerKey
-from tiercheck.policy.observation import Observation
+from tiercheck.keys import CommitKey, MarkerKey, ShardKey
+from tiercheck.policy.observation import Contents, Observation
 from tiercheck.policy.placement import own_bases
 
 __all__ = ["COORDINATOR", "CommitRecord", "Marker", "superseded", "to_commit", "to_mark"]
@@ -59,11 +59,11 @@ class CommitRecord:
 
 
 def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:
-    """Markers this rank owes the tier: its bases there that have none yet."""
+    """Markers this rank owes the tier: its uncommitted bases there that have none yet."""
     if not seen.roles[tier].shared:
         return []
     contents = seen.contents[tier]
-    keys = [MarkerKey(base.generation, base.first, base.rank) for base in own_bases(seen, contents)]
+    keys = [MarkerKey(base.generation, base.first, base.rank) for base in _uncommitted(seen, contents)]
     return [key for key in keys if key not in contents]
 
 
@@ -74,10 +74,17 @@ def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
     contents = seen.contents[tier]
     keys = [
         CommitKey(base.generation, base.first)
-        for base in own_bases(seen, contents)
+        for base in _uncommitted(seen, contents)
         if all(MarkerKey(base.generation, base.first, rank) in contents for rank in range(seen.world_size))
     ]
     return [key for key in keys if key not in contents]
+
+
+def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
+    """The rank's bases newer than the newest commit; older ones are superseded, and other ranks may be deleting
+    theirs."""
+    newest = max((commit.version for commit in contents.commits if commit.generation == seen.generation), default=-1)
+    return [base for base in own_bases(seen, contents) if base.first > newest]
 
 
 def superseded(seen: Observation) -> int | None:

@@ -1,0 +1,70 @@
+"""The invariants of the design, over random schedules of training, moving, deleting and failing.
+
+A failure prints its seed; ``TIERCHECK_SEED=n pytest tests/simulation`` replays that one alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.simulation.cluster import Cluster, is_base
+from tiercheck.keys import ShardKey, Stream
+
+SEEDS = [int(os.environ["TIERCHECK_SEED"])] if "TIERCHECK_SEED" in os.environ else range(150)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_invariants_hold_whatever_fails_when(seed: int) -> None:
+    cluster = Cluster(seed, world=1 + seed % 3, base_every=2 + seed % 5, batch=1 + seed % 4)
+    draw = cluster.random
+    newest_commit = (0, -1)
+    for _ in range(200):
+        event = draw.choices(["step", "act", "fail"], weights=[5, 8, 1])[0]
+        if event == "step":
+            cluster.step()
+        elif event == "act":
+            cluster.act()
+        else:
+            cluster.fail(draw.choice(["software", "node", "rack"]))
+        mark = cluster.watermark()
+        if mark is not None:
+            assert (mark.generation, mark.version) >= newest_commit, "the watermark went back"
+            newest_commit = (mark.generation, mark.version)
+    converge(cluster)
+
+
+def converge(cluster: Cluster) -> None:
+    """I6: once faults stop, every tier has what policy wants, and no more (I5)."""
+    for _ in range(3 * cluster.base_every):
+        cluster.step()
+    budget = 10_000
+    while cluster.act(closing=True):
+        budget -= 1
+        assert budget, "the movers never come to rest"
+    mark = cluster.watermark()
+    assert mark is not None
+    newest = max(
+        key.first for key in cluster.ranks[0].memory if is_base(key, cluster.generation, 0) and isinstance(key, ShardKey)
+    )
+    assert (mark.generation, mark.version) == (cluster.generation, newest), "the newest base is committed"
+    for index, rank in enumerate(cluster.ranks):
+        shards = [key for key in rank.memory if isinstance(key, ShardKey)]
+        bases = [key for key in shards if key.stream is Stream.BASE]
+        assert len(bases) == 2, "two bases deep"
+        assert len(shards) - len(bases) <= 2 * cluster.base_every, "no differential is kept for nothing"
+        durable = [key for key in cluster.durable if isinstance(key, ShardKey) and key.rank == index]
+        assert len([key for key in durable if key.stream is Stream.BASE]) == min(
+            cluster.retention.keep_last, len([k for k in durable if k.stream is Stream.BASE])
+        )
+        covered = {v for key in durable if key.stream is Stream.DIFFERENTIAL for v in key.versions}
+        assert set(range(mark.version + 1, rank.version + 1)) <= covered, "a rack failure now costs nothing"
+    # And so it is: the widest failure loses nothing that was captured.
+    version = cluster.ranks[0].version
+    cluster.random.seed(1)
+    for rank in cluster.ranks:
+        rank.memory = {}
+    before = cluster.watermark()
+    cluster.recover("software", before)
+    assert cluster.trained_to == version

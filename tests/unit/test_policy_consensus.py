@@ -1,0 +1,105 @@
+"""The recovery point, and the lineage that limits it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercheck.keys import ShardKey
+from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
+from tiercheck.policy.lineage import Branch, Lineage
+
+
+def readable(*, bases: dict[int, list[int]], differentials: dict[int, list[int]]) -> Readable:
+    return Readable(
+        frozenset((generation, version) for generation, versions in bases.items() for version in versions),
+        frozenset((generation, version) for generation, versions in differentials.items() for version in versions),
+    )
+
+
+def branch(generation: int, parent: int = 0, left_at: int = 0) -> Branch:
+    return Branch(generation, parent, left_at, world_size=2, token=f"token-{generation}")
+
+
+def test_newest_common_base_and_the_common_run_after_it() -> None:
+    one = readable(bases={1: [0, 10, 20]}, differentials={1: list(range(1, 24))})
+    two = readable(bases={1: [0, 10, 20]}, differentials={1: list(range(1, 23))})
+    assert decide([one, two], Lineage.of([branch(1)])) == RecoveryPoint(1, 20, 22)
+
+
+def test_a_minimum_of_maxima_would_name_a_version_somebody_purged() -> None:
+    # Rank 0 reaches 30 at best, rank 1 reaches 20; but rank 0 has already purged 20: only 10 is common.
+    one = readable(bases={1: [10, 30]}, differentials={})
+    two = readable(bases={1: [10, 20]}, differentials={})
+    assert decide([one, two], Lineage.of([branch(1)])) == RecoveryPoint(1, 10, 10)
+
+
+def test_a_gap_ends_the_run() -> None:
+    rank = readable(bases={1: [10]}, differentials={1: [11, 12, 14, 15]})
+    assert decide([rank], Lineage.of([branch(1)])) == RecoveryPoint(1, 10, 12)
+
+
+def test_nothing_in_common_is_no_point() -> None:
+    one = readable(bases={1: [10]}, differentials={})
+    two = readable(bases={1: [20]}, differentials={})
+    assert decide([one, two], Lineage.of([branch(1)])) is None
+    assert decide([one, one], Lineage.of([])) is None
+
+
+def test_a_new_generation_wins_over_what_its_parent_wrote_later() -> None:
+    # Generation 1 went on to 30 on paper, but generation 2 left it at 15.
+    rank = readable(bases={1: [10, 30], 2: [15]}, differentials={1: list(range(11, 31)), 2: [16, 17]})
+    lineage = Lineage.of([branch(1), branch(2, parent=1, left_at=15)])
+    assert decide([rank], lineage) == RecoveryPoint(2, 15, 17)
+
+
+def test_the_parent_counts_up_to_where_it_was_left() -> None:
+    rank = readable(bases={1: [10, 30]}, differentials={1: list(range(11, 31))})
+    lineage = Lineage.of([branch(1), branch(2, parent=1, left_at=15)])
+    assert decide([rank], lineage) == RecoveryPoint(1, 10, 15)
+
+
+def test_an_abandoned_sibling_does_not_count() -> None:
+    # Generation 3 went back to generation 1: what generation 2 wrote is another future.
+    rank = readable(bases={1: [10], 2: [15, 20]}, differentials={2: [16, 17]})
+    lineage = Lineage.of([branch(1), branch(2, 1, 15), branch(3, 1, 10)])
+    assert decide([rank], lineage) == RecoveryPoint(1, 10, 10)
+    assert not lineage.admits(2, 15)
+    assert lineage.admits(1, 10)
+    assert not lineage.admits(1, 11)
+
+
+def test_limits_fall_across_several_restarts() -> None:
+    lineage = Lineage.of([branch(1), branch(2, 1, 30), branch(3, 2, 20)])
+    assert lineage.chain == ((3, None), (2, 20), (1, 20))
+
+
+def test_a_lost_lineage_record_ends_the_chain() -> None:
+    assert Lineage.of([branch(3, 2, 20), branch(1)]).chain == ((3, None),)
+
+
+def test_batches_count_as_their_versions() -> None:
+    held = Readable.of([ShardKey.base(1, 10, 0), ShardKey.differential(1, 11, 13, 0)])
+    assert held.bases == {(1, 10)}
+    assert held.differentials == {(1, 11), (1, 12), (1, 13)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {},
+        {"generation": 1, "parent": 1, "left_at": 0, "world_size": 1, "token": "t"},
+        {"generation": 2, "parent": 1, "left_at": -1, "world_size": 1, "token": "t"},
+        {"generation": 2, "parent": 1, "left_at": 0, "world_size": 0, "token": "t"},
+        {"generation": "2", "parent": 1, "left_at": 0, "world_size": 1, "token": "t"},
+        {"generation": True, "parent": 0, "left_at": 0, "world_size": 1, "token": "t"},
+        {"generation": 2, "parent": 1, "left_at": 0, "world_size": 1, "token": "t", "more": 1},
+    ],
+)
+def test_a_malformed_lineage_record_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="lineage record"):
+        Branch.from_object(value)
+
+
+def test_a_lineage_record_comes_back() -> None:
+    assert Branch.from_object(branch(3, 2, 17).to_object()) == branch(3, 2, 17)

@@ -1,0 +1,212 @@
+"""What is copied, committed and reclaimed, decision by decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
+from tiercheck.policy.commit import Marker, superseded, to_commit, to_mark
+from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.placement import Placement
+from tiercheck.policy.recovery import Plan, Source, Unreachable, availability, plan
+from tiercheck.policy.watermark import Retention, watermark
+from tiercheck.types import Survives
+
+MEMORY = Role(0, "shm", Survives.PROCESS)
+DURABLE = Role(1, "nvme", Survives.RACK)
+
+
+def seen(memory: Iterable[Key], durable: Iterable[Key] = (), *, rank: int = 0, world: int = 1) -> Observation:
+    contents = tuple(Contents.of((key, 100) for key in keys) for keys in (memory, durable))
+    return Observation((MEMORY, DURABLE), contents, rank, world, generation=1)
+
+
+def base(version: int, rank: int = 0, generation: int = 1) -> ShardKey:
+    return ShardKey.base(generation, version, rank)
+
+
+def single(version: int, rank: int = 0) -> ShardKey:
+    return ShardKey.differential(1, version, version, rank)
+
+
+def batch(first: int, last: int) -> ShardKey:
+    return ShardKey.differential(1, first, last, 0)
+
+
+def committed(version: int, generation: int = 1) -> list[Key]:
+    return [base(version, 0, generation), MarkerKey(generation, version, 0), CommitKey(generation, version)]
+
+
+def test_a_base_is_copied_once_and_an_older_one_not_at_all() -> None:
+    placement = Placement(5)
+    (transfer,) = placement.transfers(seen([base(0)]))
+    assert (transfer.source_tier, transfer.target_tier, transfer.target) == (0, 1, base(0))
+    assert placement.transfers(seen([base(0)], [base(0)])) == []
+    assert [each.target for each in placement.transfers(seen([base(0), base(10)], [base(5)]))] == [base(10)]
+
+
+def test_a_batch_goes_when_its_last_version_is_there() -> None:
+    placement = Placement(5)
+    memory = [base(0), *(single(version) for version in range(1, 5))]
+    assert [each.target for each in placement.transfers(seen(memory, [base(0)]))] == []
+    memory.append(single(5))
+    (transfer,) = placement.transfers(seen(memory, [base(0)]))
+    assert transfer.target == batch(1, 5)
+    assert transfer.sources == tuple(single(version) for version in range(1, 6))
+
+
+def test_an_incomplete_batch_goes_at_the_end() -> None:
+    memory = [base(0), *(single(version) for version in range(1, 8))]
+    targets = [each.target for each in Placement(5).transfers(seen(memory, [base(0)]), closing=True)]
+    assert targets == [batch(1, 5), batch(6, 7)]
+
+
+def test_a_batch_that_begins_after_a_restart_is_short() -> None:
+    memory = [base(13), *(single(version) for version in range(14, 17))]
+    assert [each.target for each in Placement(5).transfers(seen(memory, [base(13)]))] == [batch(14, 15)]
+
+
+def test_a_gap_splits_a_batch() -> None:
+    memory = [base(0), single(1), single(2), single(4), single(5)]
+    targets = [each.target for each in Placement(5).transfers(seen(memory, [base(0)]))]
+    assert targets == [batch(1, 2), batch(4, 5)]
+
+
+def test_what_is_covered_is_not_sent_again() -> None:
+    memory = [base(0), *(single(version) for version in range(1, 6))]
+    assert Placement(5).transfers(seen(memory, [base(0), batch(1, 5)])) == []
+    (rest,) = Placement(5).transfers(seen(memory, [base(0), batch(1, 3)]))
+    assert rest.target == batch(4, 5)
+
+
+def test_differentials_before_the_target_s_oldest_base_are_not_sent() -> None:
+    memory = [base(10), *(single(version) for version in range(1, 11))]
+    assert [each.target for each in Placement(5).transfers(seen(memory, [base(10)]))] == []
+
+
+def test_only_the_own_rank_and_generation_are_moved() -> None:
+    assert Placement(5).transfers(seen([base(0, rank=1), base(7, generation=2)])) == []
+
+
+def test_the_coordinator_commits_when_every_rank_has_marked() -> None:
+    shards: list[Key] = [base(10, 0), base(10, 1)]
+    assert to_mark(seen([], shards, world=2), 1) == [MarkerKey(1, 10, 0)]
+    one_marked = [*shards, MarkerKey(1, 10, 0)]
+    assert to_commit(seen([], one_marked, world=2), 1) == []
+    all_marked = [*one_marked, MarkerKey(1, 10, 1)]
+    assert to_commit(seen([], all_marked, world=2), 1) == [CommitKey(1, 10)]
+    assert to_commit(seen([], all_marked, world=2, rank=1), 1) == []
+    assert to_commit(seen([], [*all_marked, CommitKey(1, 10)], world=2), 1) == []
+
+
+def test_nothing_is_marked_in_a_tier_inside_the_node() -> None:
+    assert to_mark(seen([base(10)]), 0) == []
+    assert to_commit(seen([base(10), MarkerKey(1, 10, 0)]), 0) == []
+
+
+def test_a_newer_generation_supersedes() -> None:
+    assert superseded(seen([LineageKey(1)])) is None
+    assert superseded(seen([LineageKey(1)], [LineageKey(2)])) == 2
+
+
+def test_a_marker_comes_back_and_a_malformed_one_is_refused() -> None:
+    marker = Marker(17, "0123456789abcdef")
+    assert Marker.from_object(marker.to_object()) == marker
+    for value in (None, {}, {"nbytes": "17", "digest": "x"}, {"nbytes": 1, "digest": "x", "more": 2}):
+        with pytest.raises(ValueError, match="marker"):
+            Marker.from_object(value)
+
+
+def test_memory_keeps_two_bases_and_what_follows_the_older() -> None:
+    memory = [base(0), base(10), base(20), *(single(version) for version in range(1, 24))]
+    gone = Retention().reclaimable(seen(memory, committed(10)))
+    assert gone[0] == [base(0), *(single(version) for version in range(1, 11))]
+
+
+def test_memory_keeps_what_the_durable_tier_still_lacks() -> None:
+    memory = [base(0), base(10), base(20), *(single(version) for version in range(1, 24))]
+    assert Retention().reclaimable(seen(memory, []))[0] == []
+    assert Retention().reclaimable(seen(memory, [base(10)]))[0] == [], "copied is not committed"
+
+
+def test_memory_alone_keeps_two_bases() -> None:
+    observation = Observation((MEMORY,), (Contents.of((base(v), 1) for v in (0, 10, 20)),), 0, 1, 1)
+    assert Retention().reclaimable(observation)[0] == [base(0)]
+    assert watermark(observation) is None
+
+
+def test_an_older_generation_stays_until_the_present_one_has_two_feet() -> None:
+    memory = [base(10), base(20), base(25, generation=2)]
+    contents = (Contents.of((key, 1) for key in memory), Contents.of((key, 1) for key in committed(20)))
+    observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=2)
+    gone = Retention().reclaimable(observation)
+    assert gone == {0: [base(10)], 1: []}
+
+
+def test_the_durable_tier_keeps_the_last_committed_bases_and_their_differentials() -> None:
+    durable = [*committed(0), *committed(10), *committed(20), batch(1, 5), batch(6, 10), batch(11, 15)]
+    gone = Retention(keep_last=2).reclaimable(seen([], durable))
+    assert gone[1] == [CommitKey(1, 0), MarkerKey(1, 0, 0), base(0), batch(1, 5), batch(6, 10)]
+
+
+def test_keep_every_keeps_bases_without_differentials() -> None:
+    durable = [key for version in (0, 10, 20, 30) for key in committed(version)]
+    gone = Retention(keep_last=1, keep_every=20).reclaimable(seen([], durable))
+    assert [key for key in gone[1] if isinstance(key, ShardKey)] == [base(10)]
+
+
+def test_uncommitted_bases_go_only_when_a_newer_one_is_committed() -> None:
+    assert Retention().reclaimable(seen([], [base(0), base(10)]))[1] == []
+    assert Retention().reclaimable(seen([], [base(0), base(5), *committed(10), base(20)]))[1] == [base(0), base(5)]
+
+
+def test_the_watermark_is_the_newest_commit() -> None:
+    assert watermark(seen([], [])) is None
+    assert watermark(seen([], [*committed(0), *committed(10), base(20)])) == CommitKey(1, 10)
+
+
+@pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"keep_every": -1}])
+def test_impossible_retention_is_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="keep_"):
+        Retention(**arguments)
+
+
+def test_the_cheapest_copies_are_read_and_gaps_filled_from_further_away() -> None:
+    point = RecoveryPoint(1, 10, 17)
+    sources = [
+        Source(0, base(10)),
+        Source(1, base(10)),
+        *(Source(0, single(version)) for version in (11, 12, 16, 17)),
+        Source(1, batch(11, 15)),
+    ]
+    chosen = plan(point, 0, sources)
+    assert isinstance(chosen, Plan)
+    assert chosen.anchor == Source(0, base(10))
+    assert chosen.batches == (
+        Source(0, single(11)),
+        Source(0, single(12)),
+        Source(1, batch(11, 15)),
+        Source(0, single(16)),
+        Source(0, single(17)),
+    )
+
+
+def test_a_version_nobody_has_is_named() -> None:
+    point = RecoveryPoint(1, 10, 12)
+    assert plan(point, 0, []) == Unreachable(base(10).stream, 10)
+    assert plan(point, 0, [Source(0, base(10)), Source(0, single(12))]) == Unreachable(single(11).stream, 11)
+    assert plan(point, 0, [Source(0, base(10, rank=1))]) == Unreachable(base(10).stream, 10)
+
+
+def test_the_matrix_has_a_row_for_each_rank_and_tier() -> None:
+    point = RecoveryPoint(1, 10, 12)
+    rows = availability(point, ["shm", "nvme"], [[Source(0, base(10)), Source(1, batch(11, 15))], []])
+    assert [(row.rank, row.tier, row.anchor, row.differentials) for row in rows] == [
+        (0, "shm", True, ()),
+        (0, "nvme", False, (11, 12)),
+        (1, "shm", False, ()),
+        (1, "nvme", False, ()),
+    ]
