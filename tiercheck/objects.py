@@ -286,10 +286,10 @@ def restore_array(dtype: str, shape: list[int], raw: bytes) -> np.ndarray[Any, A
 def check_skeleton(data: memoryview, depth: int) -> list[int]:
     """Walk the values without building any; return the depths of the extension values, in order.
 
-    msgpack allocates for as many elements as a header claims. Here every element still due must have at least
-    one byte left, so that the claims of all headers together are bounded by the length of ``data``.
+    msgpack allocates for as many elements as a header claims. Here every element claimed is found first, of at
+    least one byte each, so that the claims of all headers together are bounded by the length of ``data``.
     """
-    position, due = 0, 1
+    position = 0
     extensions: list[int] = []
     counts = [1]  # elements still due, by level
     while counts:
@@ -303,15 +303,14 @@ def check_skeleton(data: memoryview, depth: int) -> list[int]:
             extensions.append(level)
         nbytes, children = measure(data, position)
         position += nbytes
-        due += children - 1
-        if due > len(data) - position:
-            raise ValueError(f"at byte {position} it claims more than is there")
         counts[-1] -= 1
         if children:
             counts.append(children)
         while counts and not counts[-1]:
             counts.pop()
-    if position != len(data):
+    if position > len(data):
+        raise ValueError("it ends in the middle of a value")
+    if position < len(data):
         raise ValueError(f"{len(data) - position} bytes follow it")
     return extensions
 
