@@ -1,0 +1,148 @@
+"""The kit itself: a driver of few capabilities passes it, and one that breaks a promise does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from test_memory_conformance import TestMemory as MemoryTests
+
+from tiercheck.errors import Unsupported
+from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
+
+
+class PlainDriver(MemoryDriver):
+    """No memory inside the tier, no conditions, no ranges; and it says so."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(survives=Survives.NOTHING, mappable=False, conditional_put=False, ranged_get=False)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if mode.conditional:
+            raise Unsupported("no conditional puts", tier=self.url, key=key)
+        return await super().put(key, payload)
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        if range is not None:
+            raise Unsupported("no ranges", tier=self.url, key=key)
+        return await super().get(key, into=into)
+
+    async def reserve(self, key: str, nbytes: int) -> Reservation:
+        return await TierDriver.reserve(self, key, nbytes)
+
+
+class TestPlain(MemoryTests):
+    async def make_driver(self) -> TierDriver:
+        return PlainDriver(self.store_name)
+
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        return PlainDriver(self.store_name)
+
+
+class LyingDriver(MemoryDriver):
+    """Can do everything, and denies it."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(survives=Survives.NOTHING, mappable=False, conditional_put=False, ranged_get=False)
+
+
+class BoastfulDriver(PlainDriver):
+    """Can do nothing, and claims it."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(survives=Survives.NOTHING, mappable=True, conditional_put=True, ranged_get=True)
+
+
+class RacyDriver(MemoryDriver):
+    """Looks, waits, then writes."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if mode.kind == "create" and key not in self.store.objects:
+            await asyncio.sleep(0)
+            mode = PutMode.OVERWRITE
+        if mode.kind == "update" and key in self.store.objects and self.store.objects[key].etag == mode.etag:
+            await asyncio.sleep(0)
+            mode = PutMode.OVERWRITE
+        return await super().put(key, payload, mode=mode)
+
+
+class KeepingDriver(MemoryDriver):
+    """Keeps a view of what it was given."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        self.kept = [memoryview(buffer) for buffer in payload]
+        return await super().put(key, payload, mode=mode)
+
+
+class TearingDriver(MemoryDriver):
+    """Publishes half of an object first."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        await super().put(key, payload[:1], mode=mode)
+        return await super().put(key, payload)
+
+
+class UnsortedDriver(MemoryDriver):
+    """Lists names as a file system does: a directory before what sorts before its slash."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        found = [item async for item in super().list(prefix)]
+        for item in sorted(found, key=lambda item: item.key.split("/")):
+            yield item
+
+
+class TrustingDriver(MemoryDriver):
+    """Deletes good keys before it sees a bad one."""
+
+    async def delete(self, keys: object) -> None:
+        for key in keys:  # type: ignore[attr-defined]
+            await super().delete([key])
+
+
+def kit_test(name: str, *arguments: object) -> Callable[[MemoryTests, TierDriver], Awaitable[None]]:
+    return lambda kit, driver: getattr(kit, name)(driver, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (LyingDriver, kit_test("test_ranges")),
+        (LyingDriver, kit_test("test_create")),
+        (LyingDriver, kit_test("test_update")),
+        (LyingDriver, kit_test("test_reserve_and_publish")),
+        (BoastfulDriver, kit_test("test_ranges")),
+        (BoastfulDriver, kit_test("test_create")),
+        (BoastfulDriver, kit_test("test_update")),
+        (BoastfulDriver, kit_test("test_reserve_and_publish")),
+        (RacyDriver, kit_test("test_one_of_many_creators_wins")),
+        (RacyDriver, kit_test("test_no_increment_is_lost")),
+        (KeepingDriver, kit_test("test_no_buffer_is_kept")),
+        (TearingDriver, kit_test("test_readers_see_whole_objects_while_one_writes")),
+        (TearingDriver, kit_test("test_a_kill_at_any_point_of_a_put_leaves_the_old_or_the_new")),
+        (TearingDriver, kit_test("test_a_cancelled_put_leaves_the_old_or_the_new")),
+        (UnsortedDriver, kit_test("test_list_is_in_byte_order_and_filtered_by_prefix")),
+        (TrustingDriver, kit_test("test_unsafe_keys_are_refused", "..")),
+    ],
+)
+async def test_a_broken_promise_is_found(
+    broken: type[MemoryDriver], test: Callable[[MemoryTests, TierDriver], Awaitable[None]]
+) -> None:
+    kit = MemoryTests()
+    kit.store_name = "broken"
+
+    async def second_client(driver: TierDriver) -> TierDriver:
+        return broken(kit.store_name)
+
+    kit.second_client = second_client  # type: ignore[method-assign]
+    try:
+        async with broken(kit.store_name) as driver:
+            with pytest.raises((AssertionError, Unsupported, BufferError, IndexError, pytest.fail.Exception)):
+                await test(kit, driver)
+    finally:
+        MemoryDriver.forget(kit.store_name)

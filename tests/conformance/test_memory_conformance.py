@@ -1,0 +1,57 @@
+"""The memory driver, and the faulty wrapper around it, pass the kit."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.faults import FaultyDriver, Killed
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver, MemoryStore, StoredObject
+
+
+class TestMemory(TierDriverTests):
+    @pytest.fixture(autouse=True)
+    def name(self) -> Iterator[None]:
+        self.store_name = secrets.token_hex(4)
+        yield
+        MemoryDriver.forget(self.store_name)
+
+    async def make_driver(self) -> TierDriver:
+        return MemoryDriver(self.store_name)
+
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        return MemoryDriver(self.store_name)
+
+    @staticmethod
+    def store(driver: TierDriver) -> MemoryStore:
+        assert isinstance(driver, MemoryDriver)
+        return driver.store
+
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        found = self.store(driver).objects.get(key)
+        return None if found is None else bytes(found.content)
+
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        self.store(driver).objects[key] = StoredObject(memoryview(content), f"raw {content!r}")
+
+    def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
+        return mock.patch.object(MemoryStore, "publish", side_effect=Killed)
+
+
+class TestFaultyWithNoFaults(TestMemory):
+    """With an empty plan the wrapper cannot be told from what it wraps."""
+
+    async def make_driver(self) -> TierDriver:
+        return FaultyDriver(await super().make_driver())
+
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        return FaultyDriver(await super().second_client(driver))
+
+    @staticmethod
+    def store(driver: TierDriver) -> MemoryStore:
+        assert isinstance(driver, FaultyDriver)
+        return TestMemory.store(driver.inner)

@@ -1,0 +1,52 @@
+"""The drivers against a dictionary, in orders that Hypothesis chooses."""
+
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+from tiercheck.testing.faults import FaultyDriver
+from tiercheck.testing.stateful import DriverMachine
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.nvme import NvmeDriver
+from tiercheck.tiers.shm import ShmDriver, remove_namespace
+
+FAST = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class MemoryMachine(DriverMachine):
+    def make_driver(self) -> TierDriver:
+        self.name = getattr(self, "name", None) or secrets.token_hex(4)
+        return FaultyDriver(MemoryDriver(self.name))
+
+    def remove_tier(self) -> None:
+        MemoryDriver.forget(self.name)
+
+
+class NvmeMachine(DriverMachine):
+    def make_driver(self) -> TierDriver:
+        self.root = getattr(self, "root", None) or Path(tempfile.mkdtemp())
+        return NvmeDriver(self.root)
+
+    def remove_tier(self) -> None:
+        shutil.rmtree(self.root)
+
+
+class ShmMachine(DriverMachine):
+    def make_driver(self) -> TierDriver:
+        self.name = getattr(self, "name", None) or f"test-{secrets.token_hex(6)}"
+        return ShmDriver(self.name, size=32 << 20)
+
+    def remove_tier(self) -> None:
+        remove_namespace(self.name)
+
+
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = FAST
+TestNvme = NvmeMachine.TestCase
+TestNvme.settings = FAST
+TestShm = ShmMachine.TestCase
+TestShm.settings = FAST

@@ -1,0 +1,506 @@
+"""What only the shm tier does: recycling, limits, privacy, debris, namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiercheck.errors import (
+    AlreadyExists,
+    CapacityExceeded,
+    ConfigurationError,
+    NotFound,
+    Transient,
+    Unauthorized,
+    Unsupported,
+)
+from tiercheck.tiers.files import try_lock
+from tiercheck.tiers.shm import ShmDriver, namespaces, remove_namespace
+from tiercheck.types import PutMode, Survives
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{secrets.token_hex(6)}"
+    yield name
+    root = root_of(name)
+    if root.is_symlink() or root.is_file():
+        root.unlink()
+    elif root.exists():
+        root.chmod(0o700)
+        remove_namespace(name)
+
+
+class Child:
+    """A forked process that only lives until :meth:`end`, with a copy of every descriptor there was."""
+
+    def __init__(self) -> None:
+        self.wait_end, self.end_end = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(self.end_end)
+            os.read(self.wait_end, 1)
+            os._exit(0)
+
+    def end(self) -> None:
+        os.close(self.end_end)
+        os.close(self.wait_end)
+        os.waitpid(self.pid, 0)
+
+
+def root_of(name: str) -> Path:
+    return Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}")
+
+
+def inode(name: str, key: str) -> int:
+    return (root_of(name) / key).stat().st_ino
+
+
+class TestRecycling:
+    async def test_an_overwritten_file_is_used_again(self, name: str) -> None:
+        async with ShmDriver(name, size=16 * MIB) as driver:
+            await driver.put("a", [b"1" * MIB])
+            first = inode(name, "a")
+            await driver.put("a", [b"2" * MIB])
+            assert inode(name, "a") != first
+            await driver.put("b", [b"3" * (MIB - 5000)])
+            assert inode(name, "b") == first
+            assert bytes(await driver.get("b")) == b"3" * (MIB - 5000)
+
+    async def test_a_smaller_file_is_extended(self, name: str) -> None:
+        async with ShmDriver(name, size=16 * MIB) as driver:
+            await driver.put("a", [b"1" * MIB])
+            first = inode(name, "a")
+            await driver.delete(["a"])
+            reservation = await driver.reserve("b", MIB + 300_000)
+            reservation.buffer[:] = b"2" * (MIB + 300_000)
+            await reservation.publish()
+            assert inode(name, "b") == first
+            assert bytes(await driver.get("b")) == b"2" * (MIB + 300_000)
+
+    async def test_a_file_of_another_magnitude_is_not(self, name: str) -> None:
+        async with ShmDriver(name, size=16 * MIB) as driver:
+            await driver.put("a", [b"1" * MIB])
+            first = inode(name, "a")
+            await driver.delete(["a"])
+            for nbytes in (10, MIB // 3, 3 * MIB):
+                await driver.put("b", [bytes(nbytes)])
+                assert inode(name, "b") != first
+
+    async def test_what_a_reader_has_mapped_is_left_alone(self, name: str) -> None:
+        async with ShmDriver(name, size=16 * MIB) as driver, ShmDriver(name, size=16 * MIB) as reader:
+            await driver.put("a", [b"1" * MIB])
+            first = inode(name, "a")
+            held = await reader.get("a")
+            await driver.delete(["a"])
+            await driver.put("b", [b"2" * MIB])
+            assert inode(name, "b") != first
+            assert held == b"1" * MIB
+            del held
+            await driver.put("c", [b"3" * MIB])
+            assert inode(name, "c") == first
+
+    async def test_what_the_writer_still_has_is_left_alone(self, name: str) -> None:
+        """A view that outlives its reservation cannot be taken away; nobody else gets its memory."""
+        async with ShmDriver(name, size=16 * MIB) as driver:
+            for end in ("publish", "drop"):
+                reservation = await driver.reserve("a", MIB)
+                lingering = reservation.buffer[:10]
+                kept = os.fstat(reservation._segment._temporary.fd).st_ino  # type: ignore[attr-defined]
+                await (reservation.publish() if end == "publish" else reservation.drop())
+                await driver.delete(["a"])
+                for n in range(4):
+                    await driver.put(f"b/{n}", [b"x" * MIB])
+                    assert inode(name, f"b/{n}") != kept
+                lingering[:] = b"scribbled!"
+                for n in range(4):
+                    assert bytes(await driver.get(f"b/{n}")) == b"x" * MIB
+                await driver.delete([f"b/{n}" for n in range(4)])
+                del lingering
+
+    async def test_a_kept_mapping_of_a_file_that_others_changed(self, name: str) -> None:
+        """The file comes back to this process longer, shorter and longer again; what is written is what is there."""
+        async with ShmDriver(name, size=32 * MIB) as one, ShmDriver(name, size=32 * MIB) as two:
+            for n, nbytes in enumerate((MIB, MIB // 2 + 1, MIB - 1, 2 * MIB - 7, MIB, MIB + 1)):
+                driver = (one, two)[n % 2]
+                reservation = await driver.reserve("a", nbytes)
+                reservation.buffer[:] = bytes([n]) * nbytes
+                await reservation.publish(nbytes - n)
+                assert bytes(await two.get("a")) == bytes([n]) * (nbytes - n)
+                assert bytes(await one.get("a")) == bytes([n]) * (nbytes - n)
+                await driver.delete(["a"])
+
+    async def test_a_large_reservation_that_is_hardly_used_keeps_its_memory(self, name: str) -> None:
+        async with ShmDriver(name, size=32 * MIB) as driver:
+            inodes = set()
+            for n in range(6):
+                reservation = await driver.reserve("a", 4 * MIB)
+                inodes.add(os.fstat(reservation._segment._temporary.fd).st_ino)  # type: ignore[attr-defined]
+                reservation.buffer[:] = bytes([n]) * (4 * MIB)
+                info = await reservation.publish(MIB + n)
+                assert (info.nbytes, inode(name, "a") in inodes) == (MIB + n, False)
+                assert bytes(await driver.get("a")) == bytes([n]) * (MIB + n)
+                assert (await driver.usage()).used_bytes == MIB + n
+            assert len(inodes) == 1, "the same memory is reserved each time"
+            reservation = await driver.reserve("a", 4 * MIB)
+            with pytest.raises(AlreadyExists):
+                await reservation.publish(MIB, mode=PutMode.CREATE)
+            assert (await driver.usage()).used_bytes == MIB + 5
+
+    async def test_where_there_is_no_room_for_a_copy_it_is_cut(self, name: str) -> None:
+        async with ShmDriver(name, size=5 * MIB) as driver:
+            reservation = await driver.reserve("a", 4 * MIB)
+            reservation.buffer[: 2 * MIB] = b"x" * (2 * MIB)
+            await reservation.publish(2 * MIB)
+            assert bytes(await driver.get("a")) == b"x" * (2 * MIB)
+            assert (await driver.usage()).used_bytes == 2 * MIB
+
+    async def test_the_pool_is_bounded(self, name: str) -> None:
+        async with ShmDriver(name, size=16 * MIB, pool=3 * MIB) as driver:
+            for n in range(8):
+                await driver.put(f"k/{n}", [bytes(MIB)])
+            await driver.delete([f"k/{n}" for n in range(8)])
+            assert driver.segments.pooled_bytes() == 3 * MIB
+        async with ShmDriver(name, size=16 * MIB, pool=0) as driver:
+            await driver.put("a", [bytes(MIB)])
+            await driver.delete(["a"])
+            assert driver.segments.pooled_bytes() == 0
+
+    async def test_the_pool_is_never_in_the_way(self, name: str) -> None:
+        async with ShmDriver(name, size=8 * MIB, pool=8 * MIB) as driver:
+            await driver.put("a", [b"1" * (7 * MIB)])
+            await driver.delete(["a"])
+            for n in range(8):  # too small to reuse the pooled file
+                await driver.put(f"k/{n}", [b"2" * MIB])
+            assert driver.segments.pooled_bytes() == 0
+            assert (await driver.usage()).free_bytes == 0
+
+    async def test_memory_of_an_evicted_file_is_free_although_it_is_mapped(self, name: str) -> None:
+        async with ShmDriver(name, size=8 * MIB) as driver:
+            reservation = await driver.reserve("a", 4 * MIB)
+            await reservation.publish()  # the driver keeps its mapping
+            await driver.delete(["a"])
+            before = os.statvfs(root_of(name)).f_bfree
+            with driver.segments.locked():
+                driver.segments.empty_pool()
+            after = os.statvfs(root_of(name)).f_bfree
+            assert (after - before) * os.statvfs(root_of(name)).f_frsize >= 3 * MIB
+
+    async def test_a_pooled_name_of_an_object_is_never_reused(self, name: str) -> None:
+        """A writer that dies between its two renames leaves the old object with a second name in the pool."""
+        async with ShmDriver(name, size=8 * MIB) as driver:
+            await driver.put("a", [b"1" * MIB])
+            os.link(root_of(name) / "a", root_of(name) / ".tiercheck/pool/left")
+            await driver.put("b", [b"2" * MIB])
+            assert bytes(await driver.get("a")) == b"1" * MIB
+            assert not (root_of(name) / ".tiercheck/pool/left").exists()
+
+    async def test_a_file_that_is_not_backed_is_never_reused(self, name: str) -> None:
+        async with ShmDriver(name, size=8 * MIB) as driver:
+            hole = root_of(name) / ".tiercheck/pool/hole"
+            hole.touch()
+            os.truncate(hole, MIB)
+            reservation = await driver.reserve("a", MIB)
+            assert not hole.exists()
+            fd = reservation._segment._temporary.fd  # type: ignore[attr-defined]
+            assert os.fstat(fd).st_blocks * 512 >= MIB
+
+
+class TestRaces:
+    """Another process acts between a reader's open and its lock."""
+
+    @pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
+    @pytest.mark.parametrize("into", [False, True], ids=["mapped", "copied"])
+    async def test_a_file_is_recycled_before_its_reader_has_locked_it(
+        self, name: str, monkeypatch: pytest.MonkeyPatch, again: bool, into: bool
+    ) -> None:
+        async with ShmDriver(name, size=16 * MIB) as driver, ShmDriver(name, size=16 * MIB) as other:
+            await driver.put("a", [b"1" * MIB])
+            first = inode(name, "a")
+            raced = [False]
+
+            def act_first(fd: int, *, shared: bool = False) -> bool:
+                if shared and not raced[0]:
+                    raced[0] = True
+                    other.segments.remove("a")
+                    other.segments.store("b", [b"2" * MIB], PutMode.OVERWRITE, lambda: None)
+                    assert inode(name, "b") == first
+                    if again:
+                        other.segments.store("a", [b"3" * MIB], PutMode.OVERWRITE, lambda: None)
+                return try_lock(fd, shared=shared)
+
+            monkeypatch.setattr("tiercheck.tiers.segments.try_lock", act_first)
+            buffer = memoryview(bytearray(MIB)) if into else None
+            if again:
+                assert await driver.get("a", into=buffer) == b"3" * MIB
+            else:
+                with pytest.raises(NotFound):
+                    await driver.get("a", into=buffer)
+            assert raced[0]
+
+    async def test_a_reader_waits_no_longer_than_its_attempts(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tiercheck.tiers.segments.OPEN_ATTEMPTS_MAX", 5)
+        async with ShmDriver(name, size=16 * MIB) as driver:
+            await driver.put("a", [b"1" * MIB])
+            fd = os.open(root_of(name) / "a", os.O_RDWR)
+            try:
+                assert try_lock(fd)
+                with pytest.raises(Transient, match="replaced faster"):
+                    await driver.get("a")
+            finally:
+                os.close(fd)
+
+    async def test_a_child_that_was_forked_meanwhile_holds_nothing_up(self, name: str) -> None:
+        """It has a copy of every descriptor, of locked files too; locks are given up, not merely closed."""
+        driver = ShmDriver(name, size=16 * MIB)
+        await driver.open()
+        reservation = await driver.reserve("a", MIB)
+        reservation.buffer[:] = b"1" * MIB
+        child = Child()
+        try:
+            await reservation.publish()
+            first = inode(name, "a")
+            async with ShmDriver(name, size=16 * MIB) as reader:
+                assert bytes(await reader.get("a", into=memoryview(bytearray(MIB)))) == b"1" * MIB
+                await driver.put("a", [b"2" * MIB])
+                await driver.put("b", [b"3" * MIB])
+                assert inode(name, "b") == first, "the file is free for reuse"
+            await driver.close()
+            assert not next(found for found in namespaces() if found.name == name).in_use
+        finally:
+            child.end()
+
+
+class TestLimits:
+    async def test_the_limit_holds(self, name: str) -> None:
+        async with ShmDriver(name, size=4 * MIB) as driver, ShmDriver(name, size=4 * MIB) as other:
+            await driver.put("a", [bytes(2 * MIB)])
+            reservation = await other.reserve("b", MIB)
+            with pytest.raises(CapacityExceeded, match=r"1048577 bytes do not fit: 3145728 of 4194304"):
+                await driver.put("c", [bytes(MIB + 1)])
+            with pytest.raises(CapacityExceeded):
+                await driver.reserve("c", MIB + 1)
+            await reservation.drop()
+            await driver.put("c", [bytes(MIB + 1)])
+            usage = await driver.usage()
+            assert (usage.used_bytes, usage.limit_bytes) == (3 * MIB + 1, 4 * MIB)
+
+    async def test_a_count_that_a_crash_left_too_high_is_put_right(self, name: str) -> None:
+        async with ShmDriver(name, size=4 * MIB) as driver:
+            (root_of(name) / ".tiercheck/charged").write_bytes((4 * MIB).to_bytes(8, "little"))
+            await driver.put("a", [bytes(MIB)])
+            assert (await driver.usage()).used_bytes == MIB
+
+    async def test_too_large_a_size_is_refused_at_open(self, name: str) -> None:
+        with pytest.raises(CapacityExceeded, match=r"/dev/shm: \d+ are free.*remount,size="):
+            await ShmDriver(name, size=1 << 60).open()
+        remove_namespace(name)  # it is not held by the driver that could not open
+
+    async def test_without_a_size_the_limit_is_what_is_free(self, name: str) -> None:
+        async with ShmDriver(name) as driver:
+            await driver.put("a", [bytes(MIB)])
+            usage = await driver.usage()
+            status = os.statvfs("/dev/shm")
+            assert usage.limit_bytes is not None
+            assert usage.limit_bytes <= status.f_blocks * status.f_frsize
+
+    async def test_a_full_mount_is_an_error_and_leaves_nothing(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        allocate = os.posix_fallocate
+        room = [40 * MIB]
+
+        def full(fd: int, start: int, nbytes: int) -> None:
+            if nbytes > room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room[0] -= nbytes
+            allocate(fd, start, nbytes)
+
+        async with ShmDriver(name, size=256 * MIB) as driver:
+            await driver.put("old", [bytes(MIB)])
+            monkeypatch.setattr(os, "posix_fallocate", full)
+            for attempt in (lambda: driver.reserve("a", 100 * MIB), lambda: driver.put("a", [bytes(100 * MIB)])):
+                room[0] = 40 * MIB
+                with pytest.raises(CapacityExceeded, match="after 33554432 of them"):
+                    await attempt()
+                assert (await driver.usage()).used_bytes == MIB
+                assert list((root_of(name) / ".tiercheck/tmp").iterdir()) == []
+                assert driver.segments.pooled_bytes() == 0
+            room[0] = 40 * MIB
+            await driver.put("a", [bytes(2 * MIB)])
+
+    async def test_the_pool_is_given_up_before_a_full_mount_is_an_error(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ShmDriver(name, size=64 * MIB) as driver:
+            await driver.put("a", [bytes(4 * MIB)])
+            await driver.delete(["a"])
+            allocate = os.posix_fallocate
+
+            def full_while_pooled(fd: int, start: int, nbytes: int) -> None:
+                if driver.segments.pooled_bytes():
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                allocate(fd, start, nbytes)
+
+            monkeypatch.setattr(os, "posix_fallocate", full_while_pooled)
+            await driver.put("b", [bytes(20 * MIB)])
+            assert driver.segments.pooled_bytes() == 0
+
+
+class TestPrivacy:
+    async def test_nobody_else_may_look(self, name: str) -> None:
+        umask = os.umask(0)
+        try:
+            async with ShmDriver(name, size=4 * MIB) as driver:
+                await driver.put("a/b", [b"x"])
+                await (await driver.reserve("a/c", 10)).publish()
+        finally:
+            os.umask(umask)
+        for path in [root_of(name), *root_of(name).rglob("*")]:
+            assert path.stat().st_mode & 0o077 == 0, path
+
+    async def test_a_link_or_a_file_in_its_place_is_refused(self, name: str, tmp_path: Path) -> None:
+        root_of(name).symlink_to(tmp_path)
+        with pytest.raises(Unauthorized, match="a link or a file"):
+            await ShmDriver(name).open()
+        with pytest.raises(Unauthorized):
+            remove_namespace(name)
+        root_of(name).unlink()
+        root_of(name).touch()
+        with pytest.raises(Unauthorized, match="a link or a file"):
+            await ShmDriver(name).open()
+        assert list(tmp_path.iterdir()) == []
+
+    async def test_a_directory_that_others_may_enter_is_refused(self, name: str) -> None:
+        root_of(name).mkdir()
+        root_of(name).chmod(0o755)
+        with pytest.raises(Unauthorized, match="chmod 700"):
+            await ShmDriver(name).open()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+    async def test_somebody_elses_directory_is_refused(self, name: str) -> None:
+        root_of(name).mkdir(mode=0o700)
+        os.chown(root_of(name), 12345, -1)
+        with pytest.raises(Unauthorized, match="belongs to user 12345"):
+            await ShmDriver(name).open()
+        os.chown(root_of(name), 0, -1)
+
+    @pytest.mark.parametrize("bad", ["", "a/b", "..", ".x", "a b", "x" * 65, "é", "a\n"])
+    def test_a_name_is_a_plain_word(self, bad: str) -> None:
+        with pytest.raises(ConfigurationError, match="needs a name"):
+            ShmDriver(bad)
+
+    async def test_a_symbolic_link_is_no_object(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text("secret")
+        async with ShmDriver(name, size=4 * MIB) as driver:
+            (root_of(name) / "a").symlink_to(tmp_path / "secret")
+            (root_of(name) / "d").symlink_to(tmp_path)
+            assert [info async for info in driver.list()] == []
+            with pytest.raises(NotFound):
+                await driver.stat("a")
+            with pytest.raises((Unauthorized, NotFound)):
+                await driver.get("a")
+
+    async def test_the_control_directory_holds_no_objects(self, name: str) -> None:
+        async with ShmDriver(name, size=4 * MIB) as driver:
+            for key in (".tiercheck/lock", ".tiercheck/tmp/x", ".tiercheck"):
+                with pytest.raises(ValueError, match="own directory"):
+                    await driver.put(key, [b""])
+                with pytest.raises(ValueError, match="own directory"):
+                    await driver.get(key)
+            assert [info async for info in driver.list(".tiercheck/")] == []
+            await driver.put(".tiercheck-not", [b"fine"])
+            assert [info.key async for info in driver.list(".tier")] == [".tiercheck-not"]
+
+
+class TestDebris:
+    async def test_the_files_of_the_dead_go_and_those_of_the_living_stay(self, name: str) -> None:
+        async with ShmDriver(name, size=8 * MIB) as driver:
+            living = await driver.reserve("a", MIB)
+            living.buffer[:4] = b"live"
+            ours = next((root_of(name) / ".tiercheck/tmp").iterdir())
+            dead = ours.with_name(f"{ours.name.rsplit('-', 2)[0]}-1-dead")
+            dead.write_bytes(b"x" * MIB)
+            async with ShmDriver(name, size=8 * MIB) as second:
+                assert not dead.exists()
+                assert second.segments.pooled_bytes() == MIB  # its memory is not lost
+                assert (await second.usage()).used_bytes == MIB
+            assert ours.exists()
+            await living.publish()
+            assert bytes((await driver.get("a"))[:4]) == b"live"
+
+
+class TestNamespaces:
+    async def test_they_are_listed_and_removed(self, name: str) -> None:
+        async with ShmDriver(name, size=8 * MIB) as driver:
+            await driver.put("a", [bytes(MIB)])
+            found = next(found for found in namespaces() if found.name == name)
+            assert found.in_use
+            assert MIB <= found.used_bytes < MIB + 4096
+            with pytest.raises(Transient, match="in use"):
+                remove_namespace(name)
+        assert not next(found for found in namespaces() if found.name == name).in_use
+        remove_namespace(name)
+        assert name not in [found.name for found in namespaces()]
+        with pytest.raises(NotFound):
+            remove_namespace(name)
+
+    async def test_one_that_is_removed_while_another_opens_it(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The lock that was taken is that of a directory which is gone: the driver starts over."""
+        raced = [False]
+
+        def remove_first(fd: int, *, shared: bool = False) -> bool:
+            if not raced[0]:
+                raced[0] = True
+                remove_namespace(name)
+            return try_lock(fd, shared=shared)
+
+        monkeypatch.setattr("tiercheck.tiers.namespaces.try_lock", remove_first)
+        async with ShmDriver(name, size=MIB) as driver:
+            await driver.put("a", [b"x"])
+            assert (root_of(name) / "a").read_bytes() == b"x"
+        assert raced[0]
+
+    async def test_another_mount(self, name: str, tmp_path: Path) -> None:
+        async with ShmDriver(name, size=MIB, mount=tmp_path) as driver:
+            await driver.put("a", [b"x"])
+            assert next(tmp_path.iterdir()).name.endswith(name)
+        assert [found.name for found in namespaces(tmp_path)] == [name]
+        remove_namespace(name, tmp_path)
+        with pytest.raises(Unsupported, match="there is no"):
+            await ShmDriver(name, mount=tmp_path / "absent").open()
+
+
+async def test_survives_a_process(name: str) -> None:
+    assert ShmDriver(name).capabilities.survives is Survives.PROCESS
+
+
+async def test_buffers_are_page_aligned(name: str) -> None:
+    import numpy as np
+
+    async with ShmDriver(name, size=8 * MIB) as driver:
+        for nbytes in (1, 5000, MIB):
+            reservation = await driver.reserve("a", nbytes)
+            assert np.frombuffer(reservation.buffer, np.uint8).ctypes.data % 4096 == 0
+            await reservation.publish()
+
+
+async def test_the_event_loop_runs_while_memory_is_written(name: str) -> None:
+    """A put of 64 MiB of fresh memory holds neither the loop nor the interpreter for long."""
+    content = bytes(64 * MIB)
+    async with ShmDriver(name, size=256 * MIB) as driver:
+        putting = asyncio.create_task(driver.put("a", [content]))
+        turns = 0
+        while not putting.done():
+            await asyncio.sleep(0.0005)
+            turns += 1
+        await putting
+    assert turns > 5

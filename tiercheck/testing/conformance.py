@@ -1,0 +1,37 @@
+"""The conformance kit: what every driver is held to, by the same tests.
+
+A driver's own test file subclasses :class:`TierDriverTests`, says how to make a driver on an empty tier, and
+gives raw access past it, so that the driver cannot certify itself::
+
+    class TestMine(TierDriverTests):
+        async def make_driver(self): ...
+        async def second_client(self, driver): ...
+        async def raw_get(self, driver, key): ...
+        async def raw_put(self, driver, key, content): ...
+        def crash_before_publish(self, driver): ...
+
+Every capability is tested both ways: what a false flag excludes must raise ``Unsupported``; nothing is skipped.
+Needs pytest and pytest-asyncio.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# So that a failing assertion of the kit shows its values; it must come before the import.
+pytest.register_assert_rewrite(
+    "tiercheck.testing.kit",
+    "tiercheck.testing.kit_objects",
+    "tiercheck.testing.kit_reservations",
+    "tiercheck.testing.kit_writers",
+)
+
+from tiercheck.testing.kit_objects import BAD_KEYS, GOOD_KEYS, ObjectTests  # noqa: E402
+from tiercheck.testing.kit_reservations import ReservationTests  # noqa: E402
+from tiercheck.testing.kit_writers import WriterTests  # noqa: E402
+
+__all__ = ["BAD_KEYS", "GOOD_KEYS", "TierDriverTests"]
+
+
+class TierDriverTests(ObjectTests, WriterTests, ReservationTests):
+    """The whole kit: subclass it, give the methods of :class:`~tiercheck.testing.kit.TierKit`, name it ``Test...``."""

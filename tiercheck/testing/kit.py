@@ -1,0 +1,72 @@
+"""What a driver's author gives to the conformance kit, and what its tests share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+
+import pytest
+import pytest_asyncio
+
+from tiercheck.errors import (
+    NotFound,
+)
+from tiercheck.tiers.driver import TierDriver
+
+__all__ = ["TierKit"]
+
+
+class TierKit(abc.ABC):
+    """Give the five methods."""
+
+    pytestmark = pytest.mark.asyncio
+
+    large_nbytes = 3 << 20
+    """An object of several parts, and of several system calls."""
+    overwrites = 30
+    """Rounds of the tests that race a writer against readers."""
+
+    # What a subclass supplies.
+
+    @abc.abstractmethod
+    async def make_driver(self) -> TierDriver:
+        """A driver, not open, on a tier of its own that is empty."""
+
+    @abc.abstractmethod
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        """Another driver, not open, on the tier of ``driver``, as another process would have it."""
+
+    @abc.abstractmethod
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        """The object's bytes read past the driver; ``None`` where there is none."""
+
+    @abc.abstractmethod
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        """Put an object there past the driver."""
+
+    @abc.abstractmethod
+    def crash_before_publish(self, driver: TierDriver) -> AbstractContextManager[object] | None:
+        """While it is entered, the driver dies (raises ``Killed``) with the bytes written but not yet published.
+
+        ``None`` where writing and publishing are one step of the server's, so that there is no in-between.
+        """
+
+    # Fixtures and helpers.
+
+    @pytest_asyncio.fixture
+    async def driver(self) -> AsyncIterator[TierDriver]:
+        async with await self.make_driver() as driver:
+            yield driver
+
+    @staticmethod
+    async def content(driver: TierDriver, key: str) -> bytes | None:
+        try:
+            with await driver.get(key) as found:
+                return bytes(found)
+        except NotFound:
+            return None
+
+    @staticmethod
+    async def keys(driver: TierDriver, prefix: str = "") -> list[str]:
+        return [found.key async for found in driver.list(prefix)]

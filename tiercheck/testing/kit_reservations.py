@@ -1,0 +1,149 @@
+"""The conformance kit on memory inside the tier."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tiercheck.errors import (
+    AlreadyExists,
+    Closed,
+    NotFound,
+    Unsupported,
+)
+from tiercheck.testing.kit import TierKit
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import PutMode
+
+__all__ = ["ReservationTests"]
+
+
+class ReservationTests(TierKit):
+    """``reserve``, where the driver is mappable; that it refuses, where not."""
+
+    # Memory inside the tier.
+
+    async def test_reserve_and_publish(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            with pytest.raises(Unsupported):
+                await driver.reserve("a", 10)
+            return
+        for nbytes in (0, 1, 4096, self.large_nbytes):
+            key = f"reserved/{nbytes}"
+            reservation = await driver.reserve(key, nbytes)
+            buffer = reservation.buffer
+            assert (buffer.nbytes, buffer.readonly, buffer.format) == (nbytes, False, "B")
+            content = random.Random(3).randbytes(nbytes)
+            buffer[:] = content
+            assert await self.raw_get(driver, key) is None
+            assert key not in await self.keys(driver)
+            with pytest.raises(NotFound):
+                await driver.stat(key)
+            info = await reservation.publish()
+            assert await driver.stat(key) == info
+            assert await self.raw_get(driver, key) == content
+            assert await self.content(driver, key) == content
+            with pytest.raises(RuntimeError):
+                await reservation.publish()
+            await reservation.drop()
+            assert await self.raw_get(driver, key) == content
+
+    async def test_part_of_a_reservation_is_published(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            with pytest.raises(Unsupported):
+                await driver.reserve("a", 10)
+            return
+        for nbytes in (0, 1, 5000, 9999, 10000):
+            reservation = await driver.reserve("a", 10000)
+            reservation.buffer[:] = b"0123456789" * 1000
+            for wrong in (-1, 10001):
+                with pytest.raises(ValueError):
+                    await reservation.publish(wrong)
+            info = await reservation.publish(nbytes)
+            assert info.nbytes == nbytes
+            assert await self.raw_get(driver, "a") == (b"0123456789" * 1000)[:nbytes]
+        await driver.delete(["a"])
+        assert (await driver.usage()).used_bytes == 0
+        with pytest.raises(ValueError):
+            await driver.reserve("a", -1)
+
+    async def test_reservations_are_counted_and_given_back(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            with pytest.raises(Unsupported):
+                await driver.reserve("a", 10)
+            return
+        before = (await driver.usage()).used_bytes
+        reservation = await driver.reserve("a", 1 << 20)
+        assert (await driver.usage()).used_bytes >= before + (1 << 20)
+        await reservation.drop()
+        await reservation.drop()
+        with pytest.raises(RuntimeError):
+            await reservation.publish()
+        assert (await driver.usage()).used_bytes == before
+        assert await self.keys(driver) == []
+
+    async def test_a_reservation_left_behind_is_no_object(self) -> None:
+        driver = await self.make_driver()
+        async with driver:
+            if not driver.capabilities.mappable:
+                with pytest.raises(Unsupported):
+                    await driver.reserve("a", 10)
+                return
+            reservation = await driver.reserve("a", 1 << 20)
+            reservation.buffer[:4] = b"half"
+        with pytest.raises((Closed, RuntimeError)):
+            await reservation.publish()
+        async with await self.second_client(driver) as second:
+            assert await self.keys(second) == []
+            assert (await second.usage()).used_bytes == 0
+
+    async def test_publishing_under_a_condition(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            with pytest.raises(Unsupported):
+                await driver.reserve("a", 10)
+            return
+        await driver.put("a", [b"first"])
+        reservation = await driver.reserve("a", 6)
+        reservation.buffer[:] = b"second"
+        with pytest.raises(AlreadyExists if driver.capabilities.conditional_put else Unsupported):
+            await reservation.publish(mode=PutMode.CREATE)
+        with pytest.raises(RuntimeError):
+            await reservation.publish()
+        assert await self.raw_get(driver, "a") == b"first"
+        assert (await driver.usage()).used_bytes == 5
+
+    async def test_a_cancelled_reserve_keeps_nothing(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            with pytest.raises(Unsupported):
+                await driver.reserve("a", 10)
+            return
+        for turns in (0, 1, 2, 3, 5, 8, 13, 34, 89):
+            reserving = asyncio.create_task(driver.reserve("a", self.large_nbytes))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            reserving.cancel()
+            await asyncio.wait({reserving})
+            if not reserving.cancelled():
+                await reserving.result().drop()
+            assert (await driver.usage()).used_bytes == 0
+
+    async def test_a_cancelled_publish_leaves_the_old_or_the_new(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            with pytest.raises(Unsupported):
+                await driver.reserve("a", 10)
+            return
+        for turns in (0, 1, 2, 3, 5, 8, 13, 34, 89):
+            await driver.put("a", [b"old"])
+            reservation = await driver.reserve("a", 1 << 18)
+            reservation.buffer[:] = b"n" * (1 << 18)
+            publishing = asyncio.create_task(reservation.publish())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            publishing.cancel()
+            await asyncio.wait({publishing})
+            assert await self.raw_get(driver, "a") in (b"old", b"n" * (1 << 18))
+            await reservation.drop()
+            await driver.delete(["a"])
+            assert (await driver.usage()).used_bytes == 0

@@ -1,0 +1,176 @@
+"""What the file drivers ask of the operating system: locks, gathered writes, and one mapping of its errors."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiercheck.errors import CapacityExceeded, Corruption, TierError, Transient, Unauthorized, Unsupported
+from tiercheck.types import Payload
+
+__all__ = [
+    "fsync_directory",
+    "locked",
+    "map_os_errors",
+    "probe_stamp_step_ns",
+    "read_into",
+    "try_lock",
+    "unlock",
+    "write_buffers",
+]
+
+CHUNK_BYTES = 8 << 20
+"""Bytes a system call moves at most, so that a cancellation is noticed within milliseconds."""
+BUFFERS_PER_WRITE = 512
+"""Buffers a gathered write takes at most; Linux's own limit is 1024."""
+LOCK_WAIT_S_MAX = 30.0
+"""Critical sections last microseconds; who waits this long waits for a process that is stopped."""
+
+_ERRORS: dict[int, tuple[type[TierError], str]] = {
+    # A missing object is told apart where it is looked for; what else can be missing is the tier itself.
+    errno.ENOENT: (TierError, "the tier's own directory was removed while the tier was open; open it again"),
+    errno.ENOSPC: (CapacityExceeded, "the file system is full; free space, or choose a larger one"),
+    errno.EDQUOT: (CapacityExceeded, "the disk quota is used up; free space, or have it raised"),
+    errno.EFBIG: (CapacityExceeded, "the object is larger than the file system's largest file"),
+    errno.EACCES: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),
+    errno.EPERM: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),
+    errno.EROFS: (Unauthorized, "the file system is mounted read-only"),
+    errno.ELOOP: (Unauthorized, "a symbolic link stands where an object should; remove it"),
+    errno.ENOLCK: (Unsupported, "the file system takes no locks (flock); mount it with them, or choose another"),
+    errno.EOPNOTSUPP: (Unsupported, "the file system cannot do this; choose another"),
+    errno.ENOSYS: (Unsupported, "the file system cannot do this; choose another"),
+    errno.ENAMETOOLONG: (Unsupported, "the directory and the key together make too long a path; shorten either"),
+}
+_TRANSIENT = {
+    errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EBUSY,
+    errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENODEV,
+}  # fmt: skip
+
+
+@contextmanager
+def map_os_errors(tier: str, key: str | None = None) -> Iterator[None]:
+    """``OSError`` to the ``TierError`` it means, and the tier's name onto a ``TierError`` that lacks it."""
+    try:
+        yield
+    except TierError as error:
+        error.tier = error.tier or tier
+        error.key = error.key or key
+        raise
+    except OSError as error:
+        kind, advice = _ERRORS.get(error.errno or 0, (TierError, "the file system failed in an unexpected way"))
+        if error.errno in _TRANSIENT:
+            kind, advice = Transient, "the file system failed, perhaps not for long"
+        raise kind(f"{advice}: {error.strerror or error}", tier=tier, key=key) from error
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock the open file ``fd`` now, or say ``False``. An exclusive lock of its own becomes a shared one, and back."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Unlock ``fd``. Closing alone would not do: a child forked meanwhile holds the same open file."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False) -> Iterator[int]:
+    """Hold the lock file ``path``, made where missing; yields its descriptor.
+
+    Excludes threads as well as processes, since each holder opens the file for itself. A holder's death
+    releases it. Errors: ``Transient`` after :data:`LOCK_WAIT_S_MAX`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline = time.monotonic() + LOCK_WAIT_S_MAX
+        pause_s = 0.00005
+        while not try_lock(fd, shared=shared):
+            if time.monotonic() > deadline:
+                raise Transient(
+                    f"another process has held the lock {path} for {LOCK_WAIT_S_MAX:.0f} s; "
+                    f"find it with 'fuser {path}': it may be stopped"
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.01)
+        try:
+            yield fd
+        finally:
+            unlock(fd)
+    finally:
+        os.close(fd)
+
+
+def write_buffers(fd: int, payload: Payload, check: Callable[[], None]) -> int:
+    """Write the buffers one after the other, unjoined; returns the bytes written.
+
+    ``check`` is called between system calls and may raise. No view of a buffer outlives the call.
+    """
+    written = 0
+    views: list[memoryview] = [memoryview(buffer) for buffer in payload if len(buffer)]
+    try:
+        index = at = 0  # the next byte to write is views[index][at]
+        while index < len(views):
+            check()
+            gathered: list[memoryview] = []
+            room, next_index, next_at = CHUNK_BYTES, index, at
+            while next_index < len(views) and room and len(gathered) < BUFFERS_PER_WRITE:
+                part = views[next_index][next_at : next_at + room]
+                gathered.append(part)
+                room -= part.nbytes
+                next_index, next_at = next_index + 1, 0
+            try:
+                count = os.writev(fd, gathered)
+            finally:
+                for part in gathered:
+                    part.release()
+            written += count
+            while count:
+                step = min(count, views[index].nbytes - at)
+                at, count = at + step, count - step
+                if at == views[index].nbytes:
+                    index, at = index + 1, 0
+    finally:
+        for view in views:
+            view.release()
+    return written
+
+
+def read_into(fd: int, offset: int, into: memoryview, check: Callable[[], None]) -> None:
+    """Fill ``into`` from ``offset`` on. ``check`` as in :func:`write_buffers`.
+
+    Errors: ``Corruption`` where the file ends early; objects never shrink, so somebody else cut it.
+    """
+    at = 0
+    while at < into.nbytes:
+        check()
+        with into[at : at + CHUNK_BYTES] as part:
+            count = os.preadv(fd, [part], offset + at)
+        if not count:
+            raise Corruption(f"the object's file ends at byte {offset + at}: something other than TierCheck cut it")
+        at += count
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in the directory ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def probe_stamp_step_ns(fd: int) -> int:
+    """The finest step of modification times that the file system of ``fd`` keeps: 1 ns, 100 ns, or 2 s (FAT)."""
+    probe = 1_700_000_001_234_567_891
+    os.utime(fd, ns=(probe, probe))
+    kept = os.fstat(fd).st_mtime_ns
+    return next((step for step in (1, 100, 1000, 10**9) if abs(kept - probe) < step), 2 * 10**9)

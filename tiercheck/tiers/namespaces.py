@@ -1,0 +1,163 @@
+"""The shm tier's namespaces: where they are, who holds them, which exist, and how they go.
+
+Every driver that has a namespace open holds the file ``.tiercheck/alive`` in it with a shared lock, which ends
+with the process. Memory of a job that is over stays until somebody removes it: :func:`remove_namespace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercheck.errors import ConfigurationError, NotFound, Transient, Unauthorized, Unsupported
+from tiercheck.tiers.directory import CONTROL
+from tiercheck.tiers.files import map_os_errors, try_lock, unlock
+
+__all__ = [
+    "SHM",
+    "NamespaceInfo",
+    "hold_namespace",
+    "namespace_bytes",
+    "namespace_path",
+    "namespaces",
+    "release_namespace",
+    "remove_namespace",
+]
+
+SHM = Path("/dev/shm")
+HOLD_ATTEMPTS_MAX = 100
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    """A namespace of this user. ``used_bytes`` counts its pool too; ``in_use``: some process has it open."""
+
+    name: str
+    used_bytes: int
+    in_use: bool
+
+
+def namespace_path(name: str, mount: Path = SHM) -> Path:
+    """The directory of the namespace. ``ConfigurationError`` for a name that is no plain word."""
+    if not _NAME.match(name):
+        raise ConfigurationError(
+            f"shm:// needs a name of up to 64 letters, digits, '.', '_' and '-', such as shm://run; not {name!r}"
+        )
+    if not mount.is_absolute():
+        raise ConfigurationError(f"the mount of shm://{name} must be an absolute directory, not {str(mount)!r}")
+    return mount / f"{prefix()}{name}"
+
+
+def hold_namespace(root: Path) -> int:
+    """Make the namespace where it is missing and mark it as in use; returns what :func:`release_namespace` takes.
+
+    Errors: ``Unauthorized`` where the directory is not this user's alone; ``Unsupported`` without the mount.
+    """
+    if not root.parent.is_dir():
+        raise Unsupported(f"there is no {root.parent}; mount a tmpfs there, or name another with mount=")
+    for _ in range(HOLD_ATTEMPTS_MAX):
+        try:
+            with contextlib.suppress(FileExistsError):
+                root.mkdir(mode=0o700)
+            check_private(root)
+            (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
+            fd = open_alive(root)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        if try_lock(fd, shared=True) and still_there(root, fd):
+            return fd
+        os.close(fd)
+    raise Transient(f"{root} is being removed by another process again and again")
+
+
+def release_namespace(fd: int) -> None:
+    """No longer in use by this driver."""
+    unlock(fd)
+    os.close(fd)
+
+
+def namespaces(mount: Path = SHM) -> list[NamespaceInfo]:
+    """This user's namespaces, by name."""
+    found = []
+    for root in sorted(mount.glob(f"{prefix()}*")):
+        if root.is_symlink() or not root.is_dir() or root.lstat().st_uid != os.geteuid():
+            continue
+        found.append(NamespaceInfo(root.name.removeprefix(prefix()), namespace_bytes(root), in_use(root)))
+    return found
+
+
+def namespace_bytes(root: Path) -> int:
+    """Bytes of all files in the namespace, whatever they are for."""
+    used = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                used += (Path(folder) / name).lstat().st_size
+            except FileNotFoundError:
+                continue  # removed meanwhile
+    return used
+
+
+def remove_namespace(name: str, mount: Path = SHM) -> None:
+    """Remove the namespace and everything in it; its memory is free at once.
+
+    Errors: ``NotFound``; ``Transient`` while some process has it open; ``Unauthorized``.
+    """
+    root = namespace_path(name, mount)
+    tier = f"shm://{name}"
+    with map_os_errors(tier):
+        if not root.is_symlink() and not root.exists():
+            raise NotFound(f"there is no namespace {name!r} in {mount}", tier=tier)
+        check_private(root)
+        (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
+        fd = open_alive(root)
+        try:
+            if not try_lock(fd):
+                raise Transient("the namespace is in use by another process; stop it first", tier=tier)
+            shutil.rmtree(root)
+        finally:
+            os.close(fd)
+
+
+def in_use(root: Path) -> bool:
+    """Whether some process has the namespace open."""
+    try:
+        fd = os.open(root / CONTROL / "alive", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def prefix() -> str:
+    return f"tiercheck-{os.geteuid()}-"
+
+
+def open_alive(root: Path) -> int:
+    return os.open(root / CONTROL / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def still_there(root: Path, fd: int) -> bool:
+    try:
+        return (root / CONTROL / "alive").stat().st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def check_private(root: Path) -> None:
+    """Errors: ``Unauthorized`` where ``root`` is not a directory of this user's alone."""
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise Unauthorized(f"{root} should be a directory, but is a link or a file; somebody put it there: remove it")
+    if status.st_uid != os.geteuid():
+        raise Unauthorized(f"{root} belongs to user {status.st_uid}; choose another name")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise Unauthorized(f"{root} can be entered by other users; run 'chmod 700 {root}' if that was not meant")
