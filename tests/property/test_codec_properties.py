@@ -1,0 +1,145 @@
+"""Properties of the codecs over arbitrary bit patterns, and over arbitrary damage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.streams.codecs import DTYPES, Encoding, codec, decode
+
+SETTINGS = settings(max_examples=150, deadline=None)
+
+
+@dataclass(frozen=True)
+class Stored:
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def encode(name: str, array: NDArray[Any], dtype: str, seed: int = 0) -> tuple[Encoding, dict[str, Stored]]:
+    parts: dict[str, Stored] = {}
+
+    def slot(suffix: str, part_dtype: str, shape: tuple[int, ...]) -> memoryview:
+        memory = memoryview(bytearray(math.prod(shape) * DTYPES[part_dtype].itemsize))
+        parts[suffix] = Stored(part_dtype, shape, memory)
+        return memory
+
+    return codec(name).encode(array, dtype, seed=seed, slot=slot), parts
+
+
+def bit_patterns(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[NDArray[np.uint32]]:
+    """Any fp32: every NaN, infinity and denormal; and those that are exactly bf16."""
+    full = hnp.arrays(np.uint32, sizes, elements=st.integers(0, 2**32 - 1))
+    return full | full.map(lambda bits: bits & np.uint32(0xFFFF0000))
+
+
+@SETTINGS
+@given(bit_patterns(st.integers(0, 600)))
+def test_exact_returns_every_bit(bits: NDArray[np.uint32]) -> None:
+    encoding, parts = encode("exact", bits.view(np.float32), "F32")
+    assert decode(encoding.to_object(), parts).tobytes() == bits.tobytes()
+    narrow = bits.size > 0 and not np.any(bits & 0xFFFF)
+    assert len(parts[""].data) == bits.size * (2 if narrow else 4)
+
+
+@SETTINGS
+@given(bit_patterns(st.integers(0, 600)))
+def test_int8_is_within_half_a_scale(bits: NDArray[np.uint32]) -> None:
+    values = bits.view(np.float32)
+    encoding, parts = encode("int8", values, "F32")
+    decoded = decode(encoding.to_object(), parts)
+    finite = np.isfinite(values)
+    assert np.array_equal(np.isnan(decoded), ~finite)
+    assert encoding.scalars["nonfinite"] == np.count_nonzero(~finite)
+    scales = np.repeat(np.frombuffer(parts["scales"].data, np.float32), 256)[: values.size].astype(np.float64)
+    error = np.abs(decoded.astype(np.float64) - values.astype(np.float64))
+    assert np.all(error[finite] <= scales[finite] * (0.5 + 127 * 2.0**-22))
+
+
+@SETTINGS
+@given(bit_patterns(st.integers(0, 2000)), st.integers(0, 2**32))
+def test_sparse_keeps_the_largest_and_says_so(bits: NDArray[np.uint32], seed: int) -> None:
+    values = bits.view(np.float32)
+    encoding, parts = encode("sparse", values, "F32", seed)
+    indices = np.frombuffer(parts["indices"].data, np.uint32)
+    decoded = decode(encoding.to_object(), parts)
+    assert indices.size <= math.ceil(0.0125 * values.size)
+    assert np.all(np.delete(decoded, indices) == 0)
+    magnitudes = bits & 0x7FFFFFFF
+    if indices.size:
+        assert magnitudes[indices].min() >= np.delete(magnitudes, indices).max(initial=0)
+    kept, truth = decoded[indices], values[indices]
+    finite = np.isfinite(truth)
+    assert np.array_equal(np.isnan(kept), np.isnan(truth))
+    assert np.array_equal(kept[np.isinf(truth)], truth[np.isinf(truth)])
+    largest = np.abs(truth[finite]).max(initial=0).astype(np.float64)
+    allowed = np.maximum(np.abs(truth[finite]).astype(np.float64) * 2.0**-11, largest * 2.0**-39)
+    error = np.abs(kept[finite].astype(np.float64) - truth[finite].astype(np.float64))
+    assert np.all(error <= np.maximum(allowed, 2.0**-150))
+
+
+@SETTINGS
+@given(
+    st.sampled_from(["exact", "int8", "sparse"]),
+    hnp.arrays(np.float32, st.integers(0, 400), elements=st.floats(width=32)),
+    st.data(),
+)
+def test_damage_is_refused_or_decodes_to_the_right_shape(
+    name: str, values: NDArray[np.float32], data: st.DataObject
+) -> None:
+    """Bytes flipped at will in a part: never another shape, never an error but ``Corruption``."""
+    encoding, parts = encode(name, values, "F32")
+    suffix = data.draw(st.sampled_from(sorted(parts)))
+    memory = parts[suffix].data
+    for position in data.draw(st.lists(st.integers(0, max(0, len(memory) - 1)), max_size=4)):
+        if len(memory):
+            memory[position] ^= data.draw(st.integers(1, 255))
+    try:
+        decoded = decode(encoding.to_object(), parts)
+    except Corruption:
+        return
+    assert decoded.shape == values.shape
+    assert decoded.dtype == np.float32
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary()
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+)
+
+
+@SETTINGS
+@given(st.sampled_from(["exact", "int8", "sparse"]), st.data())
+def test_any_description_is_refused_or_right(name: str, data: st.DataObject) -> None:
+    values = np.arange(300, dtype=np.float32)
+    encoding, parts = encode(name, values, "F32")
+    description = encoding.to_object()
+    field = data.draw(st.sampled_from(sorted(description)))
+    description[field] = data.draw(anything)
+    try:
+        decoded = decode(description, parts)
+    except Corruption:
+        return
+    except ConfigurationError:
+        assert field == "codec"
+        return
+    assert decoded.size == math.prod(description["shape"])
+
+
+@SETTINGS
+@given(anything)
+def test_anything_as_a_description_is_corruption(value: object) -> None:
+    try:
+        decode(value, {})
+    except Corruption:
+        return
+    raise AssertionError("a description was made up and believed")

@@ -1,0 +1,345 @@
+"""A replay ends with the very bits of the torch optimizer it stands for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tiercheck import kernels
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels import adam
+from tiercheck.kernels import replay as replaying
+
+Array = NDArray[np.float32]
+ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
+CLASSES = {ADAM: torch.optim.Adam, ADAMW: torch.optim.AdamW}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CASES = [
+    ("single_tensor", "torch_tiles"),
+    ("single_tensor", "numba_tiles"),
+    ("foreach", "torch_tiles"),
+    ("foreach", "numba_tiles"),
+    ("fused", "numba"),
+    ("fused", "reference"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads() -> Iterator[None]:
+    """torch splits large tensors among its threads, whose number must not matter."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def replay_of(kind: str, implementation: str, choose: str | None = None, **changed: str) -> kernels.Replay | None:
+    here = {
+        "torch_version": torch.__version__,
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "device": "cpu",
+    }
+    return kernels.supports(kind=kind, implementation=implementation, choose=choose, **{**here, **changed})
+
+
+def certain(kind: str, implementation: str, choose: str | None) -> kernels.Replay:
+    replay = replay_of(kind, implementation, choose)
+    assert replay is not None
+    return replay
+
+
+def train(
+    kind: str, implementation: str, start: Array, gradients: Sequence[Array], schedule: Sequence[dict[str, Any]]
+) -> list[Array]:
+    """Parameter, exp_avg and exp_avg_sq after a real optimizer's steps."""
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    flags = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    optimizer = CLASSES[kind]([parameter], **{**OPTIONS, **schedule[0]}, **flags)
+    for gradient, options in zip(gradients, schedule, strict=True):
+        optimizer.param_groups[0].update(options)
+        parameter.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+    state = optimizer.state[parameter]
+    return [each.detach().numpy() for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+
+
+def replayed(
+    replay: kernels.Replay,
+    start: Array,
+    gradients: Sequence[Array],
+    schedule: Sequence[dict[str, Any]],
+    batch: int,
+    threads: int = 1,
+) -> list[Array]:
+    """The same by replay, in batches of so many steps."""
+    state = [start.copy(), np.zeros_like(start), np.zeros_like(start)]
+    steps = [
+        kernels.AdamStep.of(replay.kind, {**OPTIONS, **options}, count)
+        for count, options in enumerate(schedule, start=1)
+    ]
+    for first in range(0, len(steps), batch):
+        replay(*state, gradients[first : first + batch], steps[first : first + batch], threads=threads)
+    return state
+
+
+def differing(ours: Sequence[Array], theirs: Sequence[Array]) -> int:
+    """Values with other bits; NaNs count as equal to each other, since arithmetic does not keep their payload."""
+    total = 0
+    for a, b in zip(ours, theirs, strict=True):
+        total += int(np.count_nonzero((a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b))))
+    return total
+
+
+def random_problem(size: int, steps: int, seed: int = 0) -> tuple[Array, list[Array]]:
+    generator = np.random.default_rng([size, seed])
+    start = generator.standard_normal(size, dtype=np.float32)
+    return start, [generator.standard_normal(size, dtype=np.float32) * np.float32(1e-2) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("kind", [ADAM, ADAMW])
+@pytest.mark.parametrize(("implementation", "choose"), CASES)
+class TestSameBits:
+    def test_every_small_size(self, kind: str, implementation: str, choose: str | None) -> None:
+        """One optimizer over tensors of 1 to 40 elements."""
+        replay = certain(kind, implementation, choose)
+        problems = [random_problem(size, 3) for size in range(1, 41)]
+        parameters = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start, _ in problems]
+        flags = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+        optimizer = CLASSES[kind](parameters, **OPTIONS, **flags)
+        for step in range(3):
+            for parameter, (_, gradients) in zip(parameters, problems, strict=True):
+                parameter.grad = torch.from_numpy(gradients[step].copy())
+            optimizer.step()
+        for parameter, (start, gradients) in zip(parameters, problems, strict=True):
+            state = optimizer.state[parameter]
+            expected = [each.detach().numpy() for each in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+            assert differing(replayed(replay, start, gradients, [{}] * 3, batch=2), expected) == 0, start.size
+
+    def test_a_schedule_in_batches_of_1_2_and_5(self, kind: str, implementation: str, choose: str | None) -> None:
+        """Learning rate, decay and betas change from step to step; past 5, both of torch's ways to lerp are used."""
+        replay = certain(kind, implementation, choose)
+        start, gradients = random_problem(4_111, 10)
+        schedule: list[dict[str, Any]] = [
+            {"lr": 1e-3 * 0.7**count, "weight_decay": 0.02 * (count % 3), "betas": (0.9 if count < 5 else 0.3, 0.999)}
+            for count in range(10)
+        ]
+        expected = train(kind, implementation, start, gradients, schedule)
+        for batch in (1, 2, 5, 10):
+            assert differing(replayed(replay, start, gradients, schedule, batch), expected) == 0, batch
+
+    def test_zeros_denormals_and_the_largest_numbers(self, kind: str, implementation: str, choose: str | None) -> None:
+        replay = certain(kind, implementation, choose)
+        edge = np.array([0.0, -0.0, 1e-45, -3e-42, 1e-30, -1e-19, 1e10, 3e38, -3e38, np.inf, np.nan], np.float32)
+        start = np.repeat(edge, edge.size)
+        gradients = [np.roll(np.tile(edge, edge.size), shift) for shift in (0, 1, 0)]
+        schedule = [{}] * 3
+        expected = train(kind, implementation, start, gradients, schedule)
+        assert differing(replayed(replay, start, gradients, schedule, batch=3), expected) == 0
+
+    @given(data=st.data())
+    @settings(max_examples=12, deadline=None)
+    def test_any_options(self, kind: str, implementation: str, choose: str | None, data: st.DataObject) -> None:
+        replay = certain(kind, implementation, choose)
+        options = {
+            "lr": data.draw(st.floats(1e-8, 1.0)),
+            "betas": (data.draw(st.floats(0.0, 0.9999)), data.draw(st.floats(0.0, 0.99999))),
+            "eps": data.draw(st.sampled_from([1e-8, 1e-6, 1e-15])),
+            "weight_decay": data.draw(st.sampled_from([0.0, 1e-4, 0.1])),
+        }
+        start, gradients = random_problem(data.draw(st.integers(1, 200)), 4, data.draw(st.integers(0, 99)))
+        schedule = [options] * 4
+        expected = train(kind, implementation, start, gradients, schedule)
+        assert differing(replayed(replay, start, gradients, schedule, batch=4), expected) == 0
+
+
+@pytest.mark.parametrize(("implementation", "choose"), CASES[:5])
+def test_a_large_tensor_on_one_and_two_threads(implementation: str, choose: str | None) -> None:
+    replay = certain(ADAMW, implementation, choose)
+    start, gradients = random_problem(1_000_003, 2)
+    expected = train(ADAMW, implementation, start, gradients, [{}] * 2)
+    for threads in (1, 2):
+        assert differing(replayed(replay, start, gradients, [{}] * 2, batch=2, threads=threads), expected) == 0
+
+
+@pytest.mark.parametrize(("implementation", "choose"), CASES[:5])
+def test_hundreds_of_steps(implementation: str, choose: str | None) -> None:
+    """The bias corrections of late steps too."""
+    replay = certain(ADAMW, implementation, choose)
+    start, gradients = random_problem(37, 300)
+    expected = train(ADAMW, implementation, start, gradients, [{}] * 300)
+    assert differing(replayed(replay, start, gradients, [{}] * 300, batch=50), expected) == 0
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch's x86 instruction sets")
+@pytest.mark.parametrize("instruction_set", ["avx2", "default"])
+def test_other_instruction_sets(instruction_set: str) -> None:
+    """torch compiled the fused kernel otherwise for each: the self-test passes in a process that uses that one."""
+    script = (
+        "import torch; from tiercheck import kernels\n"
+        f"assert torch.backends.cpu.get_cpu_capability() == {instruction_set.upper()!r}\n"
+        f"for kind in {[ADAM, ADAMW]}:\n"
+        f"    for implementation, choose in {CASES}:\n"
+        "        assert kernels.supports(kind=kind, implementation=implementation, choose=choose, device='cpu',\n"
+        "            torch_version=torch.__version__, instruction_set=torch.backends.cpu.get_cpu_capability())\n"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": instruction_set}
+    outcome = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert outcome.returncode == 0, outcome.stderr[-2000:]
+
+
+def test_a_state_of_any_shape_is_worked_on_in_place() -> None:
+    replay = certain(ADAMW, "fused", "numba")
+    start, gradients = random_problem(60, 1)
+    flat = replayed(replay, start, gradients, [{}], batch=1)
+    state = [start.copy().reshape(5, 12), np.zeros((5, 12), np.float32), np.zeros((5, 12), np.float32)]
+    gradients[0].flags.writeable = False
+    replay(*state, gradients, [kernels.AdamStep.of(ADAMW, OPTIONS, 1)])
+    assert differing([each.reshape(-1) for each in state], flat) == 0
+
+
+@pytest.mark.parametrize("implementation", ["single_tensor", "fused"])
+def test_no_steps_and_no_elements_change_nothing(implementation: str) -> None:
+    replay = certain(ADAMW, implementation, None)
+    state = [np.full(9, 2.0, np.float32) for _ in range(3)]
+    replay(*state, [], [])
+    assert all(np.all(each == 2) for each in state)
+    empty = [np.zeros(0, np.float32) for _ in range(4)]
+    replay(*empty[:3], empty[3:], [kernels.AdamStep.of(ADAMW, OPTIONS, 1)])
+
+
+class TestSupport:
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"torch_version": "1.0.0"},
+            {"instruction_set": "SVE256"},
+            {"device": "cuda"},
+        ],
+    )
+    @pytest.mark.parametrize("implementation", ["single_tensor", "fused"])
+    def test_another_environment_is_nobodys(self, implementation: str, changed: dict[str, str]) -> None:
+        assert replay_of(ADAMW, implementation, **changed) is None
+
+    @pytest.mark.parametrize("implementation", ["called", "unheard-of"])
+    def test_another_implementation_is_nobodys(self, implementation: str) -> None:
+        assert replay_of(ADAMW, implementation) is None
+
+    def test_another_optimizer_is_nobodys(self) -> None:
+        assert replay_of("torch.optim.sgd.SGD", "foreach") is None
+
+    def test_the_automatic_choices(self) -> None:
+        assert certain(ADAMW, "single_tensor", None).name == "numba_tiles"
+        assert certain(ADAMW, "fused", None).name == "numba"
+
+    def test_without_numba_torch_replays_its_separate_operations(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "numba" else object())
+        assert certain(ADAMW, "foreach", None).name == "torch_tiles"
+        assert replay_of(ADAMW, "fused") is None
+
+    @pytest.mark.parametrize(
+        ("implementation", "choose", "message"),
+        [
+            ("foreach", "numba", "implementations fused"),
+            ("fused", "torch_tiles", "implementations foreach, single_tensor"),
+            ("fused", "cuda", "numba, numba_tiles, torch_tiles, reference"),
+        ],
+    )
+    def test_a_choice_that_cannot_be_had_raises(self, implementation: str, choose: str, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            replay_of(ADAMW, implementation, choose)
+
+    @pytest.mark.parametrize("implementation", ["single_tensor", "fused"])
+    def test_flushed_denormals_are_nobodys(self, implementation: str) -> None:
+        """``set_flush_denormal`` is a mode of one thread: torch's other threads go on as before."""
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this CPU cannot flush denormals")
+        try:
+            assert replay_of(ADAMW, implementation) is None
+            with pytest.raises(ConfigurationError, match="flushes denormals"):
+                replay_of(ADAMW, "fused", "numba")
+        finally:
+            torch.set_flush_denormal(False)
+        assert replay_of(ADAMW, implementation) is not None
+
+    def test_a_kernel_that_fails_its_self_test_is_not_offered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Had torch another rounding than we know, the experiment would find it."""
+        right = replaying.function_of
+
+        def one_bit_off(*arguments: Any) -> None:
+            right("numba", "AVX2")(*arguments)
+            arguments[2][-1:].view(np.uint32)[:] ^= 1
+
+        monkeypatch.setattr(replaying, "function_of", lambda name, instruction_set: one_bit_off)
+        assert replay_of(ADAMW, "fused") is None
+        with pytest.raises(ConfigurationError, match="values of its self-test differ"):
+            replay_of(ADAMW, "fused", "numba")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("variant", ["amsgrad", "maximize", "differentiable", "capturable"])
+    def test_variants_are_left_to_the_optimizer(self, variant: str) -> None:
+        options = {**OPTIONS, variant: True}
+        assert kernels.reason_not_replayable(ADAMW, options) == f"{variant} is on"
+        with pytest.raises(ConfigurationError, match=f"{variant} is on; call the optimizer"):
+            kernels.AdamStep.of(ADAMW, options, 1)
+
+    def test_the_options_of_real_optimizers_are_understood(self) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        for kind, optimizer in CLASSES.items():
+            group = optimizer([parameter], weight_decay=0.5).param_groups[0]
+            step = kernels.AdamStep.of(kind, group, 3)
+            assert (step.decoupled, step.weight_decay, step.lr) == (kind == ADAMW, 0.5, 1e-3)
+        group = torch.optim.Adam([parameter], decoupled_weight_decay=True).param_groups[0]
+        assert kernels.AdamStep.of(ADAM, group, 1).decoupled
+
+    def test_missing_options_are_named(self) -> None:
+        assert kernels.reason_not_replayable(ADAM, {"lr": 1.0, "betas": (0, 0)}) == "its options lack eps, weight_decay"
+
+    @pytest.mark.parametrize("step", [0, -1, adam.STEP_MAX])
+    def test_step_counts_that_torch_cannot_count_are_refused(self, step: int) -> None:
+        with pytest.raises(ConfigurationError, match="step count"):
+            kernels.AdamStep.of(ADAM, OPTIONS, step)
+
+    @pytest.mark.parametrize(
+        ("which", "bad", "message"),
+        [
+            (0, np.zeros(8, np.float64), "param is float64"),
+            (1, np.zeros(16, np.float32)[::2], "exp_avg is not"),
+            (2, np.zeros(9, np.float32), "exp_avg_sq has 9 elements"),
+            (3, np.zeros(8, np.float16), r"gradients\[0\] is float16"),
+            (0, np.broadcast_to(np.float32(0), (8,)), "param is not"),
+        ],
+    )
+    def test_arrays_that_cannot_be_worked_on(self, which: int, bad: NDArray[Any], message: str) -> None:
+        arrays: list[Any] = [np.zeros(8, np.float32) for _ in range(4)]
+        arrays[which] = bad
+        with pytest.raises(ConfigurationError, match=message):
+            certain(ADAMW, "fused", None)(*arrays[:3], arrays[3:], [kernels.AdamStep.of(ADAMW, OPTIONS, 1)])
+
+    def test_read_only_and_overlapping_state(self) -> None:
+        replay, step = certain(ADAMW, "fused", None), kernels.AdamStep.of(ADAMW, OPTIONS, 1)
+        p, m, v, g = (np.zeros(8, np.float32) for _ in range(4))
+        with pytest.raises(ConfigurationError, match="param overlaps exp_avg"):
+            replay(p, p, v, [g], [step])
+        with pytest.raises(ConfigurationError, match="overlaps gradients"):
+            replay(p, m, v, [v], [step])
+        with pytest.raises(ConfigurationError, match="a gradient a step"):
+            replay(p, m, v, [g, g], [step])
+        with pytest.raises(ConfigurationError, match="at least one thread"):
+            replay(p, m, v, [g], [step], threads=0)
+        m.flags.writeable = False
+        with pytest.raises(ConfigurationError, match="exp_avg is read-only"):
+            replay(p, m, v, [g], [step])

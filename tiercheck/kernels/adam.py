@@ -1,0 +1,141 @@
+"""What one step of Adam or AdamW is, apart from its arrays; and which of them can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["KINDS", "STEP_MAX", "AdamStep", "Coefficients", "check_arrays", "reason_not_replayable"]
+
+KINDS: Mapping[str, bool] = {"torch.optim.adam.Adam": False, "torch.optim.adamw.AdamW": True}
+"""The optimizers that can be replayed, and whether their weight decay is decoupled by default."""
+
+STEP_MAX = 1 << 24
+"""torch counts the steps in fp32, which stops counting here."""
+
+_VARIANTS = ("amsgrad", "maximize", "differentiable", "capturable")
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """One step's scalars. ``step`` is the optimizer's count *after* the step: 1 for its first.
+
+    Source: Kingma and Ba, *Adam* (2015), algorithm 1; Loshchilov and Hutter, *Decoupled Weight Decay
+    Regularization* (2019), algorithm 2 (``decoupled``), otherwise weight decay is L2.
+    """
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.step < STEP_MAX:
+            raise ConfigurationError(f"an Adam step count must be in 1..{STEP_MAX - 1}, not {self.step}")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigurationError(f"Adam's {name} must be in [0, 1), not {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, kind: str, options: Mapping[str, Any], step: int) -> AdamStep:
+        """The step that an optimizer of this ``kind`` takes with a parameter group's ``options``.
+
+        Raises:
+            ConfigurationError: it cannot be replayed; call the optimizer instead.
+        """
+        if reason := reason_not_replayable(kind, options):
+            raise ConfigurationError(f"this step cannot be replayed: {reason}; call the optimizer instead")
+        beta1, beta2 = options["betas"]
+        return cls(
+            step=step,
+            lr=float(options["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            weight_decay=float(options["weight_decay"]),
+            decoupled=bool(options.get("decoupled_weight_decay", KINDS[kind])),
+        )
+
+
+def reason_not_replayable(kind: str, options: Mapping[str, Any]) -> str | None:
+    """Why steps with these options must be replayed by calling the optimizer, or ``None``: the kernels can."""
+    if kind not in KINDS:
+        return f"{kind} is none of {', '.join(KINDS)}"
+    for variant in _VARIANTS:
+        if options.get(variant):
+            return f"{variant} is on"
+    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in options]
+    return f"its options lack {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """An :class:`AdamStep` as torch's kernels use it: computed in double, then rounded to fp32."""
+
+    decay: np.float32
+    """``1 - lr * weight_decay`` where decoupled, else ``weight_decay``."""
+    decoupled: bool
+    decays: bool
+    weight1: np.float32
+    weight2: np.float32
+    beta2: np.float32
+    root_correction: np.float32
+    eps: np.float32
+    negative_step_size: np.float32
+
+    @classmethod
+    def of(cls, step: AdamStep) -> Coefficients:
+        correction1 = 1 - step.beta1 ** float(step.step)
+        correction2 = 1 - step.beta2 ** float(step.step)
+        return cls(
+            decay=np.float32(1 - step.lr * step.weight_decay if step.decoupled else step.weight_decay),
+            decoupled=step.decoupled,
+            decays=step.weight_decay != 0,
+            weight1=np.float32(1 - step.beta1),
+            weight2=np.float32(1 - step.beta2),
+            beta2=np.float32(step.beta2),
+            root_correction=np.float32(correction2**0.5),
+            eps=np.float32(step.eps),
+            negative_step_size=np.float32(-(step.lr / correction1)),
+        )
+
+
+def check_arrays(
+    param: NDArray[np.float32],
+    exp_avg: NDArray[np.float32],
+    exp_avg_sq: NDArray[np.float32],
+    gradients: Sequence[NDArray[np.float32]],
+    steps: Sequence[AdamStep],
+) -> None:
+    """Refuse arrays that a replay cannot work on in place.
+
+    Raises:
+        ConfigurationError: a dtype other than fp32, a non-contiguous array, state that is read-only or overlaps,
+            sizes or numbers that do not match.
+    """
+    if len(gradients) != len(steps):
+        raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
+    state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    named = {**state, **{f"gradients[{index}]": gradient for index, gradient in enumerate(gradients)}}
+    for name, array in named.items():
+        if array.dtype != np.float32:
+            raise ConfigurationError(f"a replay works on float32 alone; {name} is {array.dtype}")
+        if not array.flags.c_contiguous or not array.flags.aligned:
+            raise ConfigurationError(f"a replay needs contiguous, aligned arrays; {name} is not")
+        if array.size != param.size:
+            raise ConfigurationError(f"{name} has {array.size} elements, and param {param.size}")
+    for name, array in state.items():
+        if not array.flags.writeable:
+            raise ConfigurationError(f"a replay works in place; {name} is read-only")
+        for other, second in named.items():
+            if other != name and np.may_share_memory(array, second):
+                raise ConfigurationError(f"a replay works in place; {name} overlaps {other}")
