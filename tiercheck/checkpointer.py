@@ -128,7 +128,6 @@ class Checkpointer:
         self._on_close: list[Callable[[], None]] = []
         self._mover_life: concurrent.futures.Future[None] | None = None
         self._copier = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tiercheck-base")
-        self._stream = DifferentialStream(provider, self.config.codec, self._group.world_size)
         self._loop = BackgroundLoop()
         self._tiers: OpenHierarchy | None = None
         try:
@@ -240,6 +239,7 @@ class Checkpointer:
     # How it is done
 
     def _open_tiers(self, hierarchy: Hierarchy) -> None:
+        self._stream = DifferentialStream(self._provider, self.config.codec, self._group.world_size)
         tiers = hierarchy.open(
             rank=self._group.rank,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -257,10 +257,11 @@ class Checkpointer:
         usage = self._call(first.driver.usage(), f"the usage of {first.name}")
         if usage.limit_bytes is None:
             return
-        base, differential = base_nbytes(self._provider), self._stream.nbytes_max
+        base = base_nbytes(self._provider) + self._stream.host_nbytes
+        differential = self._stream.nbytes_expected
         bases = BASES_IN_VOLATILE_TIERS + 1  # the newest two, and the one being captured
         differentials = 2 * self.config.base_every + self.config.batch
-        needed = bases * base + differentials * differential
+        needed = bases * base + differentials * differential + self._stream.nbytes_max
         if needed > usage.limit_bytes:
             raise CapacityExceeded(
                 f"the first tier must hold {bases} bases of {_mib(base)} and {differentials} differentials of "

@@ -67,6 +67,9 @@ def demo(
 
     Exits with 1 where the recovery broke its promise: it called itself exact, and a bit differs.
     """
+    from tiercheck.demo.requirements import check_requirements
+
+    check_requirements()
     from tiercheck.demo.failure import Failure
     from tiercheck.demo.report import render
     from tiercheck.demo.run import DemoOptions, run_demo
@@ -101,8 +104,9 @@ def demo(
 
 def main() -> None:
     """Run the command line: an expected error is one message on stderr and exit code 1, not a traceback."""
-    # A polite kill must clean up like Ctrl-C does.
-    signal.signal(signal.SIGTERM, end_politely)
+    # A polite kill, or a terminal that is closed, must clean up like Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end_politely)
     try:
         app()
     except TierCheckError as error:

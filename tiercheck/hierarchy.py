@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from string import Formatter
@@ -23,11 +23,13 @@ class Tier:
     """A driver's URL with a place in the hierarchy.
 
     ``url`` may hold ``{rank}``, ``{local_rank}`` and ``{node}``, filled in where the tier is opened. ``name``
-    is what messages and reports call the tier; by default its scheme.
+    is what messages and reports call the tier; by default its scheme. ``wrap`` puts a wrapper around the driver,
+    such as a throttled or a faulty one.
     """
 
     url: str
     name: str = ""
+    wrap: Callable[[TierDriver], TierDriver] | None = None
 
     def __post_init__(self) -> None:
         if "://" not in self.url:
@@ -47,13 +49,18 @@ class Tier:
             raise ConfigurationError(f"the tier URL {self.url!r} has the field {{{unknown[0]}}}; known are {known}")
         return self.url.format_map(places)
 
+    def driver(self, places: Mapping[str, int]) -> TierDriver:
+        """The tier's driver for one rank, not yet open. Errors: ``ConfigurationError`` for an unusable URL."""
+        driver = make_driver(self.resolved(places))
+        return self.wrap(driver) if self.wrap else driver
+
 
 @dataclass(frozen=True)
 class Hierarchy:
     """Tiers, fastest first. Captures land in the first; each later one is to outlive a wider failure.
 
     >>> Hierarchy.of("shm://run-7?size=8GiB", "nvme:///shared/run-7?survives=rack")  # doctest: +ELLIPSIS
-    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm'), ...))
+    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None), ...))
 
     ``must_survive``: the failure the user asks to outlive. Opening a hierarchy that cannot is a
     ``ConfigurationError``.
@@ -87,9 +94,7 @@ class Hierarchy:
     def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
-        opened = tuple(
-            OpenTier(index, tier.name, make_driver(tier.resolved(places))) for index, tier in enumerate(self.tiers)
-        )
+        opened = tuple(OpenTier(index, tier.name, tier.driver(places)) for index, tier in enumerate(self.tiers))
         return OpenHierarchy(opened, self.must_survive)
 
 

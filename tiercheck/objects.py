@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from tiercheck.errors import Corruption
+from tiercheck.errors import Corruption, UnsupportedSetup
 from tiercheck.types import Buffer
 
 __all__ = ["DEPTH_MAX", "Unstorable", "pack", "unpack"]
@@ -28,7 +28,7 @@ __all__ = ["DEPTH_MAX", "Unstorable", "pack", "unpack"]
 DEPTH_MAX = 64
 
 
-class Unstorable(TypeError):
+class Unstorable(UnsupportedSetup, TypeError):
     """A value has no faithful form in a shard; the message names the path to it and what to do."""
 
 

@@ -27,10 +27,6 @@ from tiercheck.streams.tensors import dtype_name, tensor_in
 
 __all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
 
-HOST_BYTES_MAX = 8 << 20
-"""Room for the host state when a tier's space is checked ahead; what is captured is measured."""
-
-
 @dataclass(frozen=True)
 class BaseState:
     """What a base holds, decoded. Tensors lie over the shard's memory: copy before writing to them."""
@@ -84,17 +80,19 @@ class BaseCapture:
             raise ValueError("a base is finished after it was copied")
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
-        return self._writer.finish(self._metadata)
+        nbytes = self._writer.finish(self._metadata)
+        self._writer = None  # the tier reuses the memory only when nobody has a view of it
+        return nbytes
 
 
 def base_nbytes(provider: StateProvider) -> int:
-    """About how many bytes a base of this state takes, for checking a tier's space ahead. Before the first
-    step an optimizer may hold no state yet: then two tensors a master (Adam's moments) are assumed."""
+    """About how many bytes the tensors of a base take, for checking a tier's space ahead. Before the first step
+    an optimizer may hold no state yet: then two tensors a master (Adam's moments) are assumed."""
     tensors, _ = _tensors(provider)
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if not provider.optimizer_state():
         nbytes += 2 * sum(tensor.numel() * tensor.element_size() for tensor in provider.masters().values())
-    return nbytes + HOST_BYTES_MAX
+    return nbytes
 
 
 def read_base(shard: Shard, *, tier: str) -> BaseState:

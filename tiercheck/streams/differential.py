@@ -39,8 +39,9 @@ from tiercheck.types import Fidelity
 
 __all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
 
-HOST_BYTES_SPARE = 1 << 20
-"""Room beyond twice the last host state, which may grow from one version to the next."""
+HOST_BYTES_SPARE = 64 << 10
+"""Room beyond twice the last host state, which may grow from one version to the next. Little: what a reservation
+has too much is allocated afresh each time."""
 HASHED_BYTES_MAX = 1 << 20
 """Larger extras are watched by their version counter instead of their content."""
 
@@ -63,7 +64,8 @@ class Differential:
 
     @property
     def fidelity(self) -> Fidelity:
-        return Fidelity.worst(*(CODECS[name].fidelity for name in self.codecs if name in CODECS))
+        known = [CODECS[name].fidelity for name in self.codecs if name in CODECS]
+        return Fidelity.worst(*known) if len(known) == len(self.codecs) else Fidelity.APPROXIMATE
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by master; perhaps read-only views of the shard."""
@@ -140,9 +142,11 @@ class DifferentialCapture:
         self._writer.add_object(f"{version}/record", record)
         self._writer.add_object(f"{version}/host", self._stream.packed_host_state())
         key = self._key
-        return self._writer.finish(
+        nbytes = self._writer.finish(
             ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size)
         )
+        del self._writer  # the tier reuses the memory only when nobody has a view of it
+        return nbytes
 
 
 class DifferentialStream:
@@ -158,14 +162,22 @@ class DifferentialStream:
         }
         self._extras = provider.extras()
         self._recorded: dict[str, object] = {}
-        self._host_nbytes = len(objects.pack(provider.host_state(), name="host state"))
+        self.host_nbytes = 0
+        """The length of the last host state."""
+        self.packed_host_state()
         self.mark_recorded()
 
     @property
     def nbytes_max(self) -> int:
-        """Bytes to reserve for one record."""
+        """Bytes to reserve for one record: its published part is shorter."""
         specs, held = self._specs()
         return shard_nbytes(specs, held)
+
+    @property
+    def nbytes_expected(self) -> int:
+        """About the bytes that one record keeps, at most, once it is published."""
+        specs, held = self._specs()
+        return shard_nbytes(specs, dict.fromkeys(held, self.host_nbytes))
 
     def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
         """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
@@ -189,7 +201,7 @@ class DifferentialStream:
     def packed_host_state(self) -> PackedObject:
         """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
         packed = objects.pack(self.provider.host_state(), name="host state")
-        self._host_nbytes = len(packed)
+        self.host_nbytes = len(packed)
         return PackedObject(packed)
 
     def _specs(self) -> tuple[list[TensorSpec], dict[str, int]]:
@@ -203,7 +215,7 @@ class DifferentialStream:
         for name, tensor in self._extras.items():
             specs.append(TensorSpec(f"{version}/extra/{name}", dtype_name(tensor, name), tuple(tensor.shape)))
         record_nbytes = HOST_BYTES_SPARE + 512 * len(specs)
-        return specs, {f"{version}/record": record_nbytes, f"{version}/host": HOST_BYTES_SPARE + 2 * self._host_nbytes}
+        return specs, {f"{version}/record": record_nbytes, f"{version}/host": HOST_BYTES_SPARE + 2 * self.host_nbytes}
 
 
 def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:

@@ -1,0 +1,112 @@
+"""A kill at every point at which a save talks to a tier: whatever had returned is there, and nothing half-written is
+taken for whole.
+
+The places are those of every call to either tier, the mover's included: before it, at a suspension in it, and after
+it when its caller does not know yet.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import Job, uninterrupted
+from tiercheck.errors import TierCheckError
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
+from tiercheck.tiers.driver import TierDriver
+
+LAST = 5
+BASE_EVERY = 2
+
+
+class Tiers:
+    """A memory and a durable tier whose processes die together; the memory outlives them, as shared memory does."""
+
+    def __init__(self, root: Path) -> None:
+        self.memory = f"memory://killed-{uuid.uuid4().hex}"
+        self.durable = f"nvme://{root}/{uuid.uuid4().hex}?survives=rack"
+
+    def under(self, plan: FaultPlan) -> Hierarchy:
+        def faulty(driver: TierDriver) -> TierDriver:
+            return FaultyDriver(driver, plan)
+
+        return Hierarchy.of(Tier(self.memory, wrap=faulty), Tier(self.durable, wrap=faulty))
+
+    def lose_memory(self) -> None:
+        self.memory = f"memory://killed-{uuid.uuid4().hex}"
+
+
+def live(tiers: Tiers, plan: FaultPlan, last: int = LAST) -> Job:
+    """One life of the job: to its end, or to where the plan kills it."""
+    job = Job()
+    try:
+        job.attach(tiers.under(plan), base_every=BASE_EVERY)
+        job.train(last)
+        job.checkpointer.close()
+    except (Killed, TierCheckError):
+        assert plan.dead, "only a kill ends this job"
+    finally:
+        if job.checkpointer is not None:
+            job.checkpointer.abort()
+    return job
+
+
+Place = tuple[str, str | None, Moment]
+"""Where a kill strikes: the call, its key, and before it, inside it or after it."""
+
+
+def places(root: Path) -> list[Place]:
+    """Every place that a life without a kill passes."""
+    plan = FaultPlan()
+    live(Tiers(root), plan)
+    return sorted({place(point) for point in plan.points}, key=str)
+
+
+def place(point: Point) -> Place:
+    return point.call, point.key, point.moment
+
+
+def kill_at(target: Place) -> FaultPlan:
+    return FaultPlan((Fault(lambda point: place(point) == target, Killed),))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Job:
+    return uninterrupted(LAST)
+
+
+def check(tiers: Tiers, killed: Job, reference: Job, least: int, most: int) -> None:
+    job = live(tiers, FaultPlan())
+    recovered = job.checkpointer.recovery.version if job.checkpointer.recovery else 0
+    assert least <= recovered <= most
+    losses = {version: loss for version, loss in killed.losses.items() if version <= recovered} | job.losses
+    assert losses == reference.losses
+    assert job.state() == reference.state()
+
+
+def committed(tiers: Tiers) -> int:
+    """The newest base whose commit record is in the durable tier."""
+    root = Path(tiers.durable.removeprefix("nvme://").partition("?")[0])
+    return max((int(record.parent.name) for record in root.glob("g*/base/*/commit")), default=0)
+
+
+@pytest.mark.parametrize("memory", ["survives", "is lost"])
+def test_a_kill_anywhere_costs_nothing_that_had_returned(tmp_path: Path, reference: Job, memory: str) -> None:
+    targets = places(tmp_path)
+    assert len(targets) > 100
+    struck = 0
+    for target in targets:
+        tiers = Tiers(tmp_path)
+        killed = live(tiers, plan := kill_at(target))
+        struck += plan.dead
+        least = killed.stepped
+        if memory == "is lost":
+            least = committed(tiers)
+            tiers.lose_memory()
+        # The version in whose step the kill struck may have been published before, or may not.
+        check(tiers, killed, reference, least, killed.stepped + 1)
+    # The mover runs beside the training: a batch it sends in one life may go in two parts in another.
+    assert struck > 0.8 * len(targets)

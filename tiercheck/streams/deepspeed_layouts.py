@@ -1,0 +1,309 @@
+"""How each of DeepSpeed's optimizer wrappers lays out the tensors its inner optimizer updates.
+
+DeepSpeed trains through a plain ``torch.optim.Optimizer`` (the *inner* optimizer) whose parameters it has
+replaced by full-precision masters: whole parameters, flattened groups, or this rank's partition of them
+(ZeRO: Rajbhandari et al., 2020, section 5). A :class:`Layout` names these masters, says which of them one
+iteration's calls of the inner ``step`` update, and rebuilds the low-precision parameters from them.
+
+=============================== =========================== =============================================
+wrapper                         names of the masters        calls of the inner ``step`` per iteration
+=============================== =========================== =============================================
+none (stage 0, fp32)            the module's own            one
+``FP16_UnfusedOptimizer``       the module's own            one (stage 0, bf16 or fp16)
+``FP16_Optimizer``              ``group{i}.flat``           one (the same, DeepSpeed's fused kernels)
+``BF16_Optimizer``              ``group{i}.partition``      one (stage 1, bf16, gradients kept in fp32)
+``DeepSpeedZeroOptimizer``      ``group{i}.partition``      one per parameter group (stages 1 and 2)
+``DeepSpeedZeroOptimizer_Stage3`` ``group{i}.subgroup{j}``  one per sub-group (stage 3; j counts over all)
+=============================== =========================== =============================================
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from tiercheck.errors import UnsupportedSetup
+
+__all__ = ["Layout", "Master", "layout_of"]
+
+
+@dataclass(frozen=True)
+class Master:
+    """A tensor that the inner optimizer updates: the very object that keys its state."""
+
+    name: str
+    tensor: torch.Tensor
+    group: int
+
+
+class Layout(ABC):
+    """The masters of one engine. Looks everything up anew: DeepSpeed replaces objects when it loads."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper = engine.optimizer
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer whose step hooks see every update, and that a replay calls."""
+        optimizer = getattr(self._wrapper, "optimizer", self._wrapper)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
+
+    @abstractmethod
+    def masters(self) -> list[Master]:
+        """This rank's masters, in the order in which an iteration updates them."""
+
+    @abstractmethod
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        """Per parameter group, the module's parameters that the masters stand for."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Rebuild the module's parameters from the masters. Collective."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the inner optimizer, inside its hooks too."""
+        return self.inner.param_groups
+
+    def calls(self) -> list[list[Master]]:
+        """The masters that each call of the inner ``step`` updates, in order."""
+        return [self.masters()]
+
+    @contextmanager
+    def narrowed(self, call: list[Master]) -> Iterator[None]:
+        """Show the inner optimizer only the masters of this call, as DeepSpeed does around its own."""
+        yield
+
+    def local_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a parameter that no optimizer updates, live."""
+        return parameter.detach()
+
+    def gradient_scale(self) -> float:
+        """The factor by which clipping multiplied this iteration's full-precision gradients; 1 for none."""
+        return 1.0
+
+    def forget_state_links(self) -> None:
+        """Have DeepSpeed look up the optimizer's tensors again, after some of them were replaced."""
+        if hasattr(self._wrapper, "_hp_optimizer_states_linked"):
+            self._wrapper._hp_optimizer_states_linked = False
+
+    def _clipping_scale(self, *, always_clamped: bool) -> float:
+        """1 / max(1, (norm + 1e-6) / limit), computed as DeepSpeed does: in the precision of its norm."""
+        limit = self._wrapper.clip_grad
+        if limit <= 0.0:
+            return 1.0
+        factor = (self._wrapper._global_grad_norm + 1e-6) / limit
+        if always_clamped:
+            factor = torch.clamp(factor, min=1.0)
+        return float(1.0 / factor) if factor > 1 else 1.0
+
+    def _named(self, parameter: torch.Tensor, otherwise: str) -> str:
+        return str(self._engine.param_names.get(parameter, otherwise))
+
+
+class WholeParameters(Layout):
+    """Stage 0 in fp32: the module's parameters are the masters."""
+
+    def masters(self) -> list[Master]:
+        return [
+            Master(self._named(parameter, f"group{group}.parameter{index}"), parameter, group)
+            for group, options in enumerate(self.groups())
+            for index, parameter in enumerate(options["params"])
+        ]
+
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        return [options["params"] for options in self.groups()]
+
+    def refresh(self) -> None:
+        """Nothing derives from the parameters."""
+
+
+class WholeCopies(Layout):
+    """Stage 0 in bf16 or fp16 with a torch optimizer: one full-precision copy of each parameter."""
+
+    def masters(self) -> list[Master]:
+        return [
+            Master(self._named(low, f"group{group}.parameter{index}"), master, group)
+            for group, (lows, masters) in enumerate(
+                zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True)
+            )
+            for index, (low, master) in enumerate(zip(lows, masters, strict=True))
+        ]
+
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        return list(self._wrapper.fp16_groups)
+
+    def refresh(self) -> None:
+        for lows, masters in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
+            for low, master in zip(lows, masters, strict=True):
+                low.data.copy_(master.data)
+
+    def gradient_scale(self) -> float:
+        return self._clipping_scale(always_clamped=False)
+
+
+class FlatCopies(Layout):
+    """Stage 0 in bf16 or fp16 with DeepSpeed's fused optimizers: one flat full-precision copy of each group."""
+
+    def masters(self) -> list[Master]:
+        return [Master(f"group{group}.flat", flat, group) for group, flat in enumerate(self._wrapper.fp32_groups_flat)]
+
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        return list(self._wrapper.fp16_groups)
+
+    def refresh(self) -> None:
+        for lows, flat in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups_flat, strict=True):
+            offset = 0
+            for low in lows:
+                low.data.copy_(flat.data[offset : offset + low.numel()].view_as(low))
+                offset += low.numel()
+
+    def gradient_scale(self) -> float:
+        return self._clipping_scale(always_clamped=False)
+
+
+class AccumulatedPartitions(Layout):
+    """Stage 1 in bf16 with gradients accumulated apart: a partition of each group, stepped at once."""
+
+    def masters(self) -> list[Master]:
+        partitions = self._wrapper.fp32_groups_flat_partition
+        return [Master(f"group{group}.partition", partition, group) for group, partition in enumerate(partitions)]
+
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        return list(self._wrapper.bf16_groups)
+
+    def refresh(self) -> None:
+        self._wrapper.update_lp_params()
+
+
+class Partitions(Layout):
+    """Stages 1 and 2: a partition of each group, and one call of the inner ``step`` per group."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._groups = list(self.inner.param_groups)
+        if len(self._groups) != len(self.masters()):
+            raise UnsupportedSetup(
+                f"DeepSpeed has {len(self.masters())} partitions for the {len(self._groups)} parameter groups of "
+                f"{type(self.inner).__name__}; supported is one partition a group (with Adagrad: one group)"
+            )
+
+    def masters(self) -> list[Master]:
+        partitions = self._wrapper.single_partition_of_fp32_groups
+        return [Master(f"group{group}.partition", partition, group) for group, partition in enumerate(partitions)]
+
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        return list(self._wrapper.bit16_groups)
+
+    def refresh(self) -> None:
+        self._wrapper.update_lp_params()
+
+    def groups(self) -> list[dict[str, Any]]:
+        current = self.inner.param_groups
+        masters = self.masters()
+        if len(current) == len(masters):
+            self._groups = list(current)
+        else:  # inside step(), which shows the inner optimizer one group at a time
+            index = {id(master.tensor): master.group for master in masters}
+            for options in current:
+                self._groups[index[id(options["params"][0])]] = options
+        return self._groups
+
+    def calls(self) -> list[list[Master]]:
+        return [[master] for master in self.masters()]
+
+    @contextmanager
+    def narrowed(self, call: list[Master]) -> Iterator[None]:
+        every = self.inner.param_groups
+        self.inner.param_groups = [every[master.group] for master in call]
+        try:
+            yield
+        finally:
+            self.inner.param_groups = every
+
+    def gradient_scale(self) -> float:
+        return self._clipping_scale(always_clamped=True)
+
+
+class SubGroups(Layout):
+    """Stage 3: every parameter is partitioned, the partitions are joined into sub-groups, one call for each."""
+
+    def masters(self) -> list[Master]:
+        group_of = self._wrapper.sub_group_to_group_id
+        return [
+            Master(f"group{group_of[index]}.subgroup{index}", flat, group_of[index])
+            for index, flat in enumerate(self._wrapper.fp32_partitioned_groups_flat)
+        ]
+
+    def trained(self) -> Sequence[Sequence[torch.Tensor]]:
+        return list(self._wrapper.fp16_groups)
+
+    def refresh(self) -> None:
+        self._wrapper.checkpoint_event_prologue()
+        for index in range(len(self._wrapper.fp16_groups)):
+            self._wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        self._wrapper.checkpoint_event_epilogue()
+
+    def calls(self) -> list[list[Master]]:
+        return [[master] for master in self.masters()]
+
+    @contextmanager
+    def narrowed(self, call: list[Master]) -> Iterator[None]:
+        for master in call:
+            self.inner.param_groups[master.group]["params"] = [master.tensor]
+        try:
+            yield
+        finally:
+            for master in call:
+                self.inner.param_groups[master.group]["params"] = []
+
+    def local_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.ds_tensor.detach()  # type: ignore[attr-defined,no-any-return]
+
+    def gradient_scale(self) -> float:
+        return self._clipping_scale(always_clamped=True)
+
+
+_LAYOUTS: dict[type, type[Layout]] = {
+    FP16_UnfusedOptimizer: WholeCopies,
+    FP16_Optimizer: FlatCopies,
+    BF16_Optimizer: AccumulatedPartitions,
+    DeepSpeedZeroOptimizer: Partitions,
+    DeepSpeedZeroOptimizer_Stage3: SubGroups,
+}
+
+
+def layout_of(engine: Any) -> Layout:
+    """The layout of an engine's state.
+
+    Errors: ``UnsupportedSetup`` for a wrapper that is not in the table above, a subclass of one included,
+    since what it adds would not be saved.
+    """
+    wrapper = engine.optimizer
+    layout = _LAYOUTS.get(type(wrapper))
+    if layout is None:
+        if not isinstance(wrapper, torch.optim.Optimizer):
+            supported = ", ".join(each.__name__ for each in _LAYOUTS)
+            raise UnsupportedSetup(
+                f"the engine trains through {type(wrapper).__module__}.{type(wrapper).__qualname__}; "
+                f"supported are a torch optimizer and DeepSpeed's {supported}"
+            )
+        layout = WholeParameters
+    inner = getattr(wrapper, "optimizer", wrapper)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UnsupportedSetup(
+            f"the optimizer is a {type(inner).__module__}.{type(inner).__qualname__}; supported are subclasses of "
+            "torch.optim.Optimizer, whose state and step hooks can be reached"
+        )
+    return layout(engine)

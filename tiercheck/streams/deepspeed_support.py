@@ -1,0 +1,130 @@
+"""Which DeepSpeed set-ups can be saved whole. Every other one is refused before training starts.
+
+The rule: a feature that keeps state between iterations which nobody saves is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
+from deepspeed.linear.quantization import QuantizedParameter
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from tiercheck.errors import UnsupportedSetup
+
+__all__ = ["refuse_unsupported"]
+
+SUPPORTED = "ZeRO 0-3 in fp32, bf16 or fp16 on the training device, without offload"
+
+_OPTIMIZERS_WITH_HIDDEN_STATE = ("onebit", "muon", "cpu_adam", "zenflow")
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise ``UnsupportedSetup`` naming everything about the engine that could not be saved or replayed."""
+    if engine.optimizer is None:
+        raise UnsupportedSetup(f"the engine has no optimizer; supported: {SUPPORTED}")
+    found = [what for what, present in _conditions(engine) if present()]
+    if found:
+        raise UnsupportedSetup(
+            f"this DeepSpeed set-up cannot be saved whole: {'; '.join(found)}. Supported: {SUPPORTED}"
+        )
+
+
+def _conditions(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
+    yield from _precision(engine)
+    yield from _placement(engine)
+    yield from _optimizer(engine)
+    yield from _module(engine)
+    yield from _data(engine)
+
+
+def _precision(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
+    yield (
+        "torch_autocast in fp16 (its gradient scaler); use bf16",
+        lambda: engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16,
+    )
+    yield (
+        "low-precision master weights or optimizer states",
+        lambda: (
+            engine.bf16_master_weights_and_gradients()
+            or engine.fp16_master_weights_and_gradients()
+            or engine.bf16_optimizer_states()
+        ),
+    )
+    yield (
+        "a loss scale of the script's own (override_loss_scale)",
+        lambda: bool(getattr(engine.optimizer, "custom_loss_scaler", False)),
+    )
+    yield "quantized weights (zero_quantized_weights)", engine.zero_quantized_weights
+    yield (
+        "quantized frozen weights (zero_quantized_nontrainable_weights)",
+        engine.zero_quantized_nontrainable_weights,
+    )
+
+
+def _placement(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
+    yield "optimizer state offloaded (offload_optimizer)", lambda: _offloads(engine.zero_offload_optimizer())
+    yield "parameters offloaded (offload_param)", lambda: _offloads(engine.zero_offload_param())
+    yield "ZenFlow", lambda: bool(engine.zenflow)
+    yield "hierarchical partitioning (zero_hpz_partition_size > 1)", lambda: engine.zero_hpz_partition_size() > 1
+    yield "mixture of experts", lambda: bool(engine.has_moe_layers)
+    yield "DeepCompile", engine.is_deepcompile_enabled
+    yield "the hybrid engine", lambda: isinstance(engine, DeepSpeedHybridEngine)
+
+
+def _offloads(config: Any) -> bool:
+    return config is not None and str(getattr(config.device, "value", config.device)) != "none"
+
+
+def _optimizer(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
+    wrapper = engine.optimizer
+    inner = getattr(wrapper, "optimizer", wrapper)
+    path = f"{type(inner).__module__}.{type(inner).__qualname__}"
+    yield (
+        f"the optimizer {path} (it keeps state of its own outside torch's)",
+        lambda: any(word in path.lower() for word in _OPTIMIZERS_WITH_HIDDEN_STATE),
+    )
+    yield (
+        "legacy optimizer fusion (its step bypasses the gradients of the masters)",
+        lambda: bool(getattr(wrapper, "fused_adam_legacy", False) or getattr(wrapper, "fused_lamb_legacy", False)),
+    )
+    scheduler = engine.lr_scheduler
+    yield (
+        f"the learning-rate scheduler {type(scheduler).__name__} (it has no state_dict, or steps by a metric)",
+        lambda: (
+            scheduler is not None
+            and (
+                not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
+                or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            )
+        ),
+    )
+
+
+def _module(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
+    modules = list(engine.module.modules())
+    yield (
+        "LoRA linear layers (their sharded base weights)",
+        lambda: any(isinstance(each, LoRAOptimizedLinear) for each in modules),
+    )
+    yield (
+        "quantized parameters",
+        lambda: any(isinstance(each, QuantizedParameter) for each in engine.module.parameters()),
+    )
+    yield (
+        "modules with extra state (get_extra_state)",
+        lambda: any(type(each).get_extra_state is not torch.nn.Module.get_extra_state for each in modules),
+    )
+
+
+def _data(engine: Any) -> Iterator[tuple[str, Callable[[], bool]]]:
+    yield "random layer-token dropping (random_ltd)", engine.random_ltd_enabled
+    yield "the curriculum data sampler (data_efficiency)", engine.curriculum_learning_enabled
+    yield (
+        "a pipeline engine that owns its data loader (training_data); pass data_iter to train_batch instead",
+        lambda: isinstance(engine, PipelineEngine) and engine.training_dataloader is not None,
+    )
