@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from tiercheck import kernels
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
 from tiercheck.config import CheckpointConfig
@@ -72,8 +73,6 @@ class Stats:
     drain_stall_s: float = 0.0
     """Seconds it waited because the durable tier had not taken the bases before."""
     failed_saves: int = 0
-    tier_bytes: Mapping[str, int] | None = None
-    """Bytes in use per tier (a shared tier: of all ranks)."""
     mover: MoverStatus = field(default_factory=MoverStatus)
 
     @property
@@ -155,11 +154,14 @@ class Checkpointer:
 
     @property
     def stats(self) -> Stats:
-        tiers = self._opened()
-        used = {
-            tier.name: self._call(tier.driver.usage(), f"the usage of {tier.name}").used_bytes for tier in tiers.tiers
+        return replace(self._stats, mover=self._mover.status)
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
+        return {
+            tier.name: self._call(tier.driver.usage(), f"the usage of {tier.name}").used_bytes
+            for tier in self._opened().tiers
         }
-        return replace(self._stats, tier_bytes=used, mover=self._mover.status)
 
     def flush(self) -> None:
         """Bring everything captured to where policy wants it, and return when it is there.
@@ -239,6 +241,7 @@ class Checkpointer:
     # How it is done
 
     def _open_tiers(self, hierarchy: Hierarchy) -> None:
+        kernels.warm_up()
         self._stream = DifferentialStream(self._provider, self.config.codec, self._group.world_size)
         tiers = hierarchy.open(
             rank=self._group.rank,
@@ -291,16 +294,16 @@ class Checkpointer:
             "opening the generation",
             lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
         )
+        self._placement = Placement(self.config.batch)
         self._mover = Mover(
             tiers,
             rank=self._group.rank,
             world_size=self._group.world_size,
             generation=branch.generation,
-            placement=Placement(self.config.batch),
+            placement=self._placement,
             retention=Retention(self.config.keep_last, self.config.keep_every),
         )
         self._mover_life = self._loop.submit(self._mover.run())
-        self._stream.mark_recorded()
         with self._saving(self._version):
             self._begin_base(self._version)
 
@@ -321,8 +324,9 @@ class Checkpointer:
                 self._count(differentials=1, captured_bytes=nbytes)
         self._version = version
         self._count(differential_stall_s=time.perf_counter() - began)
-        self._nudge()
-        if self._base_due or version % self.config.base_every == 0:
+        if version == self._placement.window(version)[-1]:
+            self._nudge()  # a batch is complete; between batches there is nothing to move
+        if self._base_due or version % self.config.base_every == 0 or self._stream.frozen_changed():
             with self._saving(version):
                 self._begin_base(version)
 
@@ -339,6 +343,7 @@ class Checkpointer:
         published = self._copier.submit(self._copy_base, capture, reservation, copied)
         self._base = _BaseInFlight(version, copied, published)
         self._base_due = False
+        self._stream.mark_recorded()
         self._count(drain_stall_s=waited - began, base_stall_s=time.perf_counter() - waited)
 
     def _copy_base(

@@ -100,13 +100,15 @@ class _Hooks:
         self._checkpointer.on_close(self._record_skipped)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._provider.replaying:
+            return
         if not self._visited:
             self._record_skipped()
         self._visited |= self._provider.visited_in_hook(optimizer)
         self._checkpointer.capture(self._provider.version, self._provider.gradients_in_hook(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._visited >= self._provider.expected():
+        if self._visited and self._visited >= self._provider.expected():
             self._visited.clear()
             self._checkpointer.complete(self._provider.version)
 
@@ -117,5 +119,6 @@ class _Hooks:
     def _record_skipped(self) -> None:
         """Versions whose gradients were not finite end without a step, and no hook sees them."""
         for version in self._provider.skipped_after(self._checkpointer.version, self._skipped_steps):
-            self._checkpointer.skip(version)
+            with self._provider.between_iterations():
+                self._checkpointer.skip(version)
         self._skipped_steps = self._provider.skipped_steps()

@@ -27,6 +27,7 @@ from tiercheck.streams.tensors import dtype_name, tensor_in
 
 __all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
 
+
 @dataclass(frozen=True)
 class BaseState:
     """What a base holds, decoded. Tensors lie over the shard's memory: copy before writing to them."""

@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class DeepSpeedProvider:
         self._engine = engine
         self._layout: Layout = layout_of(engine)
         self._replaying = False
+        self._between = False
         self._scheduler_after: tuple[int, float] | None = None
         _refuse_odd_tensors(self._layout)
 
@@ -344,7 +346,18 @@ class DeepSpeedProvider:
         dtype: torch.dtype = self._engine.get_data_types()[1]
         return dtype
 
+    @contextmanager
+    def between_iterations(self) -> Iterator[None]:
+        """What is asked meanwhile is asked of the iteration that has ended, even in a hook of the next one."""
+        self._between = True
+        try:
+            yield
+        finally:
+            self._between = False
+
     def _inside_step(self) -> bool:
+        if self._between:
+            return False
         if isinstance(self._engine, PipelineEngine):
             return bool(self._engine._force_grad_boundary)
         return bool(self._engine._running_engine_step)

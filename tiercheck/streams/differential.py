@@ -4,7 +4,7 @@ A shard of the stream holds one version, or a batch of consecutive ones; names c
 batch is the concatenation of its records. Of version v there are
 
 - ``V/gradient/NAME`` (and ``#PART`` where the codec stores several): the gradient of a master, encoded,
-- ``V/extra/NAME``: a buffer or frozen parameter that has changed since it was last recorded,
+- ``V/buffer/NAME``: a persistent buffer that has changed since it was last recorded,
 
 and the objects ``V/record`` (whether the step was skipped, the options each parameter group stepped with, how
 each gradient is encoded) and ``V/host`` (the host state at the end of iteration v).
@@ -42,8 +42,6 @@ __all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_di
 HOST_BYTES_SPARE = 64 << 10
 """Room beyond twice the last host state, which may grow from one version to the next. Little: what a reservation
 has too much is allocated afresh each time."""
-HASHED_BYTES_MAX = 1 << 20
-"""Larger extras are watched by their version counter instead of their content."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,9 @@ class Differential:
             for name, encoding in self._encodings.items()
         }
 
-    def extras(self) -> dict[str, torch.Tensor]:
-        """Buffers and frozen parameters recorded at this version."""
-        prefix = f"{stamp(self.version)}/extra/"
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers recorded at this version."""
+        prefix = f"{stamp(self.version)}/buffer/"
         found: dict[str, torch.Tensor] = {}
         for name in self._shard.names:
             if name.startswith(prefix):
@@ -130,9 +128,9 @@ class DifferentialCapture:
     def finish(self, *, skipped: bool) -> int:
         """Add the host state as of now, and close the shard; returns its length in bytes."""
         version = stamp(self._key.first)
-        for name, tensor in self._stream.changed_extras().items():
+        for name, tensor in self._stream.changed_buffers().items():
             dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
-            memory = self._writer.slot(f"{version}/extra/{name}", dtype, shape)
+            memory = self._writer.slot(f"{version}/buffer/{name}", dtype, shape)
             tensor_in(memory, dtype, shape, what=name).copy_(tensor)
         record = {
             "skipped": skipped,
@@ -160,8 +158,8 @@ class DifferentialStream:
             name: TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
             for name, tensor in provider.masters().items()
         }
-        self._extras = provider.extras()
-        self._recorded: dict[str, object] = {}
+        self._recorded: dict[str, str] = {}
+        self._frozen: dict[str, tuple[int, int]] = {}
         self.host_nbytes = 0
         """The length of the last host state."""
         self.packed_host_state()
@@ -185,18 +183,29 @@ class DifferentialStream:
         return DifferentialCapture(self, key, memory, header_room(specs, held))
 
     def mark_recorded(self) -> None:
-        """The extras as they are now are in a base: only what changes from here on is recorded."""
-        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.extras().items()}
+        """Buffers and frozen parameters as they are now are in a base: only what changes from here on matters."""
+        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
+        self._frozen = self._frozen_now()
 
-    def changed_extras(self) -> dict[str, torch.Tensor]:
-        """The extras that differ from what was recorded; they count as recorded then."""
+    def frozen_changed(self) -> bool:
+        """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
+        for differentials do not hold it. Told by torch's counter of in-place changes, which ``.data`` bypasses."""
+        return self._frozen_now() != self._frozen
+
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that differ from what was recorded; they count as recorded then."""
         changed: dict[str, torch.Tensor] = {}
-        for name, tensor in self.provider.extras().items():
+        for name, tensor in self.provider.buffers().items():
             content = content_of(tensor)
             if self._recorded.get(name) != content:
                 changed[name] = tensor
                 self._recorded[name] = content
         return changed
+
+    def _frozen_now(self) -> dict[str, tuple[int, int]]:
+        buffers = self.provider.buffers()
+        extras = self.provider.extras()
+        return {name: (t.data_ptr(), t._version) for name, t in extras.items() if name not in buffers}
 
     def packed_host_state(self) -> PackedObject:
         """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
@@ -212,8 +221,8 @@ class DifferentialStream:
             for name, spec in self.masters.items()
             for part in self.codec.plan(spec.dtype, spec.shape)
         ]
-        for name, tensor in self._extras.items():
-            specs.append(TensorSpec(f"{version}/extra/{name}", dtype_name(tensor, name), tuple(tensor.shape)))
+        for name, tensor in self.provider.buffers().items():
+            specs.append(TensorSpec(f"{version}/buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape)))
         record_nbytes = HOST_BYTES_SPARE + 512 * len(specs)
         return specs, {f"{version}/record": record_nbytes, f"{version}/host": HOST_BYTES_SPARE + 2 * self.host_nbytes}
 
@@ -249,9 +258,6 @@ def gradient_name(version: int, master: str, suffix: str) -> str:
     return f"{stamp(version)}/gradient/{master}" + (f"#{suffix}" if suffix else "")
 
 
-def content_of(tensor: torch.Tensor) -> object:
-    """A value that differs where the tensor's content does. A large tensor is not read each iteration: there it
-    is torch's counter of in-place changes, which writing through ``.data`` does not move."""
-    if tensor.numel() * tensor.element_size() > HASHED_BYTES_MAX:
-        return tensor.data_ptr(), tensor._version
-    return xxhash.xxh3_64_intdigest(array_of(tensor).tobytes())
+def content_of(tensor: torch.Tensor) -> str:
+    """A digest of the tensor's content."""
+    return xxhash.xxh3_128_hexdigest(array_of(tensor).tobytes())

@@ -91,6 +91,9 @@ class StateProvider(Protocol):
     def extras(self) -> Mapping[str, torch.Tensor]:
         """Tensors of the module that no optimizer updates: persistent buffers and frozen parameters, live."""
 
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The persistent buffers alone, live: any forward pass may change them."""
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Per parameter group, its options as plain values (``lr``, ``betas``, ``weight_decay``...)."""
 
@@ -181,7 +184,10 @@ class ModuleProvider:
     def extras(self) -> Mapping[str, torch.Tensor]:
         masters = {id(tensor) for tensor in self._masters.values()}
         frozen = {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in masters}
-        return {**frozen, **persistent_buffers(self._model)}
+        return {**frozen, **self.buffers()}
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return persistent_buffers(self._model)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [plain_options(group) for group in self._optimizer.param_groups]

@@ -39,7 +39,7 @@ def replay(provider: StateProvider, differentials: Sequence[Differential]) -> No
                 provider.apply(_known(provider, each), each.hyperparameters)
         else:
             _replay_in_place(provider, kernel, chunk)
-    _load_extras(provider, differentials)
+    _load_buffers(provider, differentials)
 
 
 def kernel_for(provider: StateProvider, chunk: Sequence[Differential]) -> Replay | None:
@@ -101,14 +101,14 @@ def _known(provider: StateProvider, each: Differential) -> dict[str, torch.Tenso
     return gradients
 
 
-def _load_extras(provider: StateProvider, differentials: Sequence[Differential]) -> None:
+def _load_buffers(provider: StateProvider, differentials: Sequence[Differential]) -> None:
     """Buffers as of the last version: each from the newest differential in which it changed."""
-    extras = provider.extras()
+    buffers = provider.buffers()
     newest: dict[str, torch.Tensor] = {}
     for each in differentials:
-        newest.update(each.extras())
+        newest.update(each.buffers())
     with torch.no_grad():
         for name, value in newest.items():
-            if name not in extras or extras[name].shape != value.shape:
+            if name not in buffers or buffers[name].shape != value.shape:
                 raise Corruption(f"a differential has the buffer {name!r}, which the state does not have")
-            extras[name].copy_(value)
+            buffers[name].copy_(value)

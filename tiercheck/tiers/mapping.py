@@ -18,7 +18,7 @@ __all__ = ["MappedSegment", "MappingCache"]
 MADV_POPULATE_WRITE = 23
 POPULATED_AT_ONCE_BYTES = 4 << 20
 """The interpreter stands still while pages are populated: a millisecond at a time."""
-KEPT_MAPPINGS_MAX = 16
+KEPT_MAPPINGS_MAX = 256
 COPIED_SURPLUS_BYTES_MIN = 1 << 20
 """A reservation that is used up but for less than this is cut to what was used."""
 

@@ -27,7 +27,7 @@ from tiercheck.tiers.files import try_lock, unlock
 
 __all__ = ["POOLED_BYTES_MIN", "SegmentDirectory"]
 
-POOL_FILES_MAX = 64
+POOL_FILES_MAX = 256
 POOLED_BYTES_MIN = 128 << 10
 """Smaller files are not worth a place in the pool."""
 BACKED_AT_ONCE_BYTES = 32 << 20

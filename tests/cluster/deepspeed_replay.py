@@ -1,0 +1,114 @@
+"""The claim on trial: load a base, replay gradients, go on training, and every bit is the uninterrupted run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed_harness import (
+    BASE,
+    END,
+    RESUME,
+    Case,
+    Outcome,
+    Recorder,
+    build,
+    differences,
+    iterate,
+    train,
+)
+
+from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
+
+
+def replay_in_place(provider: DeepSpeedProvider, gradients: dict[str, torch.Tensor], options: list[Any]) -> None:
+    """What a kernel does: AdamW on the live tensors, past the engine's optimizer."""
+    states, groups = provider.optimizer_state(), provider.group_of()
+    masters = provider.masters()
+    for name, gradient in gradients.items():
+        master = masters[name]
+        chosen = {k: options[groups[name]][k] for k in ("lr", "betas", "eps", "weight_decay")}
+        kernel = torch.optim.AdamW([master], **chosen)
+        kernel.state[master] = dict(states[name])
+        master.grad = gradient
+        kernel.step()
+
+
+def check_case(case: Case) -> list[str]:
+    failures: list[str] = []
+    engine = build(case, seed=1)
+    provider = DeepSpeedProvider(engine)
+    recorder = Recorder(provider)
+    recorder.attach()
+    identity = provider.identity()
+    truth = train(engine, provider, END)
+    failures += differences("host state at the end", recorder_tail(recorder.host[END]), recorder_tail(truth.host))
+    trained = {
+        name for name in provider.expected() if not name.endswith("frozen")
+    }  # in fp32 at stage 0 the optimizer holds it, without a gradient
+    if not all(set(recorder.gradients[version]) == trained for version in range(1, END + 1)):
+        failures.append("some gradients were not seen")
+    failures += hint_failures(case, recorder)
+    engine.destroy()
+
+    replays: dict[str, Callable[..., None] | None] = {"apply": None}
+    if not case.fused:  # whose step count is no tensor
+        replays["in place"] = replay_in_place
+    for name, replay in replays.items():
+        engine = build(case, seed=2)
+        provider = DeepSpeedProvider(engine)
+        if provider.identity() != identity:
+            failures.append(f"{name}: the identity of the same set-up differs")
+        if name == "in place":
+            iterate(engine)  # a used engine can be loaded too
+        resumed = resume(engine, provider, recorder, replay)
+        expected = {version: truth.losses[version] for version in (RESUME + 1, RESUME + 2)}
+        failures += differences(f"{name}: losses", expected, resumed.losses)
+        failures += differences(f"{name}: state", truth.state, resumed.state)
+        failures += differences(f"{name}: parameters", truth.parameters, resumed.parameters)
+        failures += differences(f"{name}: host state", truth.host, resumed.host)
+        failures += link_failures(engine, provider)
+        engine.destroy()
+    return failures
+
+
+def resume(engine: Any, provider: DeepSpeedProvider, recorder: Recorder, replay: Callable[..., None] | None) -> Outcome:
+    provider.load(**recorder.base)
+    for version in range(BASE + 1, RESUME + 1):
+        if replay is None:
+            provider.apply(recorder.gradients[version], recorder.hyperparameters[version])
+        else:
+            replay(provider, recorder.gradients[version], recorder.hyperparameters[version])
+    for name, buffer in provider.buffers().items():
+        buffer.copy_(recorder.buffers[RESUME][name])
+    provider.refresh()
+    provider.restore_host_state(recorder.host[RESUME])
+    return train(engine, provider, END)
+
+
+def recorder_tail(host: dict[str, Any]) -> dict[str, Any]:
+    """What must agree between a host state taken inside the step and one taken after it."""
+    return {key: host[key] for key in ("counters", "random", "sampler_epoch")}
+
+
+def hint_failures(case: Case, recorder: Recorder) -> Iterable[str]:
+    """The hints were checked against the gradients as they came; here, that they say what the set-up implies."""
+    dtypes = {dtype for dtype, _ in recorder.hints}
+    clipped = any(scale != 1.0 for _, scale in recorder.hints)
+    if clipped != (case.clipping > 0 and not case.accumulate_fp32 and (case.bf16 or case.fp16 or case.stage > 0)):
+        yield f"clipping was reported {'active' if clipped else 'inactive'}"
+    if (torch.bfloat16 in dtypes) != (case.bf16 and not case.accumulate_fp32 and not clipped):
+        yield f"the hints were {dtypes}"
+
+
+def link_failures(engine: Any, provider: DeepSpeedProvider) -> Iterable[str]:
+    """DeepSpeed's own view of the moments still shows the loaded ones."""
+    if not 1 <= engine.zero_optimization_stage() <= 2:
+        return
+    before = [safe_get_full_optimizer_state(p, "exp_avg") for p in engine.module.parameters() if p.requires_grad]
+    for state in provider.optimizer_state().values():
+        state["exp_avg"].mul_(2)
+    after = [safe_get_full_optimizer_state(p, "exp_avg") for p in engine.module.parameters() if p.requires_grad]
+    yield from differences("DeepSpeed's moments", [each * 2 for each in before], after)

@@ -1,0 +1,45 @@
+"""What each rank of ``test_deepspeed_provider`` runs: every check of one launch, one after another.
+
+Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | CHECK)...``; writes ``DIRECTORY/r{rank}.json``:
+for each check the list of what did not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from deepspeed_edges import EDGES
+from deepspeed_harness import CASES, deepspeed
+from deepspeed_replay import check_case
+
+Check = Callable[[], Iterable[str]]
+
+
+def main() -> None:
+    directory, chosen = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60))
+    replays: dict[str, Check] = {name: lambda case=case: check_case(case) for name, case in CASES.items()}
+    checks = {**replays, **EDGES}
+    sets = {"replays": list(replays), "edges": list(EDGES)}
+    results = {}
+    for name in [check for each in chosen for check in sets.get(each, [each])]:
+        try:
+            results[name] = list(checks[name]())
+        except Exception:  # the other rank may wait for this one in a collective: end both
+            results[name] = [traceback.format_exc()]
+            raise
+        finally:
+            (directory / f"r{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

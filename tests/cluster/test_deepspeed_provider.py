@@ -1,0 +1,126 @@
+"""``DeepSpeedProvider`` on real engines: two ranks under ``torchrun``, many checks a launch, since a start is slow.
+
+What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit) and ``deepspeed_edges.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+RANKS = 2
+LAUNCH_SECONDS_MAX = 240
+
+REPLAYS = (
+    "zero0-fp32",
+    "zero1-fp32",
+    "zero2-fp32",
+    "zero3-fp32",
+    "zero0-bf16",
+    "zero1-bf16",
+    "zero2-bf16",
+    "zero3-bf16",
+    "zero3-bf16-unclipped",
+    "zero1-bf16-accumulate-fp32",
+    "zero2-bf16-unmanaged",
+    "zero2-bf16-communicate-fp32",
+    "zero0-bf16-fused",
+    "zero0-fp16",
+    "zero1-fp16",
+    "zero3-fp16",
+    "pipeline-zero0-fp32",
+    "pipeline-zero1-bf16",
+    "tensor-parallel-zero1-bf16",
+)
+EDGES = (
+    "skipped-zero1-bf16",
+    "skipped-zero1-bf16-accumulate-fp32",
+    "skipped-zero3-fp32",
+    "skipped-zero0-bf16",
+    "skipped-zero1-fp16",
+    "skipped-zero0-fp16",
+    "skipped-in-a-pipeline",
+    "half-accumulated",
+    "scheduler-moved-by-others",
+    "base-of-version-zero",
+    "another-model",
+    "own-checkpoints",
+    "data-sampler",
+    "model-parallel-generators",
+    "refused-setups",
+)
+
+Results = list[dict[str, list[str]]]
+
+
+def launch(directory: Path, checks: str) -> Results:
+    """Run one set of checks on all ranks; per rank, what did not hold in each."""
+    worker = Path(__file__).with_name("deepspeed_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    with (directory / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [*command, str(worker), str(directory), checks],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LAUNCH_SECONDS_MAX)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        files = [directory / f"r{rank}.json" for rank in range(RANKS)]
+        if not all(file.exists() for file in files):
+            log.seek(0)
+            pytest.fail(f"the launch ended with {code} before its first check:\n{log.read()[-4000:]}")
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def replays(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(tmp_path_factory.mktemp("replays"), "replays")
+
+
+@pytest.fixture(scope="module")
+def edges(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(tmp_path_factory.mktemp("edges"), "edges")
+
+
+def failures(results: Results, check: str) -> str:
+    """One line for each thing that did not hold, on any rank."""
+    lines = []
+    for rank, checks in enumerate(results):
+        found = checks.get(check, [f"never ran; the launch ended in {list(checks)[-1]}"])
+        lines += [f"rank {rank}: {failure}" for failure in found[:20]]
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", REPLAYS)
+def test_load_replay_and_go_on_is_the_uninterrupted_run(replays: Results, check: str) -> None:
+    assert not failures(replays, check)
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", EDGES)
+def test_edge(edges: Results, check: str) -> None:
+    assert not failures(edges, check)
+
+
+def test_every_check_of_the_worker_is_listed_here(replays: Results, edges: Results) -> None:
+    assert set(replays[0]) <= set(REPLAYS)
+    assert set(edges[0]) <= set(EDGES)

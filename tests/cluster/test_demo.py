@@ -1,0 +1,147 @@
+"""The demo itself, small, from the command line: real processes, real kills, real recoveries."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.cluster
+SMALL = ["--steps", "44", "--width", "64", "--heads", "2", "--layers", "2", "--sequence", "64"]
+BATCH = 5
+COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", *SMALL, "--batch", str(BATCH), "--json"]
+REQUIRED = {
+    "failure",
+    "seed",
+    "failed_at",
+    "anchor",
+    "replayed",
+    "steps_lost",
+    "sources",
+    "recover_s",
+    "rerun_s",
+    "overhead",
+    "loss_bit_identical",
+    "params_bit_identical",
+    "fidelity",
+}
+
+
+def demo(output: Path, *options: str) -> dict[str, Any]:
+    """The JSON object a demo prints last, after what holds for every demo was checked."""
+    done = subprocess.run(
+        [*COMMAND, "--output", str(output), *options], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) >= REQUIRED
+    assert json.loads((output / "report.json").read_text()) == result
+    assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert not (output / "durable").exists(), "the durable tier is removed at the end"
+    assert "What was still there" in done.stderr
+    assert "The plan of the recovery" in done.stderr
+    assert result["loss_bit_identical"] is True
+    assert result["params_bit_identical"] is True
+    assert result["fidelity"] == "exact"
+    assert result["anchor"] + result["replayed"] == result["resumed_at"]
+    assert result["steps_lost"] == max(0, result["failed_at"] - result["resumed_at"])
+    assert not leftovers()
+    return result
+
+
+def leftovers() -> list[Path]:
+    """Memory of a demo whose process is gone."""
+    return [
+        path
+        for path in Path("/dev/shm").glob(f"tiercheck-{os.geteuid()}-demo-*")
+        if not psutil.pid_exists(int(path.name.split("demo-")[1].split("-")[0]))
+    ]
+
+
+def test_a_software_failure_loses_nothing(tmp_path: Path) -> None:
+    result = demo(tmp_path / "out", "--seed", "11", "--failure", "software")
+    assert result["seed"] == 11
+    assert result["steps_lost"] == 0
+    assert set(result["sources"]) == {"shm"}
+    assert result["nodes_lost"] == []
+
+
+def test_a_lost_node_recovers_from_the_next_tier(tmp_path: Path) -> None:
+    result = demo(tmp_path / "out", "--seed", "12", "--failure", "node", "--zero", "3", "--dtype", "bf16")
+    assert len(result["nodes_lost"]) == 1
+    assert set(result["sources"]) == {"shm", "nvme"}
+
+
+def test_a_lost_rack_recovers_from_the_durable_tier(tmp_path: Path) -> None:
+    result = demo(tmp_path / "out", "--seed", "13", "--failure", "rack", "--zero", "0")
+    assert result["nodes_lost"] == [0, 1]
+    assert set(result["sources"]) == {"nvme"}
+
+
+def test_a_demo_that_is_ended_early_leaves_nothing_behind(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with subprocess.Popen(
+        [*COMMAND, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
+        assert parent.stderr is not None
+        parent.stderr.readline()  # the introduction: the workspace exists and the trainers are next
+        children = wait_for_children(psutil.Process(parent.pid))
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(60) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert not (output / "durable").exists()
+    assert not leftovers()
+
+
+def wait_for_children(parent: psutil.Process) -> list[psutil.Process]:
+    while parent.is_running():
+        if children := parent.children(recursive=True):
+            return list(children)
+    raise AssertionError("the demo ended before it started trainers")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--failure", "flood"], "unknown failure 'flood': choose one of software, node, rack"),
+        (["--dtype", "fp64"], "unknown dtype 'fp64': choose one of fp32, bf16"),
+        (["--steps", "7"], "7 steps are too few"),
+        (["--text", "/does/not/exist"], "the training text /does/not/exist does not exist"),
+        (["--codec", "zip"], "there is no codec 'zip': choose one of "),
+        (["--seed", "-1"], "the seed must be in 0.."),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line_and_no_traceback(tmp_path: Path, options: list[str], message: str) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--output", str(tmp_path / "out"), *options], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "durable").mkdir()
+    (tmp_path / "durable" / "thesis.txt").write_text("mine")
+    done = subprocess.run(
+        [*COMMAND, "--output", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "no earlier demo's output" in done.stderr
+    assert (tmp_path / "durable" / "thesis.txt").read_text() == "mine"
+
+
+def test_an_unknown_option_is_an_error() -> None:
+    done = subprocess.run([*COMMAND, "--zeros", "1"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "No such option: --zeros" in done.stderr

@@ -1,0 +1,170 @@
+"""The outcome of a demo: as a JSON object, and as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["DemoResult", "bytes_text", "render"]
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the two runs showed. Times are in seconds, ``overhead`` and ``stall_share`` are fractions."""
+
+    failure: str
+    seed: int
+    zero: int
+    dtype: str
+    codec: str
+    steps: int
+    parameters: int
+    failed_at: int
+    """The last version whose loss every rank had written when it was killed."""
+    resumed_at: int
+    """The version that was recovered; the next one is the first to be trained again."""
+    anchor: int
+    replayed: int
+    steps_lost: int
+    nodes_lost: tuple[int, ...]
+    sources: Mapping[str, int]
+    """Per tier, the objects read from it, all ranks together."""
+    fidelity: str
+    recover_s: float
+    """The slowest rank's recovery: consensus, reading, verifying, replaying."""
+    restart_s: float
+    """From the start of the new processes to their first finished step; imports take most of it."""
+    rerun_s: float
+    """What training from the anchor up to the failure again would take."""
+    step_s: float
+    baseline_step_s: float
+    overhead: float
+    """Median step with checkpoints over the median step without, less 1."""
+    stall_share: float
+    """The seconds that checkpointing measured as stall, over the seconds of all steps."""
+    stall_step_s: float
+    """The median step's measured stall."""
+    drain_s: float
+    """What closing the checkpointer took at the end of training: everything is in the durable tier then."""
+    bytes_per_tier: Mapping[str, int]
+    """What each tier held at the moment of the failure, all ranks together."""
+    loss_bit_identical: bool
+    params_bit_identical: bool
+    first_difference: int | None
+    """The first version whose losses differ."""
+    losses: Mapping[int, float]
+    """By version, the mean loss of the ranks along the interrupted run's final course."""
+    plot: str
+
+    @property
+    def promise_kept(self) -> bool:
+        """Whether the bits are what the recovery's fidelity promised them to be."""
+        return self.fidelity != "exact" or (self.loss_bit_identical and self.params_bit_identical)
+
+    def to_object(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "nodes_lost": list(self.nodes_lost)}
+
+
+def bytes_text(nbytes: int) -> str:
+    """``1536`` to ``1.5 KiB``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable: the last unit takes every size")
+
+
+def render(result: DemoResult) -> RenderableType:
+    """The report as rich prints it."""
+    return Group(recovery_table(result), cost_table(result), verdict(result))
+
+
+def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for label, value in rows:
+        table.add_row(label, Text(value))
+    return table
+
+
+def recovery_table(result: DemoResult) -> Table:
+    lost = {
+        0: "none: the memory of all nodes survived",
+        1: f"that of node {', '.join(map(str, result.nodes_lost))}",
+    }.get(len(result.nodes_lost), "that of all nodes")
+    objects = ", ".join(f"{count} from {tier}" for tier, count in result.sources.items()) or "none"
+    return two_columns(
+        f"Recovery from a {result.failure} failure",
+        [
+            ("failed after step", f"{result.failed_at} of {result.steps} (seed {result.seed})"),
+            ("memory lost", lost),
+            ("anchor (base)", f"version {result.anchor}"),
+            ("differentials replayed", str(result.replayed)),
+            ("resumed at", f"version {result.resumed_at}"),
+            ("steps lost", str(result.steps_lost)),
+            ("objects read", objects),
+            ("fidelity", result.fidelity),
+        ],
+    )
+
+
+def cost_table(result: DemoResult) -> Table:
+    held = ", ".join(f"{tier} {bytes_text(nbytes)}" for tier, nbytes in result.bytes_per_tier.items())
+    noise = "; below zero: the machine's noise exceeds the cost" if result.overhead < 0 else ""
+    return two_columns(
+        "What it cost",
+        [
+            (
+                "recovery",
+                f"{result.recover_s:.2f} s, of the {result.restart_s:.1f} s that new processes took to their "
+                "first step (imports mostly)",
+            ),
+            (
+                "re-running instead",
+                f"{result.rerun_s:.2f} s for the {result.failed_at - result.anchor} steps since the anchor",
+            ),
+            (
+                "median step",
+                f"{result.step_s * 1e3:.0f} ms with checkpoints, {result.baseline_step_s * 1e3:.0f} ms without: "
+                f"{result.overhead:+.1%}{noise}",
+            ),
+            (
+                "stall, measured directly",
+                f"{result.stall_step_s * 1e3:.1f} ms in the median step; bases and start-up included, "
+                f"{result.stall_share:.1%} of the time of all steps",
+            ),
+            ("draining at the end", f"{result.drain_s:.2f} s until the durable tier had everything"),
+            ("held at the failure", held or "nothing"),
+        ],
+    )
+
+
+def verdict(result: DemoResult) -> Text:
+    from_where = f"after the failure at step {result.failed_at}"
+    if result.loss_bit_identical and result.params_bit_identical:
+        text = Text(
+            f"The loss curves are identical to the last bit, before and {from_where}; "
+            "so are all parameters, masters and optimizer states at the end.",
+            style="bold green",
+        )
+    else:
+        parts = []
+        if not result.loss_bit_identical:
+            parts.append(f"the losses differ from step {result.first_difference} on")
+        if not result.params_bit_identical:
+            parts.append("the final states differ")
+        said = "as its fidelity says it may" if result.promise_kept else "although the recovery called itself exact"
+        text = Text(
+            f"Not identical to the last bit, {said}: {' and '.join(parts)}.",
+            style="bold yellow" if result.promise_kept else "bold red",
+        )
+    return text.append(f"\nPlot of both curves: {result.plot}", style="not bold default")

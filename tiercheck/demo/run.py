@@ -1,0 +1,190 @@
+"""The demo: train once without a failure and once with one, recover, and compare bit by bit."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tiercheck.demo.compare import Interrupted, compare, mean_losses
+from tiercheck.demo.failure import Failure, FailurePlan, plan_failure
+from tiercheck.demo.launch import Trainers
+from tiercheck.demo.model_size import parameter_count
+from tiercheck.demo.plot import plot_losses
+from tiercheck.demo.progress import RankProgress
+from tiercheck.demo.recovery_view import availability_table, plan_table
+from tiercheck.demo.report import DemoResult
+from tiercheck.demo.settings import SEED_MAX, TrainingSettings
+from tiercheck.demo.text import check_length, load_corpus
+from tiercheck.demo.workspace import Workspace
+from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.streams.codecs import codec
+
+__all__ = ["DemoOptions", "run_demo"]
+
+# Small batches in bf16: CPUs without bf16 instructions multiply such matrices some thirty times slower.
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "fp32": {"steps": 60, "sequence": 128, "micro_batch": 2},
+    "bf16": {"steps": 40, "sequence": 64, "micro_batch": 1},
+}
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the user chose; ``None`` leaves the choice to the demo (a random seed, sizes by dtype)."""
+
+    failure: Failure = Failure.SOFTWARE
+    zero: int = 1
+    dtype: str = "fp32"
+    codec: str = "exact"
+    seed: int | None = None
+    text: Path | None = None
+    output: Path = Path("demo-output")
+    keep: bool = False
+    steps: int | None = None
+    width: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    sequence: int | None = None
+    base_every: int | None = None
+    batch: int | None = None
+
+    def settings(self) -> TrainingSettings:
+        """The settings of the run without checkpoints. Errors: ``ConfigurationError``."""
+        chosen = {
+            name: getattr(self, name)
+            for name in ("steps", "width", "layers", "heads", "sequence", "base_every", "batch")
+            if getattr(self, name) is not None
+        }
+        seed = secrets.randbelow(SEED_MAX + 1) if self.seed is None else self.seed
+        sizes = {**SIZES.get(self.dtype, SIZES["fp32"]), **chosen}
+        text = None if self.text is None else str(self.text.absolute())
+        return TrainingSettings(seed=seed, zero=self.zero, dtype=self.dtype, codec=self.codec, text=text, **sizes)
+
+
+def run_demo(options: DemoOptions, console: Console) -> DemoResult:
+    """Run the whole demo; about a minute with the defaults. Leaves the plot and the report in the output folder.
+
+    Raises:
+        ConfigurationError: an option cannot be met; nothing was started.
+        TrainerFailure: a trainer died by itself or hung.
+    """
+    settings = options.settings()
+    failure = plan_failure(options.failure, settings)
+    codec(settings.codec)  # an unknown one is an error now, not after the first run
+    check_length(load_corpus(options.text), settings.sequence)
+    with Workspace(options.output, keep=options.keep) as workspace:
+        checkpointed = replace(settings, tiers=workspace.tiers(settings))
+        workspace.check_memory(checkpointed)
+        introduce(console, options, settings, failure)
+        with progress_bars(console) as bars:
+            reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted)
+            interrupted = fail_and_recover(bars, console, checkpointed, failure, workspace)
+        result = compare(options.failure, checkpointed, failure, reference, interrupted, plot=workspace.plot)
+        plot_losses(
+            workspace.plot,
+            result,
+            uninterrupted=mean_losses([rank.steps for rank in reference]),
+            before_failure=mean_losses([rank.steps for rank in interrupted.first]),
+        )
+        workspace.write_report(result.to_object())
+    return result
+
+
+def introduce(console: Console, options: DemoOptions, settings: TrainingSettings, failure: FailurePlan) -> None:
+    source = "the Python standard library's source" if settings.text is None else settings.text
+    lost = ", ".join(f"node {node}" for node in failure.nodes_lost)
+    parameters = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
+    console.print(
+        f"Seed {settings.seed}. A byte-level GPT of {parameters / 1e6:.1f}M parameters on {source}, "
+        f"ZeRO-{settings.zero}, {settings.dtype}, 2 ranks.\n"
+        f"A {options.failure} failure is to strike after step {failure.version} of {settings.steps}: "
+        f"kill -9 of all trainers{f', and the memory of {lost} is lost' if lost else ''}.",
+        highlight=False,
+    )
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        yield bars
+
+
+class Bar:
+    """A run's progress bar: the version all ranks have finished, and what is going on."""
+
+    def __init__(self, bars: Progress, label: str, steps: int) -> None:
+        self._bars = bars
+        self._task: TaskID = bars.add_task(label, total=steps, status="starting")
+
+    def tell(self, ranks: Sequence[RankProgress]) -> None:
+        version = min(rank.version for rank in ranks)
+        steps = [rank.steps[-1] for rank in ranks if rank.steps]
+        status = "starting"
+        if all(rank.finished for rank in ranks):
+            status = "done"
+        elif steps:
+            status = f"loss {sum(step.loss_value for step in steps) / len(steps):.3f}"
+        elif all(rank.started for rank in ranks):
+            status = "training"
+        self._bars.update(self._task, completed=version, status=status)
+
+    def say(self, status: str) -> None:
+        self._bars.update(self._task, status=status)
+
+
+def train_to_end(bars: Progress, label: str, settings: TrainingSettings, folder: Path) -> list[RankProgress]:
+    bar = Bar(bars, label, settings.steps)
+    with Trainers(settings, folder) as trainers:
+        ranks = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
+        trainers.wait_for_exit()
+    return list(ranks)
+
+
+def fail_and_recover(
+    bars: Progress, console: Console, settings: TrainingSettings, failure: FailurePlan, workspace: Workspace
+) -> Interrupted:
+    bar = Bar(bars, "with a failure", settings.steps)
+    workspace.interrupted.mkdir()
+    with Trainers(settings, workspace.interrupted / "first") as trainers:
+        ranks = trainers.watch(lambda told: all(rank.version >= failure.version for rank in told), bar.tell)
+        step_s = sorted(step.seconds for step in ranks[0].steps)[len(ranks[0].steps) // 2]
+        trainers.run_on(failure.fraction * step_s)
+        trainers.kill()
+        first = trainers.progress()
+    if any(rank.finished for rank in first):
+        raise ConfigurationError("the trainers were done before the failure could strike; use more --steps")
+    bar.say("killed")
+    held = workspace.held_bytes(settings.tiers)
+    workspace.wipe(failure.nodes_lost)
+    bar.say("restarting")
+    begun = time.monotonic()
+    with Trainers(settings, workspace.interrupted / "second") as trainers:
+        show_recovery(console, trainers.watch(lambda told: all(rank.started for rank in told), bar.tell))
+        trainers.watch(lambda told: all(rank.steps for rank in told), bar.tell)
+        restart_s = time.monotonic() - begun
+        second = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
+        trainers.wait_for_exit()
+    return Interrupted(first, second, restart_s, held)
+
+
+def show_recovery(console: Console, ranks: Sequence[RankProgress]) -> None:
+    """Print the availability matrix, which all ranks agree on, and the plan."""
+    if not all(rank.recovered for rank in ranks):
+        raise RecoveryError("the restarted trainers found nothing to recover, and began from the start")
+    reports = [rank.recovered for rank in ranks]
+    console.print(availability_table(reports[0]))
+    console.print(plan_table(reports))

@@ -1,0 +1,71 @@
+"""What one training run of the demo does, as a frozen value that travels to the ranks as a JSON file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["DTYPES", "RANKS", "ZERO_STAGES", "TrainingSettings"]
+
+RANKS = 2
+"""Each rank stands for a node and has a shared-memory namespace of its own."""
+ZERO_STAGES = (0, 1, 2, 3)
+DTYPES = ("fp32", "bf16")
+SEED_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Model, data and checkpoints of one run. Without ``tiers`` nothing is checkpointed.
+
+    Raises:
+        ConfigurationError: a value that cannot be trained with; the message names it.
+    """
+
+    steps: int
+    seed: int
+    zero: int = 1
+    dtype: str = "fp32"
+    width: int = 320
+    layers: int = 5
+    heads: int = 5
+    sequence: int = 128
+    micro_batch: int = 2
+    dropout: float = 0.1
+    text: str | None = None
+    tiers: tuple[str, ...] = ()
+    base_every: int = 10
+    batch: int = 5
+    codec: str = "exact"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "width", "layers", "heads", "sequence", "micro_batch", "base_every", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ConfigurationError(f"the width {self.width} is no multiple of the {self.heads} attention heads")
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"dropout must be in [0, 1), not {self.dropout}")
+        if not 0 <= self.seed <= SEED_MAX:
+            raise ConfigurationError(f"the seed must be in 0..{SEED_MAX}, not {self.seed}")
+        if self.zero not in ZERO_STAGES:
+            raise ConfigurationError(f"ZeRO has the stages 0, 1, 2 and 3, not {self.zero}")
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> TrainingSettings:
+        """The settings in the file; an unknown key or a missing one is a ``ConfigurationError``."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigurationError(f"{path} has unknown settings: {', '.join(unknown)}")
+        if missing := sorted(known - set(values)):
+            raise ConfigurationError(f"{path} lacks the settings {', '.join(missing)}")
+        return cls(**{**values, "tiers": tuple(values["tiers"])})
