@@ -1,6 +1,6 @@
 """What each rank of ``test_deepspeed_provider`` runs: every check of one launch, one after another.
 
-Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | CHECK)...``; writes ``DIRECTORY/r{rank}.json``:
+Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | resumes | CHECK)...``; writes ``DIRECTORY/r{rank}.json``:
 for each check the list of what did not hold.
 """
 
@@ -17,6 +17,7 @@ import torch
 from deepspeed_edges import EDGES
 from deepspeed_harness import CASES, deepspeed
 from deepspeed_replay import check_case
+from deepspeed_resume import resumes
 
 Check = Callable[[], Iterable[str]]
 
@@ -26,8 +27,9 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60))
     replays: dict[str, Check] = {name: lambda case=case: check_case(case) for name, case in CASES.items()}
-    checks = {**replays, **EDGES}
-    sets = {"replays": list(replays), "edges": list(EDGES)}
+    attached = resumes(directory)
+    checks = {**replays, **EDGES, **attached}
+    sets = {"replays": list(replays), "edges": list(EDGES), "resumes": list(attached)}
     results = {}
     for name in [check for each in chosen for check in sets.get(each, [each])]:
         try:

@@ -1,6 +1,7 @@
 """``DeepSpeedProvider`` on real engines: two ranks under ``torchrun``, many checks a launch, since a start is slow.
 
-What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit) and ``deepspeed_edges.py``.
+What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit), ``deepspeed_edges.py`` and
+``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers).
 """
 
 from __future__ import annotations
@@ -62,6 +63,23 @@ EDGES = (
     "refused-setups",
 )
 
+RESUMES = (
+    "attached-and-skipping",
+    "block",
+    "zero0-fp32-software",
+    "zero1-fp32-software",
+    "zero2-fp32-software",
+    "zero3-fp32-software",
+    "zero1-fp32-node",
+    "zero3-bf16-rack",
+    "zero0-bf16-software",
+    "zero1-bf16-software",
+    "zero1-bf16-accumulate-fp32-software",
+    "zero2-bf16-software",
+    "zero3-bf16-software",
+    "pipeline-zero1-bf16-software",
+)
+
 Results = list[dict[str, list[str]]]
 
 
@@ -100,6 +118,11 @@ def edges(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch(tmp_path_factory.mktemp("edges"), "edges")
 
 
+@pytest.fixture(scope="module")
+def resumes(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(tmp_path_factory.mktemp("resumes"), "resumes")
+
+
 def failures(results: Results, check: str) -> str:
     """One line for each thing that did not hold, on any rank."""
     lines = []
@@ -121,6 +144,13 @@ def test_edge(edges: Results, check: str) -> None:
     assert not failures(edges, check)
 
 
-def test_every_check_of_the_worker_is_listed_here(replays: Results, edges: Results) -> None:
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", RESUMES)
+def test_attach_fail_attach_again_and_go_on(resumes: Results, check: str) -> None:
+    assert not failures(resumes, check)
+
+
+def test_every_check_of_the_worker_is_listed_here(replays: Results, edges: Results, resumes: Results) -> None:
+    assert set(resumes[0]) <= set(RESUMES)
     assert set(replays[0]) <= set(REPLAYS)
     assert set(edges[0]) <= set(EDGES)

@@ -46,7 +46,9 @@ def converge(cluster: Cluster) -> None:
     mark = cluster.watermark()
     assert mark is not None
     newest = max(
-        key.first for key in cluster.ranks[0].memory if is_base(key, cluster.generation, 0) and isinstance(key, ShardKey)
+        key.first
+        for key in cluster.ranks[0].memory
+        if is_base(key, cluster.generation, 0) and isinstance(key, ShardKey)
     )
     assert (mark.generation, mark.version) == (cluster.generation, newest), "the newest base is committed"
     for index, rank in enumerate(cluster.ranks):

@@ -1,0 +1,108 @@
+"""The public names: they exist, are documented, and are the ones the type checker sees."""
+
+import ast
+import importlib
+import inspect
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import tiercheck
+
+ROOT = Path(__file__).parents[2]
+MODULES = (
+    "tiercheck",
+    "tiercheck.errors",
+    "tiercheck.types",
+    "tiercheck.hierarchy",
+    "tiercheck.config",
+    "tiercheck.tiers.driver",
+    "tiercheck.tiers.registry",
+    "tiercheck.integrations.torch",
+    "tiercheck.integrations.deepspeed",
+    "tiercheck.testing.conformance",
+    "tiercheck.testing.stateful",
+)
+
+
+def names_for_the_type_checker() -> dict[str, str]:
+    """Each name imported under TYPE_CHECKING in tiercheck/__init__.py, and the module it comes from."""
+    tree = ast.parse((ROOT / "tiercheck" / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def test_all_three_lists_of_names_agree() -> None:
+    lazy = tiercheck._MODULES | {"errors": "tiercheck"}
+    assert names_for_the_type_checker() == lazy
+    assert set(tiercheck.__all__) == {*lazy, "__version__"}
+
+
+@pytest.mark.parametrize("name", tiercheck.__all__)
+def test_each_name_is_the_one_its_module_defines(name: str) -> None:
+    value = getattr(tiercheck, name)
+    if name in tiercheck._MODULES:
+        assert value.__module__ == tiercheck._MODULES[name]
+        assert value.__name__ == name
+    assert name in dir(tiercheck)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Hierachy'"):
+        _ = tiercheck.Hierachy
+    with pytest.raises(ImportError, match="Hierachy"):
+        exec("from tiercheck import Hierachy", {})
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_what_is_public_exists_and_says_what_it_is_for(module_name: str) -> None:
+    module = importlib.import_module(module_name)
+    assert module.__doc__
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__doc__, f"{module_name}.{name} has no docstring"
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_public_methods_say_what_they_do(module_name: str) -> None:
+    module = importlib.import_module(module_name)
+    bare: list[str] = []
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) and value.__module__.startswith("tiercheck") and "testing" not in value.__module__:
+            bare += [f"{name}.{method}" for method in undocumented_methods(value)]
+    assert not bare
+
+
+def undocumented_methods(owner: type) -> list[str]:
+    """Public methods defined by ``owner`` that are documented neither there nor where they were first declared."""
+    return [
+        name
+        for name, value in vars(owner).items()
+        if inspect.isfunction(value) and not name.startswith("_") and not inspect.getdoc(getattr(owner, name))
+    ]
+
+
+def test_the_reference_names_every_public_name() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    missing = [name for name in tiercheck.__all__ if f"`{name}" not in reference]
+    missing += [name for name in tiercheck.errors.__all__ if f"`{name}`" not in reference]
+    assert not missing
+
+
+def test_the_reference_names_every_option_and_every_driver() -> None:
+    from dataclasses import fields
+
+    from tiercheck.config import CheckpointConfig
+    from tiercheck.streams.codecs import CODECS
+
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    wanted = [each.name for each in fields(CheckpointConfig)] + list(CODECS)
+    assert not [name for name in wanted if f"`{name}`" not in reference]
+    schemes = {entry.name for entry in entry_points(group="tiercheck.tiers")}
+    documented = set(re.findall(r"^\| `([a-z0-9+]+)://", reference, re.MULTILINE))
+    assert {"memory", "nvme", "shm"} <= documented <= schemes

@@ -1,0 +1,290 @@
+"""The documentation cannot rot: every code block of every page is run, or checked against what it speaks of.
+
+A block's language says how. Of ``python`` blocks, those that begin with ``# file: NAME`` are written to NAME in a fresh
+directory; the page's commands run there; then all other ``python`` blocks of the page run in order as one program.
+``<!-- setup: ... -->`` holds code that this program needs and a reader does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+
+from tests.unit.test_demo_report import compared, runs
+from tiercheck import cli
+from tiercheck.demo.report import render
+from tiercheck.integrations.deepspeed import read_block
+from tiercheck.tiers.namespaces import namespaces, remove_namespace
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DEADLINE_S = 240
+BLOCK = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=fence)[ ]*$", re.DOTALL | re.MULTILINE)
+SETUP = re.compile(r"^<!-- setup:\n(?P<text>.*?)^-->$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"# file: (\S+)\n")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+RUN = ("python", "pytest", "diff")
+WRITTEN_LATER = {"docs/architecture.md"}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    """The first line of the text, counted from 1."""
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that the block is, if it is one."""
+        match = FILE.match(self.text)
+        return match[1] if match else None
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = [(match, match["language"].strip()) for match in BLOCK.finditer(text)]
+    found += [(match, "setup") for match in SETUP.finditer(text)]
+    return sorted(
+        (
+            Block(page, text.count("\n", 0, match.start("text")) + 1, language, match["text"])
+            for match, language in found
+        ),
+        key=lambda block: block.line,
+    )
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def of_language(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def commands_in(block: Block) -> list[tuple[str, list[str]]]:
+    """The commands of a console block, each with the output that is shown for it."""
+    commands: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            commands.append((line[2:], []))
+        else:
+            assert commands, f"{block.where}: output before the first command"
+            commands[-1][1].append(line)
+    return commands
+
+
+COMMANDS = [(block, command, shown) for block in of_language("console") for command, shown in commands_in(block)]
+
+# Nothing goes unchecked.
+
+CHECKED = ("python", "console", "json", "toml", "setup")
+
+
+def test_pages_are_found() -> None:
+    assert ROOT / "README.md" in PAGES
+    assert {block.language for block in BLOCKS} == set(CHECKED)
+
+
+def test_no_unvalidated_blocks() -> None:
+    assert not [block.where for block in BLOCKS if block.language not in CHECKED]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_fence_belongs_to_a_block(page: Path) -> None:
+    """A block that the pattern does not see, indented or never closed, would go unchecked."""
+    without = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    assert "```" not in without
+    assert "~~~" not in without
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(BLOCK.sub("", page.read_text())) if "://" not in target]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not [each for each in missing if str((page.parent / each).resolve().relative_to(ROOT)) not in WRITTEN_LATER]
+
+
+# Python, and the commands that run it.
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory of the page's own, and its own name in shared memory, for the names that the page uses."""
+
+    directory: Path
+    name: str
+
+    def here(self, text: str) -> str:
+        for ours, theirs in (
+            ("my-run", self.name),
+            ("/shared/", f"{self.directory}/"),
+            ("/mnt/", f"{self.directory}/"),
+        ):
+            text = text.replace(ours, theirs)
+        return text
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        return subprocess.run(
+            command,
+            cwd=self.directory,
+            env={**os.environ, "PATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path, f"test-docs-{secrets.token_hex(6)}")
+    yield place
+    for namespace in namespaces():
+        if namespace.name.startswith(place.name):
+            remove_namespace(namespace.name)
+
+
+def program_of(blocks: list[Block]) -> str:
+    """The blocks as one program whose lines are those of the page, so that a traceback shows where."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines))
+        lines += block.text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in of_language("python")}), ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_a_page_runs(page: Path, place: Place) -> None:
+    python = [block for block in of_language("python", "setup") if block.page == page]
+    for block in python:
+        if block.file:
+            (place.directory / block.file).write_text(place.here(block.text))
+    for block, command, shown in COMMANDS:
+        if block.page == page and shlex.split(command)[0] in RUN:
+            check_command(block, place.here(command), shown, place)
+    program = program_of([block for block in python if not block.file])
+    if program.strip():
+        script = place.directory / f"{page.name}.py"
+        script.write_text(place.here(program))
+        done = place.run([sys.executable, str(script)])
+        assert done.returncode == 0, f"{page.relative_to(ROOT)} (its lines are the program's):\n{done.stdout}"
+
+
+def check_command(block: Block, command: str, shown: list[str], place: Place) -> None:
+    """What is shown is what is printed. ``Killed`` is the shell's word for a death by SIGKILL."""
+    killed = "Killed" in shown
+    done = place.run(shlex.split(command))
+    assert done.returncode == (-signal.SIGKILL if killed else 0), f"{block.where}: $ {command}\n{done.stdout}"
+    expected = [line for line in shown if line != "Killed"]
+    if expected or shlex.split(command)[0] == "diff":
+        assert done.stdout.splitlines() == expected, f"{block.where}: $ {command}"
+
+
+# Commands that are too long to run here: what they name exists.
+
+
+def check_make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        variable, assigned, _ = word.partition("=")
+        pattern = rf"^{variable} \?=" if assigned else rf"^{word}:.* ## "
+        assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile knows no {word!r}"
+
+
+def check_tiercheck(words: list[str]) -> None:
+    """Parses the words as the command line does, and calls nothing."""
+    group = typer.main.get_command(cli.app)
+    name, *rest = words
+    command = group.commands[name]  # type: ignore[attr-defined]
+    command.make_context(name, rest).close()
+
+
+def check_pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    extras = set(metadata("tiercheck").get_all("Provides-Extra") or [])
+    for requirement in words[1:]:
+        match = re.fullmatch(r"tiercheck(?:\[([a-z,]+)\])?", requirement)
+        assert match, f"{requirement!r} is not ours to promise"
+        assert set((match[1] or "").split(",")) - {""} <= extras
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {"make": check_make, "tiercheck": check_tiercheck, "pip": check_pip}
+
+
+@pytest.mark.parametrize(
+    ("block", "command"), [(block, command) for block, command, _ in COMMANDS], ids=lambda each: str(each)[:60]
+)
+def test_a_command_exists(block: Block, command: str) -> None:
+    program, *words = shlex.split(command)
+    if program in RUN:
+        files = {each.file for each in BLOCKS if each.page == block.page}
+        assert any(word in files for word in words) or program == "diff", f"{block.where}: no file of the page is run"
+        assert block.page in {each.page for each in of_language("python")}, f"{block.where}: nothing runs this"
+    else:
+        assert program in CHECKS, f"{block.where}: nobody checks {program!r}"
+        CHECKS[program](words)
+
+
+@pytest.mark.parametrize("wrong", ["make demos", "make DEMO_ARG=1 demo", "tiercheck dmo", "tiercheck demo --zro 1"])
+def test_a_wrong_command_is_noticed(wrong: str) -> None:
+    program, *words = shlex.split(wrong)
+    with pytest.raises(Exception, match=r"Makefile knows no|dmo|zro"):
+        CHECKS[program](words)
+
+
+# Data.
+
+
+@pytest.mark.parametrize("block", of_language("json"), ids=lambda block: block.where)
+def test_json_is_a_configuration(block: Block) -> None:
+    hierarchy, _ = read_block(json.loads(block.text))
+    assert hierarchy.open().tiers
+
+
+@pytest.mark.parametrize("block", of_language("toml"), ids=lambda block: block.where)
+def test_toml_registers_what_the_page_defines(block: Block) -> None:
+    entries = tomllib.loads(block.text)["project"]["entry-points"]["tiercheck.tiers"]
+    sources = {each.file: each.text for each in BLOCKS if each.page == block.page and each.file}
+    assert entries
+    for target in entries.values():
+        module, _, path = target.partition(":")
+        owner, _, method = path.partition(".")
+        assert f"class {owner}(" in sources[f"{module}.py"]
+        assert f"def {method}(" in sources[f"{module}.py"]
+
+
+# What the README says of the demo.
+
+
+def test_the_readme_explains_every_line_of_the_demo() -> None:
+    console = Console(width=300, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(render(compared(*runs())))
+    printed = re.findall(r"^  (\S.*?)  ", console.export_text(), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("## What the demo shows")[2].partition("### Figures")[0]
+    assert re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE) == printed
