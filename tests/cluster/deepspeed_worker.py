@@ -1,7 +1,7 @@
 """What each rank of ``test_deepspeed_provider`` runs: every check of one launch, one after another.
 
-Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | resumes | CHECK)...``; writes ``DIRECTORY/r{rank}.json``:
-for each check the list of what did not hold.
+Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | resumes | CHECK)...``; writes
+``DIRECTORY/r{rank}.json``: for each check the list of what did not hold.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import argparse
 import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,11 @@ def main() -> None:
             raise
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    # Everything is written and closed. A regular exit may abort in torch's static destructors ("terminate called
+    # without an active exception", seen with ZeRO-3), which would make a success look like a failure.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

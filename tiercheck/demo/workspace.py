@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,10 @@ DIFFERENTIAL_BYTES = 4  # a parameter: its float32 gradient
 BASES_HELD = 3  # two kept, one being written
 BASE_ROOM_BYTES = 9 << 20  # each: its header, and the most that the host state may take
 DIFFERENTIAL_ROOM_BYTES = 3 << 20
+
+
+RELEASE_DEADLINE_S = 30.0
+RELEASE_POLL_S = 0.05
 
 
 class Workspace:
@@ -83,10 +88,13 @@ class Workspace:
         return asyncio.run(held_bytes(Hierarchy.of(*tiers)))
 
     def wipe(self, nodes: Iterable[int]) -> None:
-        """The nodes' memory is gone; a node that holds nothing has nothing to lose."""
+        """The nodes' memory is gone; a node that holds nothing has nothing to lose.
+
+        Errors: ``Transient`` where a process still uses it after ``RELEASE_DEADLINE_S``.
+        """
         for node in nodes:
             with contextlib.suppress(NotFound):
-                remove_namespace(f"{self.name}-node{node}")
+                remove_when_released(f"{self.name}-node{node}")
 
     def write_report(self, values: dict[str, Any]) -> None:
         self.report.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -115,6 +123,19 @@ class Workspace:
         self.wipe(range(RANKS))
         if not self.keep and self.durable.exists():
             shutil.rmtree(self.durable)
+
+
+def remove_when_released(name: str) -> None:
+    """Remove a namespace. Of a killed process the last thread may hold its files a moment longer than the process
+    seems to live, and there is nothing to wait on."""
+    deadline = time.monotonic() + RELEASE_DEADLINE_S
+    while True:
+        try:
+            return remove_namespace(name)
+        except Transient:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RELEASE_POLL_S)
 
 
 def remove_orphans() -> None:

@@ -1,0 +1,75 @@
+"""Composing tiers: what is refused, in which words, and what an open hierarchy says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.testing.faults import FaultPlan, FaultyDriver
+from tiercheck.types import Survives
+
+
+def test_tiers_are_named_after_their_scheme_and_numbered() -> None:
+    tiers = Hierarchy.of("shm://a", "nvme:///b", Tier("nvme:///c"), Tier("nvme:///d", name="archive")).tiers
+    assert [tier.name for tier in tiers] == ["shm", "nvme", "nvme-2", "archive"]
+
+
+def test_places_are_filled_in_for_each_rank() -> None:
+    opened = Hierarchy.of("memory://run-{node}-{local_rank}-{rank}").open(rank=5, local_rank=1, node=2)
+    assert opened.first.driver.url == "memory://run-2-1-5"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://{pod}", r"has the field \{pod\}; known are \{rank\}, \{local_rank\}, \{node\}"),
+        ("memory://{rank", "unbalanced brace"),
+        ("memory://{}", r"has the field \{\}"),
+    ],
+)
+def test_unknown_places_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Hierarchy.of(url).open()
+
+
+def test_an_empty_hierarchy_and_no_url_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one tier"):
+        Hierarchy(())
+    with pytest.raises(ConfigurationError, match="has no scheme"):
+        Hierarchy.of("/mnt/ssd")
+    with pytest.raises(ConfigurationError, match=r"must_survive: unknown failure class 'rock': choose one of .*rack"):
+        Hierarchy.of("memory://", must_survive="rock")
+
+
+async def test_coverage_names_the_fastest_tier_for_each_failure(tmp_path: Path) -> None:
+    async with Hierarchy.of("memory://", f"nvme://{tmp_path}/a", f"nvme://{tmp_path}/b?survives=rack").open() as tiers:
+        assert tiers.coverage() == {
+            Survives.PROCESS: "nvme",
+            Survives.NODE: "nvme-2",
+            Survives.RACK: "nvme-2",
+            Survives.SITE: None,
+        }
+        assert tiers.survives is Survives.RACK
+        assert [role.shared for role in tiers.roles] == [False, False, True]
+
+
+async def test_a_hierarchy_that_cannot_survive_what_is_asked_is_closed_again(tmp_path: Path) -> None:
+    opened = Hierarchy.of("memory://", f"nvme://{tmp_path}/a", must_survive="node").open()
+    with pytest.raises(
+        ConfigurationError, match=r"no tier survives a node failure.*memory \(nothing\), nvme \(process\)"
+    ):
+        await opened.__aenter__()
+    with pytest.raises(TierError, match="not open"):
+        await opened.first.driver.stat("x")
+
+
+async def test_a_tier_that_does_not_open_leaves_none_open() -> None:
+    failing = FaultPlan.fail_call("open", lambda: CapacityExceeded("too small"))
+    opened = Hierarchy.of("memory://", Tier("memory://", wrap=lambda driver: FaultyDriver(driver, failing))).open()
+    with pytest.raises(CapacityExceeded, match="too small"):
+        await opened.__aenter__()
+    with pytest.raises(TierError, match="not open"):
+        await opened.first.driver.stat("x")
