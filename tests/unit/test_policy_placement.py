@@ -75,6 +75,12 @@ def test_a_gap_splits_a_batch() -> None:
     assert targets == [batch(1, 2), batch(4, 5)]
 
 
+def test_what_precedes_a_gap_goes_even_when_all_after_it_is_covered() -> None:
+    memory = [base(0), single(1), single(3), single(4)]
+    targets = [each.target for each in Placement(2).transfers(seen(memory, [base(0), batch(3, 4)]))]
+    assert targets == [batch(1, 1)]
+
+
 def test_what_is_covered_is_not_sent_again() -> None:
     memory = [base(0), *(single(version) for version in range(1, 6))]
     assert Placement(5).transfers(seen(memory, [base(0), batch(1, 5)])) == []

@@ -66,13 +66,14 @@ class Placement:
         covered = {version for key in own_differentials(seen, held) for version in key.versions}
         run: list[ShardKey] = []
         for key in own_differentials(seen, seen.contents[source.index]):
-            if key.last <= floor or all(version in covered for version in key.versions):
+            if key.last <= floor:
                 continue
             if run and (key.first != run[-1].last + 1 or self.window(key.first) != self.window(run[-1].first)):
                 # Something newer exists beyond the run, so nothing more will join it.
                 yield self._merge(source, target, run)
                 run = []
-            run.append(key)
+            if not covered.issuperset(key.versions):
+                run.append(key)
         if run and (closing or run[-1].last == self.window(run[-1].first)[-1]):
             yield self._merge(source, target, run)
 

@@ -1,0 +1,195 @@
+"""The mover by itself: level-triggered, honest about trouble, and harmless once it is superseded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tiercheck import container, objects
+from tiercheck.container import ShardMetadata, TensorEntry
+from tiercheck.errors import CapacityExceeded, DeadlineExceeded, JobConflict, Transient
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
+from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
+from tiercheck.mover import Mover
+from tiercheck.policy.placement import Placement
+from tiercheck.policy.watermark import Retention
+from tiercheck.testing.faults import FaultPlan, FaultyDriver
+
+WORLD = 2
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that a test can sit out."""
+    monkeypatch.setattr("tiercheck.mover.RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr("tiercheck.mover.RETRY_MAX_S", 0.02)
+
+
+def shard(key: ShardKey) -> list[bytes | bytearray | memoryview]:
+    metadata = ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, WORLD)
+    name = f"{key.first}/x"
+    return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))]))
+
+
+def tiers(tmp_path: Path, *, durable: FaultPlan | None = None, middle: FaultPlan | None = None) -> OpenHierarchy:
+    def under(plan: FaultPlan | None, url: str) -> Tier:
+        return Tier(url, wrap=(lambda driver: FaultyDriver(driver, plan)) if plan else None)
+
+    urls = [Tier(f"memory://mover-{uuid.uuid4().hex}")]
+    if middle is not None:
+        urls.append(under(middle, f"nvme://{tmp_path}/middle"))
+    return Hierarchy.of(*urls, under(durable, f"nvme://{tmp_path}/durable?survives=rack")).open()
+
+
+def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1) -> Mover:
+    return Mover(
+        hierarchy, rank=rank, world_size=world_size, generation=1, placement=Placement(2), retention=Retention()
+    )
+
+
+async def capture(hierarchy: OpenHierarchy, *keys: ShardKey) -> None:
+    for key in keys:
+        await hierarchy.first.driver.put(str(key), shard(key))
+
+
+def base(version: int, rank: int = 0) -> ShardKey:
+    return ShardKey.base(1, version, rank)
+
+
+def record(version: int) -> ShardKey:
+    return ShardKey.differential(1, version, version, 0)
+
+
+async def held(hierarchy: OpenHierarchy, index: int = -1) -> list[str]:
+    return [info.key async for info in hierarchy.tiers[index].driver.list("g")]
+
+
+@pytest.fixture
+async def plain(tmp_path: Path) -> AsyncIterator[OpenHierarchy]:
+    async with tiers(tmp_path) as hierarchy:
+        yield hierarchy
+
+
+async def test_one_look_is_enough_without_any_notification(plain: OpenHierarchy) -> None:
+    await capture(plain, base(0), record(1), record(2), record(3))
+    mover = mover_of(plain)
+    assert await mover.cycle()
+    merged = ShardKey.differential(1, 1, 2, 0)
+    assert await held(plain) == [str(CommitKey(1, 0)), str(MarkerKey(1, 0, 0)), str(base(0)), str(merged)]
+    assert (mover.status.watermark, mover.status.undrained_bases, mover.status.idle) == (0, 0, True)
+    content = await plain.tiers[-1].driver.get(str(merged))
+    parsed = container.parse(content, key=str(merged))
+    parsed.verify()
+    assert parsed.names == ("1/x", "2/x")
+
+
+async def test_a_second_look_does_nothing(plain: OpenHierarchy) -> None:
+    await capture(plain, base(0), record(1), record(2))
+    mover = mover_of(plain)
+    await mover.cycle()
+    before = mover.status
+    await mover.cycle()
+    assert mover.status == before
+
+
+async def test_trouble_is_shown_and_passes(tmp_path: Path) -> None:
+    plan = FaultPlan.fail_call("put", lambda: Transient("the store is away"), times=3)
+    async with tiers(tmp_path, durable=plan) as hierarchy:
+        await capture(hierarchy, base(0))
+        mover = mover_of(hierarchy)
+        assert not await mover.cycle()
+        assert "the store is away" in mover.status.errors["nvme"]
+        assert not mover.status.idle
+        await mover.drain(10, closing=True)
+        assert mover.status.errors == {}
+        assert mover.status.watermark == 0
+
+
+async def test_a_wait_that_ends_names_the_tier_and_its_error(tmp_path: Path) -> None:
+    async with tiers(tmp_path, durable=FaultPlan.full()) as hierarchy:
+        await capture(hierarchy, base(0), base(10))
+        mover = mover_of(hierarchy)
+        await mover.cycle()
+        with pytest.raises(DeadlineExceeded, match=r"2 bases have not reached .* within 0.1 s \(nvme: .*full"):
+            await mover.room_for_base(0.1)
+        with pytest.raises(DeadlineExceeded, match=r"not everything captured .*\(nvme: .*full"):
+            await mover.drain(0.1, closing=True)
+
+
+async def test_a_tier_in_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
+    failing = FaultPlan.fail_call("put", lambda: CapacityExceeded("no room"), times=10**9)
+    async with tiers(tmp_path, middle=failing) as hierarchy:
+        await capture(hierarchy, base(0))
+        mover = mover_of(hierarchy)
+        await mover.cycle()
+        assert str(CommitKey(1, 0)) in await held(hierarchy)
+        assert mover.status.watermark == 0
+        assert "no room" in mover.status.errors["nvme"]
+
+
+async def test_a_tier_that_cannot_be_listed_gets_no_work_and_loses_nothing(tmp_path: Path) -> None:
+    plan = FaultPlan.fail_call("list", lambda: Transient("cannot list"), nth=2, times=1)
+    async with tiers(tmp_path, durable=plan) as hierarchy:
+        await capture(hierarchy, base(0), base(10), base(20))
+        mover = mover_of(hierarchy)
+        await mover.cycle()
+        await mover.drain(10, closing=True)
+        assert str(base(20)) in await held(hierarchy)
+
+
+async def test_a_damaged_source_is_not_copied_on(plain: OpenHierarchy) -> None:
+    await capture(plain, base(0), record(1), record(2), record(3), record(4))
+    content = bytearray(b"".join(shard(record(2))))
+    content[-1] ^= 1
+    await plain.first.driver.put(str(record(2)), [content])
+    mover = mover_of(plain)
+    await mover.cycle()
+    assert str(ShardKey.differential(1, 1, 1, 0)) in await held(plain), "what is sound still goes"
+    assert str(ShardKey.differential(1, 3, 4, 0)) in await held(plain)
+    assert not any("000000000002" in key for key in await held(plain))
+    assert bytes(await plain.first.driver.get(str(record(2)))) == bytes(content), "it is left for a recovery to report"
+
+
+async def test_a_marker_that_lies_is_not_committed(plain: OpenHierarchy) -> None:
+    await capture(plain, base(0))
+    driver = plain.tiers[-1].driver
+    await driver.put(str(base(0)), shard(base(0)))
+    await driver.put(str(MarkerKey(1, 0, 0)), [objects.pack({"nbytes": 1, "digest": "0" * 16})])
+    mover = mover_of(plain)
+    await mover.cycle()
+    assert str(CommitKey(1, 0)) not in await held(plain)
+    assert "its marker says" in mover.status.errors["nvme"]
+
+
+async def test_the_coordinator_waits_for_every_rank(plain: OpenHierarchy) -> None:
+    driver = plain.tiers[-1].driver
+    await capture(plain, base(0))
+    first, second = mover_of(plain, world_size=2), mover_of(plain, rank=1, world_size=2)
+    await first.cycle()
+    assert str(CommitKey(1, 0)) not in await held(plain)
+    await driver.put(str(base(0, rank=1)), shard(base(0, rank=1)))
+    await second.cycle()
+    await first.cycle()
+    assert str(CommitKey(1, 0)) in await held(plain)
+
+
+async def test_a_superseded_mover_touches_nothing(plain: OpenHierarchy) -> None:
+    await capture(plain, *(base(version) for version in (0, 10, 20)))
+    mover = mover_of(plain)
+    await plain.tiers[-1].driver.put(str(LineageKey(2)), [b"whatever"])
+    with pytest.raises(JobConflict, match="generation 2 of this job has opened"):
+        await mover.cycle()
+    assert await held(plain) == []
+    assert len(await held(plain, 0)) == 3
+
+
+async def test_keys_of_others_are_left_alone(plain: OpenHierarchy) -> None:
+    await plain.first.driver.put("notes.txt", [b"mine"])
+    await plain.first.driver.put("g000001/base/elsewhere", [b"mine"])
+    await capture(plain, *(base(version) for version in (0, 10, 20)))
+    await mover_of(plain).cycle()
+    assert bytes(await plain.first.driver.get("notes.txt")) == b"mine"
+    assert bytes(await plain.first.driver.get("g000001/base/elsewhere")) == b"mine"
