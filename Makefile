@@ -1,0 +1,61 @@
+# Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
+# On another Python: make PYTHON=python3.12 test. More for pytest: make pytest PYTEST_ARGS="-k container -x".
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# DeepSpeed on the CPU, and what it or torch may ever compile kept inside the project: a cache that several
+# projects share would hand one project's binary to another.
+export DS_ACCELERATOR := cpu
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types imports pytest format hooks clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED) ## make .venv, with the versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: TierCheck needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+	    "name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip check
+	@touch $@
+
+demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="--failure node")
+	$(BIN)/tiercheck demo $(DEMO_ARGS)
+
+test: lint types imports pytest ## everything that must pass: lint, types, import contracts, the whole test suite
+
+lint: $(INSTALLED) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED) ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(INSTALLED) ## who may import whom
+	$(BIN)/lint-imports --no-logo
+
+pytest: $(INSTALLED) ## the test suite alone (PYTEST_ARGS="-k shm -x")
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+format: $(INSTALLED) ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+hooks: $(INSTALLED) ## run the checks before each git commit
+	$(BIN)/pre-commit install
+
+clean: ## remove .venv, caches and outputs
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .torch_extensions demo-output build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
