@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO 0 to 3, fp32 and bf16, by one line after ``deepspeed.initialize``.
+"""DeepSpeed: ZeRO 0 to 3 in fp32, bf16 and fp16, pipelines included, by one line after ``deepspeed.initialize``.
 
 ::
 
