@@ -31,6 +31,7 @@ from tiercheck.streams.providers import (
     Identity,
     OptimizerIdentity,
     StateProvider,
+    check_shapes,
     copy_into,
     describe_tensor,
     digest,
@@ -296,7 +297,7 @@ class DeepSpeedProvider:
         unknown = sorted(optimizer_state.keys() - self.expected())
         if unknown:
             raise Mismatch(f"the checkpoint has optimizer state for {', '.join(unknown[:5])}, which this rank lacks")
-        _check_shapes({**self.masters(), **self.extras()}, {**masters, **extras})
+        check_shapes({**self.masters(), **self.extras()}, {**masters, **extras})
         copy_into(self.masters(), masters)
         copy_into(self.extras(), extras)
         for master in self._layout.masters():
@@ -471,17 +472,6 @@ def _gradient_for(master: Master, gradient: torch.Tensor | None) -> torch.Tensor
     if gradient is None:
         return None
     return gradient.detach().to(master.tensor.device, master.tensor.dtype).view_as(master.tensor)
-
-
-def _check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    if targets.keys() != sources.keys():
-        differing = ", ".join(sorted(targets.keys() ^ sources.keys())[:5])
-        raise Mismatch(f"the checkpoint and the job hold different tensors, among them {differing}")
-    for name, target in targets.items():
-        if target.shape != sources[name].shape:
-            raise Mismatch(
-                f"{name} is {tuple(sources[name].shape)} in the checkpoint, {tuple(target.shape)} in the job"
-            )
 
 
 def _refuse_odd_tensors(layout: Layout) -> None:

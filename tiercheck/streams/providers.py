@@ -352,17 +352,23 @@ def to_plain(value: Any, path: str) -> Any:
     return value
 
 
-def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """Copy each source into the target of its name. Errors: ``Mismatch`` where the names or shapes differ."""
+def check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Errors: ``Mismatch`` where the names or the shapes differ."""
     if targets.keys() != sources.keys():
         differing = ", ".join(sorted(targets.keys() ^ sources.keys())[:5])
         raise Mismatch(f"the checkpoint and the job hold different tensors, among them {differing}")
+    for name, target in targets.items():
+        if target.shape != sources[name].shape:
+            raise Mismatch(
+                f"{name} is {tuple(sources[name].shape)} in the checkpoint and {tuple(target.shape)} in the job"
+            )
+
+
+def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Copy each source into the target of its name. Errors: those of :func:`check_shapes`, before any is copied."""
+    check_shapes(targets, sources)
     with torch.no_grad():
         for name, target in targets.items():
-            if target.shape != sources[name].shape:
-                raise Mismatch(
-                    f"{name} is {tuple(sources[name].shape)} in the checkpoint and {tuple(target.shape)} in the job"
-                )
             target.copy_(sources[name])
 
 
