@@ -87,7 +87,7 @@ def kill_at_every_point(url: str) -> int:
             try:
                 asyncio.run(victim(number))
                 code = 0
-            except BaseException:  # noqa: BLE001  (the child must not return into the parent's code)
+            except BaseException:  # the child must not return into the parent's code
                 traceback.print_exc()
             finally:
                 os._exit(code)
