@@ -261,7 +261,7 @@ def test_a_wrong_url_is_one_clear_error(url: str) -> None:
 
 
 def test_unknown_configuration_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown key .base_evry.: did you mean .base_every."):
+    with pytest.raises(ConfigurationError, match=r"unknown key 'base_evry'.*did you mean 'base_every'"):
         CheckpointConfig.from_mapping({"base_evry": 3})
     with pytest.raises(ConfigurationError, match=r"base_every must be int"):
         CheckpointConfig.from_mapping({"base_every": "3"})
@@ -314,6 +314,15 @@ def test_a_step_with_a_closure_is_refused(hierarchy: Hierarchy) -> None:
     job.attach(hierarchy)
     with pytest.raises(UnsupportedSetup, match="closure"):
         job.optimizer.step(lambda: torch.zeros(()))
+    job.checkpointer.abort()
+
+
+def test_parameters_added_after_attach_are_refused(hierarchy: Hierarchy) -> None:
+    job = Job()
+    job.attach(hierarchy)
+    job.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(UnsupportedSetup, match="have changed since attach"):
+        job.train(1)
     job.checkpointer.abort()
 
 

@@ -151,6 +151,7 @@ class ModuleProvider:
         self._stepped_after = dict(stepped_after or {})
         self._stateful = dict(stateful or {})
         self._masters = _masters_by_name(model, optimizer)
+        self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
         self._before_next_batch: dict[str, Any] | None = None
         self._refuse_what_cannot_be_saved()
 
@@ -193,7 +194,16 @@ class ModuleProvider:
         return [plain_options(group) for group in self._optimizer.param_groups]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients the coming step will apply; parameters without one are left out."""
+        """The gradients the coming step will apply; parameters without one are left out.
+
+        Errors: ``UnsupportedSetup`` for a sparse gradient, and where the optimizer's parameters are not those that
+        were there when the provider was made.
+        """
+        if [id(p) for group in self._optimizer.param_groups for p in group["params"]] != self._parameter_ids:
+            raise UnsupportedSetup(
+                "the optimizer's parameters have changed since attach, and the new ones would not be saved: close the "
+                "checkpointer, change them, and attach again"
+            )
         found: dict[str, torch.Tensor] = {}
         for name, tensor in self._masters.items():
             if tensor.grad is None:
