@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -52,7 +53,8 @@ def resumes(directory: Path) -> dict[str, Any]:
 def tiers(directory: Path, name: str) -> Iterator[tuple[Hierarchy, str]]:
     """A namespace of shared memory for each rank, as if each were a node; and a directory that both see."""
     rank = torch.distributed.get_rank()
-    namespace = f"{directory.parent.name}-{directory.name}-{name}-{os.environ['TORCHELASTIC_RUN_ID'][:8]}"[-80:]
+    job = hashlib.sha256(f"{os.environ['TORCHELASTIC_RUN_ID']} {directory} {name}".encode()).hexdigest()[:16]
+    namespace = f"test-resume-{job}"
     hierarchy = Hierarchy.of(f"shm://{namespace}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack")
     try:
         yield hierarchy, f"{namespace}-{rank}"

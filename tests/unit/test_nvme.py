@@ -6,8 +6,9 @@ import errno
 import os
 import stat
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -276,16 +277,24 @@ async def test_cancelling_between_two_chunks(root: Path, monkeypatch: pytest.Mon
     loop = asyncio.get_running_loop()
     writev = os.writev
     chunks = [0]
+    delivered = threading.Event()
 
     async with NvmeDriver(root) as driver:
         await driver.put("a", [b"old"])
 
+        def cancel_and_deliver(turns: int = 20) -> None:
+            """The cancellation reaches the coroutine within a few turns of the loop."""
+            if turns == 20:
+                putting.cancel()
+            if turns:
+                loop.call_soon(cancel_and_deliver, turns - 1)
+            else:
+                delivered.set()
+
         def cancel_at_chunk(fd: int, parts: list[memoryview]) -> int:
             if chunks[0] == cut:
-                cancelled: Callable[[], object] = putting.cancel
-                loop.call_soon_threadsafe(cancelled)
-                while not putting.cancelling():
-                    time.sleep(0.0001)  # a thread: the loop goes on and takes the cancellation
+                loop.call_soon_threadsafe(cancel_and_deliver)
+                assert delivered.wait(30)
             chunks[0] += 1
             return writev(fd, parts)
 
