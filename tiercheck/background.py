@@ -14,12 +14,15 @@ __all__ = ["BackgroundLoop"]
 
 T = TypeVar("T")
 
+CLOSE_S_MAX = 60.0
+
 
 class BackgroundLoop:
     """Runs coroutines for a thread that cannot await. A daemon thread: it never keeps a dying process alive."""
 
     def __init__(self, name: str = "tiercheck") -> None:
         self._loop = asyncio.new_event_loop()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -47,12 +50,20 @@ class BackgroundLoop:
             raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None
 
     def close(self) -> None:
-        """Cancel what still runs, and stop. Idempotent."""
-        if self._loop.is_closed():
+        """Cancel what still runs, and stop. Idempotent.
+
+        Errors: ``DeadlineExceeded`` where a call to the operating system, such as one to a hung file system, does not
+        return; its thread stays, and the loop with it.
+        """
+        if self._closed:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=60)
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=CLOSE_S_MAX)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineExceeded(f"what still ran could not be stopped within {CLOSE_S_MAX:g} s") from None
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=60)
+        self._thread.join()
         self._loop.close()
 
 

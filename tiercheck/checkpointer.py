@@ -1,9 +1,10 @@
 """The front door a training loop holds: captures every version, and resumes from the newest one.
 
-An integration drives it through four calls an iteration, of which the user sees none::
+An integration drives it through these calls an iteration, of which the user sees none::
 
     capture(v, gradients)      before the optimizer changes anything; several times where it steps in parts
-    complete(v)                after it: version v exists and is in the first tier when this returns
+    stepped(v)                 after it, where complete(v) does not follow at once
+    complete(v)                the iteration is over: version v exists and is in the first tier when this returns
     skip(v)                    instead of both, where the step was skipped for an overflow
     close()                    at the end: everything is where policy wants it
 
@@ -95,8 +96,8 @@ class _BaseInFlight:
     version: int
     copied: concurrent.futures.Future[None]
     """Done once the state may change again."""
-    published: concurrent.futures.Future[int]
-    """Done once the base is in the first tier: its length in bytes."""
+    published: concurrent.futures.Future[int | None]
+    """Done once the base is in the first tier: its length in bytes; ``None`` where the state changed under the copy."""
 
 
 class Checkpointer:
@@ -121,10 +122,18 @@ class Checkpointer:
         self._stats = Stats()
         self._claim: Claim | None = None
         self._open_differential: _OpenDifferential | None = None
+        self._unrecorded: int | None = None
+        """The version of which a part could not be recorded: what is left of it is worth nothing."""
         self._base: _BaseInFlight | None = None
         self._base_due = False
+        self._stepped: int | None = None
+        self._written = False
+        """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
+        self._durable_is_full = False
+        """A base has waited in vain for its predecessors to drain: until they do, none waits again."""
         self._closed = False
         self._on_close: list[Callable[[], None]] = []
+        self._on_end: list[Callable[[], None]] = []
         self._mover_life: concurrent.futures.Future[None] | None = None
         self._copier = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tiercheck-base")
         self._loop = BackgroundLoop()
@@ -168,21 +177,21 @@ class Checkpointer:
 
         Errors: ``SaveError`` where a tier does not take it in time; it names the tier and its error.
         """
+        self._opened()
         self._finish_base()
         self._call_mover(self._mover.drain(self.config.deadline_s, closing=True), "flushing the tiers")
 
     def close(self) -> None:
         """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent.
 
-        Errors: as :meth:`flush`; everything is given back all the same.
+        Errors: as :meth:`flush`, and ``RecoveryError`` where another rank could not; everything is given back all
+        the same.
         """
         if self._closed:
             return
         try:
-            while self._on_close:
-                self._on_close.pop(0)()
-            self.flush()
-            self._gather("the end of the job", lambda: True)
+            # A rank that fails tells the others, which may have to wait as long as it tried.
+            gather(self._group, "the end of the job", self._finish, deadline_s=3 * self.config.deadline_s)
             self._call_mover(self._mover.drain(self.config.deadline_s, closing=True), "the last commit")
         finally:
             self.abort()
@@ -212,9 +221,14 @@ class Checkpointer:
         that is not the next one.
         """
         self._check_life()
+        self._check_next(version)
         self._finish_copy()
         began = time.perf_counter()
-        with self._saving(version):
+        with self._saving(version), self._recording(version):
+            if self._open_differential is None and version != self._unrecorded and self._stream.masters_written():
+                self._leave_out(version)
+            if version == self._unrecorded:
+                return  # the whole of it or nothing
             if self._open_differential is None:
                 self._open_differential = self._begin_differential(version)
             self._open_differential.capture.add(gradients)
@@ -222,21 +236,35 @@ class Checkpointer:
 
     def complete(self, version: int) -> None:
         """The step is done: publish the differential, and begin a base where one is due. Errors: as :meth:`capture`."""
+        self._check_next(version)
+        if self._stepped != version:
+            self.stepped(version)
         self._publish_differential(version, skipped=False)
+
+    def stepped(self, version: int) -> None:
+        """The optimizer has stepped, and :meth:`complete` follows later: what else is written to the parameters from
+        here on is no part of the step."""
+        self._stepped = version
+        self._stream.mark_stepped()
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
         self._check_life()
+        self._check_next(version)
         self._finish_copy()
-        with self._saving(version):
-            if self._open_differential is None:
+        with self._saving(version), self._recording(version):
+            if self._open_differential is None and version != self._unrecorded:
                 self._open_differential = self._begin_differential(version)
         self._publish_differential(version, skipped=True)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Run ``action`` when :meth:`close` is called, before anything is flushed: the integration ends an
-        iteration that is still open, and takes its hooks away."""
+        iteration that is still open."""
         self._on_close.append(action)
+
+    def on_end(self, action: Callable[[], None]) -> None:
+        """Run ``action`` at the end, by :meth:`close` or :meth:`abort`: the integration takes its hooks away."""
+        self._on_end.append(action)
 
     # How it is done
 
@@ -304,38 +332,45 @@ class Checkpointer:
             retention=Retention(self.config.keep_last, self.config.keep_every),
         )
         self._mover_life = self._loop.submit(self._mover.run())
+        self._stream.mark_stepped()
         with self._saving(self._version):
             self._begin_base(self._version)
 
     def _begin_differential(self, version: int) -> _OpenDifferential:
-        if version != self._version + 1:
-            raise ValueError(f"version {version} cannot follow version {self._version}: versions are consecutive")
         key = ShardKey.differential(self._generation, version, version, self._group.rank)
         reservation = self._reserve(key, self._stream.nbytes_max)
         return _OpenDifferential(self._stream.begin(key, reservation.buffer), reservation)
 
     def _publish_differential(self, version: int, *, skipped: bool) -> None:
         began = time.perf_counter()
-        opened, self._open_differential = self._open_differential, None
-        if opened is not None:
-            with self._saving(version, opened.reservation):
-                nbytes = opened.capture.finish(skipped=skipped)
-                self._call(opened.reservation.publish(nbytes), f"publishing differential {version}")
-                self._count(differentials=1, captured_bytes=nbytes)
-        self._version = version
+        # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
+        if version != self._unrecorded and (self._stream.masters_written() or self._stream.frozen_changed()):
+            self._leave_out(version)
+        self._stream.mark_stepped()
+        try:
+            if (opened := self._open_differential) is not None:
+                with self._saving(version), self._recording(version):
+                    nbytes = opened.capture.finish(skipped=skipped)
+                    self._call(opened.reservation.publish(nbytes), f"publishing differential {version}")
+                    self._count(differentials=1, captured_bytes=nbytes)
+        finally:
+            # The optimizer has stepped, recorded or not: the next step must not take this version's place.
+            self._open_differential = None
+            self._version = version
         self._count(differential_stall_s=time.perf_counter() - began)
         if version == self._placement.window(version)[-1]:
             self._nudge()  # a batch is complete; between batches there is nothing to move
-        if self._base_due or version % self.config.base_every == 0 or self._stream.frozen_changed():
+        if self._base_due or version % self.config.base_every == 0:
             with self._saving(version):
                 self._begin_base(version)
+            if version == self._unrecorded:
+                self._finish_base()  # nothing else holds this version
 
     def _begin_base(self, version: int) -> None:
         """Reserve memory and start the lazy copy. Waits where the bases before have not drained."""
         self._finish_base()
+        self._wait_for_room(version)
         began = time.perf_counter()
-        self._call_mover(self._mover.room_for_base(self.config.deadline_s), f"room for base {version}")
-        waited = time.perf_counter()
         key = ShardKey.base(self._generation, version, self._group.rank)
         capture = BaseCapture(self._provider, key, self._group.world_size)
         reservation = self._reserve(key, capture.nbytes_max)
@@ -344,17 +379,34 @@ class Checkpointer:
         self._base = _BaseInFlight(version, copied, published)
         self._base_due = False
         self._stream.mark_recorded()
-        self._count(drain_stall_s=waited - began, base_stall_s=time.perf_counter() - waited)
+        self._count(base_stall_s=time.perf_counter() - began)
+        if self._written:
+            self._finish_copy()
+
+    def _wait_for_room(self, version: int) -> None:
+        """Wait until the bases before have drained: once. With a durable tier that takes nothing for hours, training
+        that goes on all the same (``on_save_error``) must not stand still for the deadline at every iteration."""
+        deadline_s = 0.0 if self._durable_is_full else self.config.deadline_s
+        self._durable_is_full = True
+        began = time.perf_counter()
+        try:
+            self._call_mover(self._mover.room_for_base(deadline_s), f"room for base {version}")
+        finally:
+            self._count(drain_stall_s=time.perf_counter() - began)
+        self._durable_is_full = False
 
     def _copy_base(
         self, capture: BaseCapture, reservation: Reservation, copied: concurrent.futures.Future[None]
-    ) -> int:
+    ) -> int | None:
         """On the copier's thread, while the next forward and backward pass run."""
         try:
             try:
                 capture.copy(reservation.buffer)
             finally:
                 copied.set_result(None)
+            if capture.disturbed:
+                self._call(reservation.drop(), "dropping a base")
+                return None
             nbytes = capture.finish()
             self._call(reservation.publish(nbytes), "publishing a base")
         except BaseException:
@@ -385,7 +437,13 @@ class Checkpointer:
             try:
                 nbytes = base.published.result(timeout=self.config.deadline_s)
             except concurrent.futures.TimeoutError:
+                if base.published.done():  # the copier's own error, not ours
+                    raise
                 raise DeadlineExceeded(f"base {base.version} was not published in time") from None
+            if nbytes is None:
+                log.warning("base %d is given up, since its state was written to while it was copied", base.version)
+                self._written = self._base_due = True
+                return
             self._count(bases=1, captured_bytes=nbytes)
 
     def _reserve(self, key: ShardKey, nbytes: int) -> Reservation:
@@ -398,20 +456,53 @@ class Checkpointer:
             return self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
 
     @contextmanager
-    def _saving(self, version: int, reservation: Reservation | None = None) -> Iterator[None]:
+    def _recording(self, version: int) -> Iterator[None]:
+        """Give up the differential as a whole where any part of it fails, for whatever reason: published without
+        that part it would be replayed as if it were all."""
+        try:
+            yield
+        except BaseException:
+            self._give_up(version)
+            raise
+
+    def _give_up(self, version: int) -> None:
+        self._unrecorded = version
+        self._base_due = True  # the chain has a gap: only a base makes what follows reachable
+        opened, self._open_differential = self._open_differential, None
+        if opened is not None:
+            try:
+                self._call(opened.reservation.drop(), "dropping a differential")
+            except TierCheckError as error:
+                log.warning("dropping differential %d: %s", version, error)
+
+    def _leave_out(self, version: int) -> None:
+        """No differential leads to this version: it gets a base instead."""
+        if not self._written:
+            log.warning(
+                "before version %d something other than the attached optimizer's step wrote to parameters: "
+                "a version after such a write gets a base instead of a differential, which takes longer; and what is "
+                "written after the last step is not saved",
+                version,
+            )
+        self._written = True
+        self._give_up(version)
+
+    @contextmanager
+    def _saving(self, version: int) -> Iterator[None]:
         """Turn a failed save into what ``on_save_error`` asks for."""
         try:
             yield
         except (TierError, GroupError, SaveError) as error:
-            self._base_due = True  # the chain has a gap: only a base makes what follows reachable
-            self._open_differential = None
+            self._base_due = True
             self._count(failed_saves=1)
-            if reservation is not None:
-                self._call(reservation.drop(), "dropping a differential")
             message = f"version {version} could not be saved: {error}"
             if self.config.on_save_error == "fail":
                 raise SaveError(message) from error
             log.error("%s; training goes on, and the next version gets a base", message)
+
+    def _check_next(self, version: int) -> None:
+        if version != self._version + 1:
+            raise ValueError(f"version {version} cannot follow version {self._version}: versions are consecutive")
 
     def _check_life(self) -> None:
         if self._closed:
@@ -422,9 +513,16 @@ class Checkpointer:
             raise SaveError("the mover has stopped") from self._mover_life.exception()
 
     def _opened(self) -> OpenHierarchy:
-        if self._tiers is None:
+        if self._tiers is None or self._closed:
             raise SaveError("the checkpointer is closed")
         return self._tiers
+
+    def _finish(self) -> None:
+        try:
+            while self._on_close:
+                self._on_close.pop(0)()
+        finally:
+            self.flush()  # what came before is worth as much, where the last version cannot be saved
 
     def _gather(self, what: str, produce: Callable[[], Any]) -> list[Any]:
         return gather(self._group, what, produce, deadline_s=self.config.deadline_s)
@@ -450,16 +548,20 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        while self._on_end:
+            self._on_end.pop(0)()
         self._copier.shutdown(wait=True, cancel_futures=True)
         if self._mover_life is not None:
             self._mover_life.cancel()
         try:
-            if self._tiers is not None:
-                self._call(self._tiers.__aexit__(None, None, None), "closing the tiers")
+            try:
+                if self._tiers is not None:
+                    self._call(self._tiers.__aexit__(None, None, None), "closing the tiers")
+            finally:
+                self._loop.close()
         except TierCheckError as error:
             log.warning("closing the tiers: %s", error)
         finally:
-            self._loop.close()
             if self._claim is not None:
                 self._claim.release()
             self._group.close()

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,11 +27,18 @@ class Claim:
 
     def __init__(self, tiers: Iterable[str], rank: int) -> None:
         self._descriptors: list[int] = []
-        directory = _directory()
+        _claims.add(self)
         try:
+            directory = _directory()
             for url in tiers:
                 name = hashlib.sha256(f"{url.partition('?')[0]}\0{rank}".encode()).hexdigest()[:32]
                 self._take(directory / name, url, rank)
+        except OSError as error:
+            self.release()
+            raise ConfigurationError(
+                f"the claim on a tier takes a lock on a file in {tempfile.gettempdir()}: {error}; point TMPDIR at a "
+                "directory of this node that can be written to"
+            ) from error
         except BaseException:
             self.release()
             raise
@@ -53,6 +61,19 @@ class Claim:
         """Give the tiers back. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """A forked child (a data loader's worker, say) shares its parent's locks. It must not hold them beyond the
+    parent's end, or the job could not restart."""
+    for claim in list(_claims):
+        claim.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _directory() -> Path:

@@ -27,7 +27,8 @@ async def open_generation(hierarchy: OpenHierarchy, branch: Branch) -> None:
     Every rank does so, and in a shared tier all write the same record. Errors: ``JobConflict`` where another
     job opened a generation of this number at the same time; ``TierError``.
     """
-    for tier in hierarchy.tiers:
+    # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
+    for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
         await _record(tier, branch)
 
 

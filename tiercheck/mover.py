@@ -60,6 +60,8 @@ class _Trouble:
 
     failures: int
     retry_at: float
+    listing: bool
+    """It could not even be listed. Otherwise that goes on, and what it holds is known."""
 
 
 class Mover:
@@ -85,6 +87,8 @@ class Mover:
         self._looked = asyncio.Condition()
         self._cycle = asyncio.Lock()
         self._trouble: dict[int, _Trouble] = {}
+        self._unseen: set[int] = set()
+        """Tiers that could not be listed at the last look: what there is to do for them is not known."""
         self._corrupt: set[tuple[int, Key]] = set()
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
@@ -125,6 +129,7 @@ class Mover:
                         "them, or give it a name of its own"
                     )
                 acted, failed = await self._act(seen, closing)
+                failed = failed or bool(self._unseen)
                 self._note(seen, idle=not acted and not failed)
                 async with self._looked:
                     self._looked.notify_all()
@@ -187,8 +192,11 @@ class Mover:
                 if key is not None and (tier.index, key) not in self._corrupt:
                     found.append((key, info.nbytes))
 
-        done = await self._try(tier.index, listed)
-        return Contents.of(found if done else ())
+        if await self._try(tier.index, listed, listing=True):
+            self._unseen.discard(tier.index)
+            return Contents.of(found)
+        self._unseen.add(tier.index)
+        return Contents()
 
     async def _act(self, seen: Observation, closing: bool) -> tuple[bool, bool]:
         """Do what policy asks for. Returns whether anything was done, and whether anything was not."""
@@ -203,13 +211,18 @@ class Mover:
             if gone:
                 actions.append((index, partial(self._delete, self._hierarchy.tiers[index], gone)))
         outcomes = [await self._try(index, action) for index, action in actions]
+        for index in self._trouble.keys() - self._unseen - {index for index, _ in actions}:
+            self._settle(index)
         return any(outcomes), not all(outcomes)
 
-    async def _try(self, index: int, action: Callable[[], Awaitable[None]]) -> bool:
-        """Run an action against a tier unless the tier is pausing; note its failure or its recovery."""
+    async def _try(self, index: int, action: Callable[[], Awaitable[None]], *, listing: bool = False) -> bool:
+        """Run an action against a tier unless the tier is pausing; note its failure or its recovery.
+
+        That a tier can be listed ends no trouble with writing to it: its pauses go on growing.
+        """
         now = asyncio.get_running_loop().time()
         trouble = self._trouble.get(index)
-        if trouble is not None and now < trouble.retry_at:
+        if trouble is not None and now < trouble.retry_at and (trouble.listing or not listing):
             return False
         name = self._hierarchy.tiers[index].name
         try:
@@ -217,14 +230,19 @@ class Mover:
         except TierError as error:
             failures = trouble.failures + 1 if trouble else 1
             pause = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(failures - 1, 10))
-            self._trouble[index] = _Trouble(failures, now + pause)
+            self._trouble[index] = _Trouble(failures, now + pause, listing)
             self.status = replace(self.status, errors={**self.status.errors, name: str(error)})
             log.warning("tier %s: %s; trying again in %g s", name, error, pause)
             return False
-        if trouble is not None:
-            del self._trouble[index]
-            self.status = replace(self.status, errors={k: v for k, v in self.status.errors.items() if k != name})
+        if trouble is not None and (trouble.listing or not listing):
+            self._settle(index)
         return True
+
+    def _settle(self, index: int) -> None:
+        """The tier's trouble is over."""
+        name = self._hierarchy.tiers[index].name
+        del self._trouble[index]
+        self.status = replace(self.status, errors={k: v for k, v in self.status.errors.items() if k != name})
 
     async def _transfer(self, transfer: Transfer) -> None:
         """Verify the sources, then put them as one object."""

@@ -103,9 +103,10 @@ def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: f
     failure: Exception | None = None
     try:
         message: Mapping[str, Any] = {"value": produce()}
-    except TierCheckError as error:
+    except Exception as error:  # noqa: BLE001  it is raised below; the others must not wait for it
         failure = error
-        message = {"error": str(error), "mismatch": isinstance(error, Mismatch)}
+        said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
+        message = {"error": said, "mismatch": isinstance(error, Mismatch)}
     answers: list[Any] = [
         objects.unpack(each) for each in group.all_gather(objects.pack(message), what=what, deadline_s=deadline_s)
     ]
@@ -177,6 +178,7 @@ class Restorer:
         branches = {branch for survey in self._surveys for branch in survey.branches}
         self.branches = tuple(sorted(branches))
         self.lineage = Lineage.of(self.branches)
+        self._check_lineage()
         self._check_world_size()
 
     def restore(self) -> Recovery | None:
@@ -213,6 +215,17 @@ class Restorer:
                     except (Corruption, ValueError) as error:
                         log.warning("the lineage record %s in tier %s is ignored: %s", info.key, tier.name, error)
         return Survey(frozenset(sources), frozenset(branches))
+
+    def _check_lineage(self) -> None:
+        """A generation's record is written before its first shard and stays: where the newest one is gone, it is lost,
+        and what it opened would be passed over for something older."""
+        newest = max((source.key.generation for survey in self._surveys for source in survey.sources), default=0)
+        if newest > self.lineage.newest:
+            raise RecoveryError(
+                f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
+                f"in every tier ({self._places()}): bring back a tier that holds it, or remove the objects "
+                f"{LineageKey(newest)} and g{newest:06d}/* to go back to an older version"
+            )
 
     def _check_world_size(self) -> None:
         newest = next((b for b in self.branches if b.generation == self.lineage.newest), None)
@@ -321,18 +334,24 @@ class Restorer:
         if chosen is None:
             raise AssertionError("something was read without a plan")
         base = read.base
-        self.provider.load(
-            masters=base.masters,
-            optimizer_state=base.optimizer_state,
-            extras=base.extras,
-            hyperparameters=base.hyperparameters,
-        )
-        replay(self.provider, read.differentials)
-        self.provider.refresh()
-        last = read.differentials[-1] if read.differentials else None
-        self.provider.restore_host_state(last.host_state if last else base.host_state)
-        # A rank that failed above says so here, so that no other one trains on alone.
-        gather(self.group, "the end of the recovery", lambda: True, deadline_s=self.deadline_s)
+
+        def rebuild() -> None:
+            self.provider.load(
+                masters=base.masters,
+                optimizer_state=base.optimizer_state,
+                extras=base.extras,
+                hyperparameters=base.hyperparameters,
+            )
+            replay(self.provider, read.differentials)
+
+        def settle() -> None:
+            self.provider.refresh()
+            last = read.differentials[-1] if read.differentials else None
+            self.provider.restore_host_state(last.host_state if last else base.host_state)
+
+        # A rank that fails says so, so that no other one trains on alone, or waits for it in the refresh.
+        gather(self.group, "the replay", rebuild, deadline_s=self.deadline_s)
+        gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
         fidelity, notes = reached(base.identity, self.provider.identity(), read.differentials)
         names = [tier.name for tier in self.hierarchy.tiers]
         return Recovery(

@@ -96,7 +96,7 @@ class _Hooks:
             self._provider.optimizer.register_step_post_hook(self._after_step),
             engine.register_forward_pre_hook(self._before_forward),
         ):
-            self._checkpointer.on_close(handle.remove)
+            self._checkpointer.on_end(handle.remove)
         self._checkpointer.on_close(self._record_skipped)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -74,14 +74,13 @@ class _Hooks:
         """A step is done whose iteration has not ended yet."""
 
     def register(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        handles = [
+        self._checkpointer.on_close(self._end_iteration)
+        for handle in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             model.register_forward_pre_hook(self._before_forward),
-        ]
-        self._checkpointer.on_close(self._end_iteration)
-        for handle in handles:
-            self._checkpointer.on_close(handle.remove)
+        ):
+            self._checkpointer.on_end(handle.remove)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(each is not None for each in (*args[1:], *kwargs.values())):
@@ -89,12 +88,18 @@ class _Hooks:
                 "optimizer.step(closure) computes gradients inside the step, where they cannot be seen; supported is "
                 "loss.backward() followed by optimizer.step()"
             )
+        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+            raise UnsupportedSetup(
+                "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
+                "can be seen; supported is an optimizer with fused=False"
+            )
         self._end_iteration()
         self._checkpointer.capture(self._checkpointer.version + 1, self._provider.gradients())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pending = True
         self._provider.end_of_step()
+        self._checkpointer.stepped(self._checkpointer.version + 1)
         if not self._deferred:
             self._end_iteration()
 

@@ -23,7 +23,7 @@ from tiercheck.container import PackedObject, Shard, ShardMetadata, ShardWriter,
 from tiercheck.errors import Corruption
 from tiercheck.keys import ShardKey
 from tiercheck.streams.providers import Identity, StateProvider
-from tiercheck.streams.tensors import dtype_name, tensor_in
+from tiercheck.streams.tensors import counters, dtype_name, tensor_in
 
 __all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
 
@@ -59,6 +59,9 @@ class BaseCapture:
             "host": provider.host_state(),
         }
         self._objects = {name: PackedObject(objects.pack(value, name=name)) for name, value in held.items()}
+        self._untouched = counters(self._later)
+        self.disturbed = False
+        """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
         self._writer: ShardWriter | None = None
         self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
 
@@ -73,6 +76,7 @@ class BaseCapture:
         for name, tensor in {**self._at_once, **self._later}.items():
             spec = self._specs[name]
             tensor_in(writer.slot(name, spec.dtype, spec.shape), spec.dtype, spec.shape, what=name).copy_(tensor)
+        self.disturbed = counters(self._later) != self._untouched
         self._writer = writer
 
     def finish(self) -> int:

@@ -471,7 +471,7 @@ def _loaded(current: Any, saved: Any, master: torch.Tensor, scalars_on_device: b
 def _gradient_for(master: Master, gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
-    return gradient.detach().to(master.tensor.device, master.tensor.dtype).view_as(master.tensor)
+    return gradient.detach().to(master.tensor.device, master.tensor.dtype, copy=True).view_as(master.tensor)
 
 
 def _refuse_odd_tensors(layout: Layout) -> None:

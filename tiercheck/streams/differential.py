@@ -34,7 +34,7 @@ from tiercheck.errors import Corruption, SaveError
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import CODECS, Codec, codec, decode
 from tiercheck.streams.providers import StateProvider
-from tiercheck.streams.tensors import array_of, dtype_name, tensor_in, tensor_of
+from tiercheck.streams.tensors import array_of, counters, dtype_name, tensor_in, tensor_of
 from tiercheck.types import Fidelity
 
 __all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
@@ -160,10 +160,12 @@ class DifferentialStream:
         }
         self._recorded: dict[str, str] = {}
         self._frozen: dict[str, tuple[int, int]] = {}
+        self._stepped: dict[str, tuple[int, int]] = {}
         self.host_nbytes = 0
         """The length of the last host state."""
         self.packed_host_state()
         self.mark_recorded()
+        self.mark_stepped()
 
     @property
     def nbytes_max(self) -> int:
@@ -192,6 +194,15 @@ class DifferentialStream:
         for differentials do not hold it. Told by torch's counter of in-place changes, which ``.data`` bypasses."""
         return self._frozen_now() != self._frozen
 
+    def mark_stepped(self) -> None:
+        """The masters are as the optimizer's step, or a recovery, left them."""
+        self._stepped = counters(self.provider.masters())
+
+    def masters_written(self) -> bool:
+        """Whether anything but the optimizer has written to a master since then: then no replay of gradients leads to
+        what it holds. Told as in :meth:`frozen_changed`."""
+        return counters(self.provider.masters()) != self._stepped
+
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that differ from what was recorded; they count as recorded then."""
         changed: dict[str, torch.Tensor] = {}
@@ -204,8 +215,7 @@ class DifferentialStream:
 
     def _frozen_now(self) -> dict[str, tuple[int, int]]:
         buffers = self.provider.buffers()
-        extras = self.provider.extras()
-        return {name: (t.data_ptr(), t._version) for name, t in extras.items() if name not in buffers}
+        return counters({name: tensor for name, tensor in self.provider.extras().items() if name not in buffers})
 
     def packed_host_state(self) -> PackedObject:
         """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""

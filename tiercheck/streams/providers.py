@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,8 +19,12 @@ import numpy as np
 import torch
 
 from tiercheck.errors import Mismatch, UnsupportedSetup
+from tiercheck.streams.tensors import array_of, dtype_name, tensor_of
 
 __all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider", "random_state", "restore_random_state"]
+
+TENSOR = "tiercheck.tensor"
+"""The key that tells a stored tensor from other dictionaries; its value is the dtype."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,8 @@ class ModuleProvider:
         self._set_hyperparameters(hyperparameters)
         for name, parameter in self._masters.items():
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+            # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -269,7 +275,7 @@ class ModuleProvider:
                 "the same scheduler=, scaler= and stateful="
             )
         for name, each in here.items():
-            each.load_state_dict(saved[name])
+            each.load_state_dict(from_storable(saved[name]))
         self._set_hyperparameters(state["options"])
         restore_random_state(state["random"])
 
@@ -345,20 +351,52 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def to_plain(value: Any, path: str) -> Any:
-    """``value`` with every tensor as a NumPy array; containers keep their types.
+    """``value`` with every tensor as a NumPy array, or as a number where it has no dimension.
 
     Errors: ``UnsupportedSetup`` for a tensor whose dtype NumPy lacks; it names the path.
     """
-    if isinstance(value, torch.Tensor):
+
+    def plain(tensor: torch.Tensor, path: str) -> Any:
         try:
-            array = value.detach().cpu().numpy()
+            array = tensor.detach().cpu().numpy()
         except TypeError:
-            raise UnsupportedSetup(f"{path} is a {value.dtype} tensor, which host state cannot hold") from None
+            raise UnsupportedSetup(f"{path} is a {tensor.dtype} tensor, which host state cannot hold") from None
         return array.item() if array.ndim == 0 else array.copy()
+
+    return with_tensors(value, path, plain)
+
+
+def to_storable(value: Any, path: str) -> Any:
+    """``value`` with every tensor as a dictionary that :func:`from_storable` turns back into it.
+
+    Errors: ``UnsupportedSetup`` for a tensor whose dtype a shard cannot hold; it names the path.
+    """
+    return with_tensors(
+        value, path, lambda tensor, path: {TENSOR: dtype_name(tensor, path), "content": array_of(tensor).copy()}
+    )
+
+
+def from_storable(value: Any) -> Any:
+    """The inverse of :func:`to_storable`; tensors are on the host."""
+    if isinstance(value, dict):
+        if value.keys() == {TENSOR, "content"}:
+            return tensor_of(value["content"], value[TENSOR])
+        return type(value)({key: from_storable(each) for key, each in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(from_storable(each) for each in value)
+    return value
+
+
+def with_tensors(value: Any, path: str, put: Callable[[torch.Tensor, str], Any]) -> Any:
+    """``value`` with ``put(tensor, its path)`` for every tensor; lists, tuples and the dictionaries that host state can
+    hold keep their types, other mappings become dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return put(value, path)
     if isinstance(value, Mapping):
-        return {key: to_plain(each, f"{path}.{key}") for key, each in value.items()}
+        kind: Callable[[Any], Any] = type(value) if type(value) in (OrderedDict, Counter) else dict
+        return kind({key: with_tensors(each, f"{path}.{key}", put) for key, each in value.items()})
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(to_plain(each, f"{path}[{index}]") for index, each in enumerate(value))
+        return type(value)(with_tensors(each, f"{path}[{index}]", put) for index, each in enumerate(value))
     return value
 
 
@@ -404,7 +442,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _states(objects: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: to_plain(each.state_dict(), name) for name, each in objects.items()}
+    return {name: to_storable(each.state_dict(), name) for name, each in objects.items()}
 
 
 def _masters_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption, UnsupportedSetup
 
-__all__ = ["array_of", "dtype_name", "tensor_in", "tensor_of"]
+__all__ = ["array_of", "counters", "dtype_name", "tensor_in", "tensor_of"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -80,6 +80,12 @@ def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
     with _reading():
         tensor = torch.from_numpy(array)
     return tensor.view(kind) if kind in STAND_INS else tensor
+
+
+def counters(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """By name, what differs once a tensor has been written to in place or replaced: its address and torch's counter of
+    such writes, which those through ``.data`` bypass."""
+    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
 
 
 @contextmanager

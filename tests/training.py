@@ -1,0 +1,71 @@
+"""A training small enough to fail in every way, that remembers its parameters after each step."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import CapacityExceeded
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.torch import attach
+from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
+
+FULL = "no room"
+
+
+class Training:
+    """A model, its optimizer and, if attached, its checkpointer; remembers the parameters after each step."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        self.optimizer = optimizer(self.model.parameters(), lr=1e-2, **options)
+        self.states = {0: self.parameters()}
+
+    def attach(
+        self, hierarchy: Hierarchy, *, scaler: Any = None, stateful: dict[str, Any] | None = None, **config: Any
+    ) -> Checkpointer:
+        settings = CheckpointConfig(**{"deadline_s": 10.0, **config})
+        return attach(self.model, self.optimizer, hierarchy, scaler=scaler, stateful=stateful, config=settings)
+
+    def parameters(self) -> bytes:
+        return torch.cat([each.detach().flatten() for each in self.model.parameters()]).numpy().tobytes()
+
+    def backward(self, version: int) -> None:
+        self.optimizer.zero_grad()
+        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(version))
+        self.model(batch).pow(2).mean().backward()
+
+    def step(self, version: int) -> None:
+        self.backward(version)
+        try:
+            self.optimizer.step()
+        finally:
+            self.states[version] = self.parameters()
+
+
+def memory() -> str:
+    return f"memory://training-{uuid.uuid4().hex}"
+
+
+def faulty(url: str, where: Callable[[Point], bool], times: int = 2**30) -> Tier:
+    """The tier at ``url``, full where ``where`` says so."""
+
+    def strikes(point: Point) -> bool:
+        return point.moment is Moment.BEFORE and where(point)
+
+    plan = FaultPlan((Fault(strikes, lambda: CapacityExceeded(FULL), times),))
+    return Tier(url, wrap=lambda driver: FaultyDriver(driver, plan))
+
+
+def recovered(url: str) -> tuple[int, bytes]:
+    """The version and the parameters that a new job finds."""
+    after = Training()
+    checkpointer = after.attach(Hierarchy.of(url))
+    checkpointer.abort()
+    return checkpointer.version, after.parameters()

@@ -1,0 +1,114 @@
+"""Ends of a job, the good and the bad: nothing is left behind, and nothing is said that is not so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import Training, faulty, memory
+from tiercheck.background import BackgroundLoop
+from tiercheck.claim import Claim
+from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, SaveError, Transient
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment
+
+
+def test_a_job_that_failed_leaves_no_hooks_behind() -> None:
+    hierarchy = Hierarchy.of(memory())
+    training = Training()
+    with pytest.raises(ZeroDivisionError), training.attach(hierarchy):
+        training.step(1)
+        raise ZeroDivisionError
+    with training.attach(hierarchy) as checkpointer:
+        training.step(2)
+    assert checkpointer.version == 2
+
+
+def test_what_is_asked_of_a_closed_checkpointer_is_refused() -> None:
+    checkpointer = Training().attach(Hierarchy.of(memory()))
+    checkpointer.close()
+    for ask in (checkpointer.flush, checkpointer.tier_bytes):
+        with pytest.raises(SaveError, match="the checkpointer is closed"):
+            ask()
+
+
+def test_a_forked_child_does_not_hold_its_parents_claim() -> None:
+    url = f"shm://claimed-{uuid.uuid4().hex}"
+    claim = Claim([url], 0)
+    ready, started = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(started, b"x")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"x"
+        with pytest.raises(JobConflict):
+            Claim([url], 0)
+        claim.release()
+        Claim([url], 0).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(started)
+
+
+def test_a_loop_that_cannot_be_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.background.CLOSE_S_MAX", 0.05)
+    loop, hung = BackgroundLoop(), threading.Event()
+    future = loop.submit(asyncio.to_thread(hung.wait, 30))
+    try:
+        with pytest.raises(DeadlineExceeded, match="could not be stopped"):
+            loop.close()
+        loop.close()
+    finally:
+        hung.set()
+    assert future.cancelled() or future.done()
+
+
+def test_flush_does_not_return_where_a_tier_cannot_be_seen(tmp_path: Path) -> None:
+    blind = threading.Event()
+    unseen = Fault(
+        lambda at: blind.is_set() and at.call == "list" and at.moment is Moment.BEFORE,
+        lambda: Transient("blind"),
+        2**30,
+    )
+    plan = FaultPlan((unseen,))
+    first = Tier(memory(), name="first", wrap=lambda driver: FaultyDriver(driver, plan))
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(first, f"nvme://{tmp_path}?survives=rack"), deadline_s=1.0)
+    blind.set()
+    training.step(1)
+    with pytest.raises(SaveError, match="first: blind"):
+        checkpointer.flush()
+    blind.clear()
+    checkpointer.abort()
+
+
+def test_what_came_before_is_flushed_where_the_last_version_cannot_be_saved(tmp_path: Path) -> None:
+    training = Training()
+    tier = faulty(memory(), lambda at: at.call == "publish" and "000000000002-" in str(at.key))
+    hierarchy = Hierarchy.of(tier, f"nvme://{tmp_path}?survives=rack")
+    # With a scaler an iteration ends after the step: the last one when the checkpointer closes.
+    checkpointer = training.attach(hierarchy, scaler=torch.amp.GradScaler("cpu"))
+    training.step(1)
+    training.step(2)
+    with pytest.raises(SaveError, match="version 2 could not be saved"):
+        checkpointer.close()
+    (kept,) = tmp_path.glob("g*/differential/*")
+    assert kept.name == "000000000001-000000000001"
+
+
+def test_a_claim_without_a_place_for_its_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match="point TMPDIR at"):
+        Claim(["shm://any"], 0)

@@ -1,0 +1,90 @@
+"""Saves that fail or are interrupted half-way, and users who go on: what is recovered is a state that there was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import FULL, Training, faulty, memory, recovered
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import SaveError
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.streams.providers import ModuleProvider
+from tiercheck.testing.faults import FaultPlan, FaultyDriver
+
+
+def test_a_differential_that_lost_a_part_is_not_published_without_it() -> None:
+    url = memory()
+    training = Training()
+    provider = ModuleProvider(training.model, training.optimizer)
+    # Differential 1 finds no room twice (the second try is after the mover has made some), nor does the next base.
+    tier = faulty(url, lambda at: at.call == "reserve" and at.nth in (1, 2, 3, 4))
+    checkpointer = Checkpointer(provider, Hierarchy.of(tier), config=CheckpointConfig(on_save_error="warn"))
+    training.backward(1)
+    gradients = provider.gradients()
+    first = next(iter(gradients))
+    checkpointer.capture(1, {first: gradients.pop(first)})
+    checkpointer.capture(1, gradients)
+    training.optimizer.step()
+    checkpointer.complete(1)
+    assert checkpointer.stats.failed_saves == 2
+    checkpointer.abort()
+    assert recovered(url) == (0, training.states[0])
+
+
+def test_whoever_goes_on_after_a_failed_save_recovers_a_state_there_was() -> None:
+    url = memory()
+    training = Training()
+    # The first differential cannot be published, and no base finds room from then on.
+    tier = faulty(
+        url,
+        lambda at: (
+            (at.call == "publish" and "000000000001-" in str(at.key))
+            or (at.call == "reserve" and "base" in str(at.key) and at.nth > 0)
+        ),
+    )
+    checkpointer = training.attach(Hierarchy.of(tier))
+    for version in (1, 2, 3):
+        with pytest.raises(SaveError, match=FULL):
+            training.step(version)
+        assert checkpointer.version == version, "the optimizer has stepped"
+    checkpointer.abort()
+    version, parameters = recovered(url)
+    assert parameters == training.states[version]
+
+
+def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = memory()
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(url))
+    call = checkpointer._call
+
+    def interrupted(coroutine: Any, what: str) -> Any:
+        result = call(coroutine, what)
+        if what == "publishing differential 1":
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(checkpointer, "_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.step(1)
+    for version in (2, 3):
+        training.step(version)
+    checkpointer.abort()
+    assert recovered(url) == (3, training.states[3])
+
+
+def test_a_durable_tier_that_takes_nothing_stalls_training_once(tmp_path: Path) -> None:
+    plan = FaultPlan.full(after_puts=1)
+    durable = Tier(f"nvme://{tmp_path}?survives=rack", wrap=lambda driver: FaultyDriver(driver, plan))
+    training = Training()
+    hierarchy = Hierarchy.of(memory(), durable)
+    checkpointer = training.attach(hierarchy, base_every=2, on_save_error="warn", deadline_s=1.0)
+    for version in range(1, 9):
+        training.step(version)
+    assert checkpointer.stats.failed_saves > 2
+    assert 1.0 <= checkpointer.stats.drain_stall_s < 2.0
+    checkpointer.abort()
