@@ -32,7 +32,8 @@ class CheckpointConfig:
     """``fail``: a version that cannot be saved raises ``SaveError`` out of the step. ``warn``: it is logged and
     counted, training goes on, and the next version gets a base."""
     deadline_s: float = 300.0
-    """The longest any single wait may take: for other ranks, for a tier, for a base to drain."""
+    """The longest any single wait may take: for other ranks, for a tier, for a base to drain, for reading a whole
+    checkpoint. Make it longer than your slowest tier needs for that."""
 
     def __post_init__(self) -> None:
         for name in ("base_every", "batch", "keep_last"):

@@ -22,6 +22,7 @@ from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobCon
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
 from tiercheck.policy.commit import CommitRecord, Marker, superseded, to_commit, to_mark
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation
 from tiercheck.policy.placement import Placement, Transfer, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
@@ -76,6 +77,7 @@ class Mover:
         generation: int,
         placement: Placement,
         retention: Retention,
+        lineage: Lineage,
     ) -> None:
         self._hierarchy = hierarchy
         self._rank = rank
@@ -83,13 +85,14 @@ class Mover:
         self._generation = generation
         self._placement = placement
         self._retention = retention
+        self._lineage = lineage
         self._nudged = asyncio.Event()
         self._looked = asyncio.Condition()
         self._cycle = asyncio.Lock()
         self._trouble: dict[int, _Trouble] = {}
         self._unseen: set[int] = set()
         """Tiers that could not be listed at the last look: what there is to do for them is not known."""
-        self._corrupt: set[tuple[int, Key]] = set()
+        self._corrupt: set[tuple[int, ShardKey]] = set()
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
 
@@ -139,7 +142,14 @@ class Mover:
     async def observe(self) -> Observation:
         """What every tier holds now. A tier that cannot be listed counts as empty, and gets no work this time."""
         contents = await asyncio.gather(*(self._contents(tier) for tier in self._hierarchy.tiers))
-        return Observation(self._hierarchy.roles, tuple(contents), self._rank, self._world_size, self._generation)
+        return Observation(
+            self._hierarchy.roles,
+            tuple(contents),
+            self._rank,
+            self._world_size,
+            self._generation,
+            self._lineage,
+        )
 
     async def room_for_base(self, deadline_s: float) -> None:
         """Wait until another base may be captured: fewer than two of this rank still drain.
@@ -158,13 +168,24 @@ class Mover:
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
 
-        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base`.
+        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base`; ``Corruption`` where
+        something newer than the watermark was damaged before it could be copied.
         """
 
         async def done() -> bool:
             return await self.cycle(closing=closing)
 
         await self._until(done, deadline_s, "not everything captured has reached its tiers")
+        mark = -1 if self.status.watermark is None else self.status.watermark
+        damaged = [(index, key) for index, key in self._corrupt if key.last > mark]
+        if damaged:
+            index, key = min(damaged)
+            raise Corruption(
+                f"{len(damaged)} captured objects were damaged before they could be copied on; versions from "
+                f"{key.first} on are safe again with the next base",
+                tier=self._hierarchy.tiers[index].name,
+                key=str(key),
+            )
 
     async def _until(self, condition: Callable[[], Awaitable[bool]], deadline_s: float, what: str) -> None:
         try:

@@ -91,7 +91,7 @@ class Cluster:
 
     def observe(self, index: int) -> Observation:
         contents = [Contents.of((key, 1) for key in tier) for tier in (self.ranks[index].memory, self.durable)]
-        return Observation((MEMORY, DURABLE), tuple(contents), index, self.world, self.generation)
+        return Observation((MEMORY, DURABLE), tuple(contents), index, self.world, self.generation, self.lineage)
 
     def act(self, *, closing: bool = False) -> bool:
         """One action of some rank's mover; ``False`` where no rank has anything to do."""
@@ -200,6 +200,7 @@ class Cluster:
         self.generation = max((branch.generation for branch in branches or ()), default=0) + 1
         parent, left_at = (point.generation, point.last) if point else (0, 0)
         branch = Branch(self.generation, parent, left_at, self.world, f"token-{self.generation}")
+        self.lineage = Lineage.of({*(branches or ()), branch})
         for tier in self.tiers():
             tier[LineageKey(self.generation)] = branch
         self.trained_to = left_at

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training import FULL, Training, faulty, memory, recovered
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import SaveError
+from tiercheck.errors import ConfigurationError, SaveError, UnsupportedSetup
+from tiercheck.group import SimulatedGroup
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.torch import attach
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 
@@ -60,7 +63,7 @@ def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(m
     url = memory()
     training = Training()
     checkpointer = training.attach(Hierarchy.of(url))
-    call = checkpointer._call
+    call = checkpointer._recorder._call
 
     def interrupted(coroutine: Any, what: str) -> Any:
         result = call(coroutine, what)
@@ -68,7 +71,7 @@ def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(m
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(checkpointer, "_call", interrupted)
+    monkeypatch.setattr(checkpointer._recorder, "_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.step(1)
     for version in (2, 3):
@@ -88,3 +91,33 @@ def test_a_durable_tier_that_takes_nothing_stalls_training_once(tmp_path: Path) 
     assert checkpointer.stats.failed_saves > 2
     assert 1.0 <= checkpointer.stats.drain_stall_s < 2.0
     checkpointer.abort()
+
+
+def test_ranks_that_go_on_after_failed_saves_need_a_tier_they_share() -> None:
+    class OfTwo(SimulatedGroup):
+        """Two ranks, of which the other does just the same."""
+
+        def __init__(self) -> None:
+            self.rank, self.world_size = 0, 2
+
+        def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+            return [message, message]
+
+    training = Training()
+    with pytest.raises(ConfigurationError, match=r"2 ranks needs a tier that all of them share"):
+        attach(
+            training.model,
+            training.optimizer,
+            Hierarchy.of(memory()),
+            config=CheckpointConfig(on_save_error="warn"),
+            group=OfTwo(),
+        )
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(UnsupportedSetup, match=r"2 trainable parameters are not updated .*1.weight, 1.bias"):
+        attach(model, optimizer, Hierarchy.of(memory()))
+    model[1].requires_grad_(False)
+    attach(model, optimizer, Hierarchy.of(memory())).abort()

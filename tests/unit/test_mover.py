@@ -10,10 +10,11 @@ import pytest
 
 from tiercheck import container, objects
 from tiercheck.container import ShardMetadata, TensorEntry
-from tiercheck.errors import CapacityExceeded, DeadlineExceeded, JobConflict, Transient
+from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, JobConflict, Transient
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
 from tiercheck.mover import Mover
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
@@ -46,7 +47,13 @@ def tiers(tmp_path: Path, *, durable: FaultPlan | None = None, middle: FaultPlan
 
 def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1) -> Mover:
     return Mover(
-        hierarchy, rank=rank, world_size=world_size, generation=1, placement=Placement(2), retention=Retention()
+        hierarchy,
+        rank=rank,
+        world_size=world_size,
+        generation=1,
+        placement=Placement(2),
+        retention=Retention(),
+        lineage=Lineage(((1, None),)),
     )
 
 
@@ -151,6 +158,18 @@ async def test_a_damaged_source_is_not_copied_on(plain: OpenHierarchy) -> None:
     assert str(ShardKey.differential(1, 3, 4, 0)) in await held(plain)
     assert not any("000000000002" in key for key in await held(plain))
     assert bytes(await plain.first.driver.get(str(record(2)))) == bytes(content), "it is left for a recovery to report"
+
+
+async def test_a_flush_says_what_was_damaged_before_it_was_copied(plain: OpenHierarchy) -> None:
+    await capture(plain, base(0), record(1), record(2))
+    content = bytearray(b"".join(shard(record(2))))
+    content[-1] ^= 1
+    await plain.first.driver.put(str(record(2)), [content])
+    mover = mover_of(plain)
+    with pytest.raises(Corruption, match=r"1 captured objects were damaged .* versions from 2 on"):
+        await mover.drain(10, closing=True)
+    await capture(plain, base(3))
+    await mover.drain(10, closing=True)
 
 
 async def test_a_marker_that_lies_is_not_committed(plain: OpenHierarchy) -> None:

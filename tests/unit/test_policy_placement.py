@@ -9,19 +9,22 @@ import pytest
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.commit import Marker, superseded, to_commit, to_mark
 from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery import Plan, Source, Unreachable, availability, plan
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 
+FIRST = Lineage(((1, None),))
+SECOND = Lineage(((2, None), (1, 25)))
 MEMORY = Role(0, "shm", Survives.PROCESS)
 DURABLE = Role(1, "nvme", Survives.RACK)
 
 
 def seen(memory: Iterable[Key], durable: Iterable[Key] = (), *, rank: int = 0, world: int = 1) -> Observation:
     contents = tuple(Contents.of((key, 100) for key in keys) for keys in (memory, durable))
-    return Observation((MEMORY, DURABLE), contents, rank, world, generation=1)
+    return Observation((MEMORY, DURABLE), contents, rank, world, generation=1, lineage=FIRST)
 
 
 def base(version: int, rank: int = 0, generation: int = 1) -> ShardKey:
@@ -139,7 +142,7 @@ def test_memory_keeps_what_the_durable_tier_still_lacks() -> None:
 
 
 def test_memory_alone_keeps_two_bases() -> None:
-    observation = Observation((MEMORY,), (Contents.of((base(v), 1) for v in (0, 10, 20)),), 0, 1, 1)
+    observation = Observation((MEMORY,), (Contents.of((base(v), 1) for v in (0, 10, 20)),), 0, 1, 1, FIRST)
     assert Retention().reclaimable(observation)[0] == [base(0)]
     assert watermark(observation) is None
 
@@ -147,7 +150,7 @@ def test_memory_alone_keeps_two_bases() -> None:
 def test_an_older_generation_stays_until_the_present_one_has_two_feet() -> None:
     memory = [base(10), base(20), base(25, generation=2)]
     contents = (Contents.of((key, 1) for key in memory), Contents.of((key, 1) for key in committed(20)))
-    observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=2)
+    observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=2, lineage=SECOND)
     gone = Retention().reclaimable(observation)
     assert gone == {0: [base(10)], 1: []}
 
@@ -156,6 +159,16 @@ def test_the_durable_tier_keeps_the_last_committed_bases_and_their_differentials
     durable = [*committed(0), *committed(10), *committed(20), batch(1, 5), batch(6, 10), batch(11, 15)]
     gone = Retention(keep_last=2).reclaimable(seen([], durable))
     assert gone[1] == [CommitKey(1, 0), MarkerKey(1, 0, 0), base(0), batch(1, 5), batch(6, 10)]
+
+
+def test_commits_of_an_abandoned_future_do_not_count_as_kept_ones() -> None:
+    # Generation 2 went back to version 10 of generation 1, whose base 20 is another future now.
+    durable = [*committed(10), *committed(20), *committed(10, generation=2)]
+    contents = (Contents(), Contents.of((key, 1) for key in durable))
+    lineage = Lineage(((2, None), (1, 10)))
+    observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=2, lineage=lineage)
+    gone = Retention(keep_last=2).reclaimable(observation)[1]
+    assert gone == [CommitKey(1, 20), MarkerKey(1, 20, 0), base(20)]
 
 
 def test_keep_every_keeps_bases_without_differentials() -> None:

@@ -46,7 +46,9 @@ def attach(
     """Restore the newest version, then save every one that follows. Collective where ``torch.distributed`` runs.
 
     ``scheduler``, ``scaler`` and each of ``stateful`` have ``state_dict`` and ``load_state_dict``. Batches must be
-    a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
+    a function of the version, or come from one of ``stateful``, for the resumed run to be the same one. (A step that
+    a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a counter.)
+    What the loop writes to parameters besides (clamping, averaging) is saved with the next version, as a base.
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
     if group is None:

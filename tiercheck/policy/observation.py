@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.policy.lineage import Lineage
 from tiercheck.types import Survives
 
 __all__ = ["Contents", "Observation", "Role"]
@@ -75,6 +76,8 @@ class Observation:
     rank: int
     world_size: int
     generation: int
+    lineage: Lineage
+    """The job's own past. What lies outside of it is another future, of use to nobody."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:

@@ -34,8 +34,8 @@ def watermark(seen: Observation) -> CommitKey | None:
 
 @dataclass(frozen=True)
 class Retention:
-    """``keep_last``: committed bases kept in the durable tier. ``keep_every``: besides, each base whose
-    version is a multiple of it (0: none); these keep no differentials."""
+    """``keep_last``: committed bases of the job's own past kept in the durable tier. ``keep_every``: besides, each
+    base whose version is a multiple of it (0: none); these keep no differentials."""
 
     keep_last: int = 2
     keep_every: int = 0
@@ -78,9 +78,9 @@ class Retention:
 
     def _durable(self, seen: Observation, role: Role) -> list[Key]:
         contents = seen.contents[role.index]
-        commits = contents.commits
-        if not commits or commits[-1].generation != seen.generation:
+        if not contents.commits or contents.commits[-1].generation != seen.generation:
             return []
+        commits = [commit for commit in contents.commits if seen.lineage.admits(commit.generation, commit.version)]
         kept = set(commits[-self.keep_last :])
         oldest, newest = min(kept), commits[-1]
         if self.keep_every:

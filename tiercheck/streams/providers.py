@@ -284,6 +284,17 @@ class ModuleProvider:
             set_options(group, options)
 
     def _refuse_what_cannot_be_saved(self) -> None:
+        others = [
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._parameter_ids
+        ]
+        if others:
+            raise UnsupportedSetup(
+                f"{len(others)} trainable parameters are not updated by the attached optimizer "
+                f"({', '.join(others[:3])}): supported is one optimizer for all of them; set requires_grad to False "
+                "on what is not trained"
+            )
         if not self._masters:
             raise UnsupportedSetup("the optimizer updates no parameter, so there is nothing to save")
         for name, tensor in {**self._masters, **self.extras()}.items():

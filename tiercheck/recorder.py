@@ -1,0 +1,360 @@
+"""The writing side of a checkpointer: one rank's streams, into the first tier, while training goes on.
+
+Per iteration a differential, whole or not at all; now and then a base, copied while the next forward and backward
+pass run. What cannot be recorded as a differential gets a base instead, since a chain with a gap would restore
+another state than the one that was.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from tiercheck.background import BackgroundLoop
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import CapacityExceeded, DeadlineExceeded, GroupError, SaveError, TierCheckError, TierError
+from tiercheck.hierarchy import OpenTier
+from tiercheck.keys import ShardKey
+from tiercheck.mover import Mover, MoverStatus
+from tiercheck.policy.placement import Placement
+from tiercheck.streams.base import BaseCapture
+from tiercheck.streams.differential import DifferentialCapture, DifferentialStream
+from tiercheck.tiers.driver import Reservation
+
+__all__ = ["Recorder", "Stats"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What checkpointing has done and cost on this rank since it was attached."""
+
+    differentials: int = 0
+    bases: int = 0
+    captured_bytes: int = 0
+    differential_stall_s: float = 0.0
+    """Seconds training stood still for encoding and copying gradients."""
+    base_stall_s: float = 0.0
+    """Seconds it stood still for preparing a base, or for the end of its lazy copy."""
+    drain_stall_s: float = 0.0
+    """Seconds it waited because the durable tier had not taken the bases before."""
+    failed_saves: int = 0
+    mover: MoverStatus = field(default_factory=MoverStatus)
+
+    @property
+    def stall_s(self) -> float:
+        return self.differential_stall_s + self.base_stall_s + self.drain_stall_s
+
+    def to_object(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "stall_s": self.stall_s}
+
+
+@dataclass
+class _OpenDifferential:
+    capture: DifferentialCapture
+    reservation: Reservation
+
+
+@dataclass
+class _BaseInFlight:
+    version: int
+    copied: concurrent.futures.Future[None]
+    """Done once the state may change again."""
+    published: concurrent.futures.Future[int | None]
+    """Done once the base is in the first tier: its length in bytes; ``None`` where the state changed under the copy."""
+
+
+class Recorder:
+    """Captures versions of one rank, of one generation, from ``version`` on. One thread, the training's, calls it."""
+
+    def __init__(
+        self,
+        stream: DifferentialStream,
+        first: OpenTier,
+        mover: Mover,
+        loop: BackgroundLoop,
+        *,
+        placement: Placement,
+        config: CheckpointConfig,
+        rank: int,
+        generation: int,
+        version: int,
+    ) -> None:
+        self.version = version
+        """The newest version captured."""
+        self.stats = Stats()
+        self._stream = stream
+        self._first = first
+        self._mover = mover
+        self._loop = loop
+        self._placement = placement
+        self._config = config
+        self._rank = rank
+        self._generation = generation
+        self._open_differential: _OpenDifferential | None = None
+        self._unrecorded: int | None = None
+        """The version of which a part could not be recorded: what is left of it is worth nothing."""
+        self._base: _BaseInFlight | None = None
+        self._base_due = False
+        self._stepped: int | None = None
+        self._written = False
+        """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
+        self._durable_is_full = False
+        """A base has waited in vain for its predecessors to drain: until they do, none waits again."""
+        self._copier = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tiercheck-base")
+
+    def begin(self) -> None:
+        """Capture the base that the generation opens with. Errors: ``SaveError`` (see ``on_save_error``)."""
+        self._stream.mark_stepped()
+        with self._saving(self.version):
+            self._begin_base(self.version)
+
+    def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients of the coming step, or of a part of it, before it changes anything.
+
+        ``gradients``: by the provider's names, in their own dtype and shape; their memory is free again on
+        return. Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version
+        that is not the next one.
+        """
+        self._check_next(version)
+        self._finish_copy()
+        began = time.perf_counter()
+        with self._saving(version), self._recording(version):
+            if self._open_differential is None and version != self._unrecorded and self._stream.masters_written():
+                self._leave_out(version)
+            if version == self._unrecorded:
+                return  # the whole of it or nothing
+            if self._open_differential is None:
+                self._open_differential = self._begin_differential(version)
+            self._open_differential.capture.add(gradients)
+        self._count(differential_stall_s=time.perf_counter() - began)
+
+    def complete(self, version: int) -> None:
+        """The step is done: publish the differential, and begin a base where one is due. Errors: as :meth:`capture`."""
+        self._check_next(version)
+        if self._stepped != version:
+            self.stepped(version)
+        self._publish_differential(version, skipped=False)
+
+    def stepped(self, version: int) -> None:
+        """The optimizer has stepped, and :meth:`complete` follows later: what else is written to the parameters from
+        here on is no part of the step."""
+        self._stepped = version
+        self._stream.mark_stepped()
+
+    def skip(self, version: int) -> None:
+        """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
+        self._check_next(version)
+        self._finish_copy()
+        with self._saving(version), self._recording(version):
+            if self._open_differential is None and version != self._unrecorded:
+                self._open_differential = self._begin_differential(version)
+        self._publish_differential(version, skipped=True)
+
+    def flush(self) -> None:
+        """Bring everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
+        self.finish_base()
+        self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
+
+    def close(self) -> None:
+        """Wait for the copy of a base that still runs. Idempotent."""
+        self._copier.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_differential(self, version: int) -> _OpenDifferential:
+        key = ShardKey.differential(self._generation, version, version, self._rank)
+        reservation = self._reserve(key, self._stream.nbytes_max)
+        return _OpenDifferential(self._stream.begin(key, reservation.buffer), reservation)
+
+    def _publish_differential(self, version: int, *, skipped: bool) -> None:
+        began = time.perf_counter()
+        # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
+        if version != self._unrecorded and (self._stream.masters_written() or self._stream.frozen_changed()):
+            self._leave_out(version)
+        self._stream.mark_stepped()
+        try:
+            if (opened := self._open_differential) is not None:
+                with self._saving(version), self._recording(version):
+                    nbytes = opened.capture.finish(skipped=skipped)
+                    self._call(opened.reservation.publish(nbytes), f"publishing differential {version}")
+                    self._count(differentials=1, captured_bytes=nbytes)
+        finally:
+            # The optimizer has stepped, recorded or not: the next step must not take this version's place.
+            self._open_differential = None
+            self.version = version
+        self._count(differential_stall_s=time.perf_counter() - began)
+        if version == self._placement.window(version)[-1]:
+            self._nudge()  # a batch is complete; between batches there is nothing to move
+        if self._base_due or version % self._config.base_every == 0:
+            with self._saving(version):
+                self._begin_base(version)
+            if version == self._unrecorded:
+                self.finish_base()  # nothing else holds this version
+
+    def _begin_base(self, version: int) -> None:
+        """Reserve memory and start the lazy copy. Waits where the bases before have not drained."""
+        self.finish_base()
+        self._wait_for_room(version)
+        began = time.perf_counter()
+        key = ShardKey.base(self._generation, version, self._rank)
+        capture = BaseCapture(self._stream.provider, key, self._stream.world_size)
+        reservation = self._reserve(key, capture.nbytes_max)
+        copied: concurrent.futures.Future[None] = concurrent.futures.Future()
+        published = self._copier.submit(self._copy_base, capture, reservation, copied)
+        self._base = _BaseInFlight(version, copied, published)
+        self._base_due = False
+        self._stream.mark_recorded()
+        self._count(base_stall_s=time.perf_counter() - began)
+        if self._written:
+            self._finish_copy()
+
+    def _wait_for_room(self, version: int) -> None:
+        """Wait until the bases before have drained: once. With a durable tier that takes nothing for hours, training
+        that goes on all the same (``on_save_error``) must not stand still for the deadline at every iteration."""
+        deadline_s = 0.0 if self._durable_is_full else self._config.deadline_s
+        self._durable_is_full = True
+        began = time.perf_counter()
+        try:
+            self._call_mover(self._mover.room_for_base(deadline_s), f"room for base {version}")
+        finally:
+            self._count(drain_stall_s=time.perf_counter() - began)
+        self._durable_is_full = False
+
+    def _copy_base(
+        self, capture: BaseCapture, reservation: Reservation, copied: concurrent.futures.Future[None]
+    ) -> int | None:
+        """On the copier's thread, while the next forward and backward pass run."""
+        try:
+            try:
+                capture.copy(reservation.buffer)
+            finally:
+                copied.set_result(None)
+            if capture.disturbed:
+                self._call(reservation.drop(), "dropping a base")
+                return None
+            nbytes = capture.finish()
+            self._call(reservation.publish(nbytes), "publishing a base")
+        except BaseException:
+            self._call(reservation.drop(), "dropping a base")
+            raise
+        self._nudge()
+        return nbytes
+
+    def _finish_copy(self) -> None:
+        """Wait until the state may change: the lazy copy of a base has read it."""
+        if self._base is None:
+            return
+        began = time.perf_counter()
+        try:
+            self._base.copied.result(timeout=self._config.deadline_s)
+        except concurrent.futures.TimeoutError:
+            raise SaveError(f"base {self._base.version} was not copied within {self._config.deadline_s:g} s") from None
+        self._count(base_stall_s=time.perf_counter() - began)
+        if self._base.published.done():
+            self.finish_base()
+
+    def finish_base(self) -> None:
+        """Wait until the base in flight, if any, is in the first tier. Errors: as :meth:`capture`."""
+        base, self._base = self._base, None
+        if base is None:
+            return
+        with self._saving(base.version):
+            try:
+                nbytes = base.published.result(timeout=self._config.deadline_s)
+            except concurrent.futures.TimeoutError:
+                if base.published.done():  # the copier's own error, not ours
+                    raise
+                raise DeadlineExceeded(f"base {base.version} was not published in time") from None
+            if nbytes is None:
+                log.warning("base %d is given up, since its state was written to while it was copied", base.version)
+                self._written = self._base_due = True
+                return
+            self._count(bases=1, captured_bytes=nbytes)
+
+    def _reserve(self, key: ShardKey, nbytes: int) -> Reservation:
+        """Memory in the first tier; where it is full, after the mover has deleted what may go."""
+        driver = self._first.driver
+        try:
+            return self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+        except CapacityExceeded:
+            self._call_mover(self._mover.cycle(), "making room in the first tier")
+            return self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+
+    @contextmanager
+    def _recording(self, version: int) -> Iterator[None]:
+        """Give up the differential as a whole where any part of it fails, for whatever reason: published without
+        that part it would be replayed as if it were all."""
+        try:
+            yield
+        except BaseException:
+            self._give_up(version)
+            raise
+
+    def _give_up(self, version: int) -> None:
+        self._unrecorded = version
+        self._base_due = True  # the chain has a gap: only a base makes what follows reachable
+        opened, self._open_differential = self._open_differential, None
+        if opened is not None:
+            try:
+                self._call(opened.reservation.drop(), "dropping a differential")
+            except TierCheckError as error:
+                log.warning("dropping differential %d: %s", version, error)
+
+    def _leave_out(self, version: int) -> None:
+        """No differential leads to this version: it gets a base instead."""
+        if not self._written:
+            log.warning(
+                "before version %d something other than the attached optimizer's step wrote to parameters: "
+                "a version after such a write gets a base instead of a differential, which takes longer; and what is "
+                "written after the last step is not saved",
+                version,
+            )
+        self._written = True
+        self._give_up(version)
+
+    @contextmanager
+    def _saving(self, version: int) -> Iterator[None]:
+        """Turn a failed save into what ``on_save_error`` asks for."""
+        try:
+            yield
+        except (TierError, GroupError, SaveError) as error:
+            self._base_due = True
+            self._count(failed_saves=1)
+            message = f"version {version} could not be saved: {error}"
+            if self._config.on_save_error == "fail":
+                raise SaveError(message) from error
+            log.error("%s; training goes on, and the next version gets a base", message)
+
+    def _check_next(self, version: int) -> None:
+        if version != self.version + 1:
+            raise ValueError(f"version {version} cannot follow version {self.version}: versions are consecutive")
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return self._loop.call(coroutine, what=what, deadline_s=self._config.deadline_s)
+
+    def _call_mover(self, coroutine: Coroutine[Any, Any, object], what: str) -> None:
+        try:
+            # The mover's own deadline names the tier it waits for, so it must come first.
+            self._loop.call(coroutine, what=what, deadline_s=2 * self._config.deadline_s)
+        except DeadlineExceeded as error:
+            raise SaveError(f"{what}: {error}") from error
+
+    def _nudge(self) -> None:
+        self._loop.submit(_nudge(self._mover))
+
+    def _count(self, **more: float) -> None:
+        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
+
+
+async def _nudge(mover: Mover) -> None:
+    mover.nudge()
