@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiercheck import errors as errors
     from tiercheck.checkpointer import Checkpointer as Checkpointer
-    from tiercheck.checkpointer import Stats as Stats
     from tiercheck.config import CheckpointConfig as CheckpointConfig
     from tiercheck.errors import TierCheckError as TierCheckError
     from tiercheck.hierarchy import Hierarchy as Hierarchy
     from tiercheck.hierarchy import Tier as Tier
+    from tiercheck.recorder import Stats as Stats
     from tiercheck.restore import Recovery as Recovery
     from tiercheck.tiers.driver import Reservation as Reservation
     from tiercheck.tiers.driver import TierDriver as TierDriver
@@ -41,7 +41,7 @@ _MODULES = {
     "Hierarchy": "tiercheck.hierarchy",
     "Recovery": "tiercheck.restore",
     "Reservation": "tiercheck.tiers.driver",
-    "Stats": "tiercheck.checkpointer",
+    "Stats": "tiercheck.recorder",
     "Survives": "tiercheck.types",
     "Tier": "tiercheck.hierarchy",
     "TierCheckError": "tiercheck.errors",

@@ -24,6 +24,10 @@ MODULES = (
     "tiercheck.integrations.deepspeed",
     "tiercheck.testing.conformance",
     "tiercheck.testing.stateful",
+    "tiercheck.testing.faults",
+    "tiercheck.recorder",
+    "tiercheck.restore",
+    "tiercheck.checkpointer",
 )
 
 

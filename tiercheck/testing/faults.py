@@ -39,6 +39,8 @@ class Killed(BaseException):
 
 
 class Moment(Enum):
+    """Where in a call a point lies."""
+
     BEFORE = "before"
     """The call was made; nothing has happened yet."""
     SUSPENDED = "suspended"
