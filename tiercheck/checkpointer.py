@@ -41,7 +41,7 @@ from tiercheck.restore import Recovery, Restorer, gather
 from tiercheck.streams.base import base_nbytes
 from tiercheck.streams.differential import DifferentialStream
 from tiercheck.streams.providers import StateProvider
-from tiercheck.types import Survives
+from tiercheck.types import Survives, bytes_text
 
 __all__ = ["Checkpointer", "Stats"]
 
@@ -66,6 +66,8 @@ class Checkpointer:
         group: Group | None = None,
         config: CheckpointConfig | None = None,
     ) -> None:
+        if not isinstance(hierarchy, Hierarchy):
+            raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
         self.config = config or CheckpointConfig()
         self._provider = provider
         self._group = group or SingleProcess()
@@ -131,7 +133,7 @@ class Checkpointer:
         try:
             # A rank that fails tells the others, which may have to wait as long as it tried.
             gather(self._group, "the end of the job", self._finish, deadline_s=3 * self.config.deadline_s)
-            self._recording.flush()  # the coordinator: the last commit
+            self._flush_at_end()  # the coordinator: the last commit
         finally:
             self.abort()
 
@@ -223,9 +225,9 @@ class Checkpointer:
         needed = bases * base + differentials * differential + self._stream.nbytes_max
         if needed > usage.limit_bytes:
             raise CapacityExceeded(
-                f"the first tier must hold {bases} bases of {_mib(base)} and {differentials} differentials of "
-                f"{_mib(differential)}, {_mib(needed)} in all, but has room for {_mib(usage.limit_bytes)}: "
-                f"give it more, or lower base_every (now {self.config.base_every})",
+                f"the first tier must hold {bases} bases of {bytes_text(base)} and {differentials} differentials of "
+                f"{bytes_text(differential)}, {bytes_text(needed)} in all, but has room for "
+                f"{bytes_text(usage.limit_bytes)}: give it more, or lower base_every (now {self.config.base_every})",
                 tier=first.driver.url,
             )
 
@@ -250,7 +252,7 @@ class Checkpointer:
             "opening the generation",
             lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
         )
-        placement = Placement(self.config.batch)
+        placement = Placement(min(self.config.batch, self.config.base_every))
         self._mover = Mover(
             tiers,
             rank=self._group.rank,
@@ -300,7 +302,16 @@ class Checkpointer:
             while self._on_close:
                 self._on_close.pop(0)()
         finally:
-            self.flush()  # what came before is worth as much, where the last version cannot be saved
+            self._flush_at_end()  # what came before is worth as much, where the last version cannot be saved
+
+    def _flush_at_end(self) -> None:
+        """A job that went on after failed saves does not fail at its end for one more."""
+        try:
+            self.flush()
+        except SaveError as error:
+            if self.config.on_save_error == "fail":
+                raise
+            log.error("%s; what was captured stays in the first tier", error)
 
     def _gather(self, what: str, produce: Callable[[], Any]) -> list[Any]:
         return gather(self._group, what, produce, deadline_s=self.config.deadline_s)
@@ -331,7 +342,3 @@ class Checkpointer:
             if self._claim is not None:
                 self._claim.release()
             self._group.close()
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"

@@ -50,6 +50,11 @@ class Claim:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            if holder == str(os.getpid()):
+                raise JobConflict(
+                    f"this process is using {url} for rank {rank} already: close the checkpointer that it attached "
+                    "before it attaches another"
+                ) from None
             raise JobConflict(
                 f"rank {rank} of another job on this node (process {holder}) is using {url}; end it, or give this "
                 "job a tier of its own"

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tiercheck.errors import TierCheckError
+from tiercheck.errors import ConfigurationError, TierCheckError
 
 __all__ = ["app", "main"]
 
@@ -103,7 +103,7 @@ def demo(
 
 
 def main() -> None:
-    """Run the command line: an expected error is one message on stderr and exit code 1, not a traceback."""
+    """Run the command line: an expected error is one line on stderr, exit code 1 (2: wrong usage), no traceback."""
     # A polite kill, or a terminal that is closed, must clean up like Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_politely)
@@ -111,7 +111,7 @@ def main() -> None:
         app()
     except TierCheckError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 
 def end_politely(number: int, frame: FrameType | None) -> None:

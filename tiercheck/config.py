@@ -21,7 +21,8 @@ class CheckpointConfig:
     base_every: int = 50
     """Versions from one base to the next."""
     batch: int = 5
-    """Differentials in one object of the slower tiers."""
+    """Differentials in one object of the slower tiers; never more than ``base_every``, since a base makes those before
+    it superfluous."""
     codec: str = "exact"
     """How gradients are encoded: see :mod:`tiercheck.streams.codecs`."""
     keep_last: int = 2
@@ -30,12 +31,17 @@ class CheckpointConfig:
     """Besides, each base whose version is a multiple of this is kept (0: none)."""
     on_save_error: str = "fail"
     """``fail``: a version that cannot be saved raises ``SaveError`` out of the step. ``warn``: it is logged and
-    counted, training goes on, and the next version gets a base."""
+    counted, and training goes on; bases are tried again at each version, without waiting for a tier once it has kept
+    one waiting for ``deadline_s``. Closing logs what could not be brought to its tiers, too."""
     deadline_s: float = 300.0
     """The longest any single wait may take: for other ranks, for a tier, for a base to drain, for reading a whole
     checkpoint. Make it longer than your slowest tier needs for that."""
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value, wanted = getattr(self, each.name), type(each.default)
+            if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+                raise ConfigurationError(f"{each.name} must be {wanted.__name__}, not {value!r}")
         for name in ("base_every", "batch", "keep_last"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -49,13 +55,10 @@ class CheckpointConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """A configuration from plain values. Errors: ``ConfigurationError`` for an unknown key or a wrong type."""
-        kinds = {each.name: type(each.default) for each in fields(cls)}
-        for key, value in options.items():
+        kinds = [each.name for each in fields(cls)]
+        for key in options:
             if key not in kinds:
                 close = difflib.get_close_matches(key, kinds, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(kinds)}"
                 raise ConfigurationError(f"unknown key {key!r} in the TierCheck configuration: {hint}")
-            wanted = kinds[key]
-            if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
-                raise ConfigurationError(f"{key} must be {wanted.__name__}, not {value!r}")
         return cls(**options)

@@ -95,6 +95,9 @@ class Hierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
         opened = tuple(OpenTier(index, tier.name, tier.driver(places)) for index, tier in enumerate(self.tiers))
+        urls = [tier.driver.url for tier in opened]
+        if twice := {url for url in urls if urls.count(url) > 1 and url != "memory://"}:
+            raise ConfigurationError(f"two tiers are the same place, {twice.pop()}; give each one of its own")
         return OpenHierarchy(opened, self.must_survive)
 
 

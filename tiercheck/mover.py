@@ -63,6 +63,7 @@ class _Trouble:
     retry_at: float
     listing: bool
     """It could not even be listed. Otherwise that goes on, and what it holds is known."""
+    error: str
 
 
 class Mover:
@@ -251,9 +252,10 @@ class Mover:
         except TierError as error:
             failures = trouble.failures + 1 if trouble else 1
             pause = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(failures - 1, 10))
-            self._trouble[index] = _Trouble(failures, now + pause, listing)
+            self._trouble[index] = _Trouble(failures, now + pause, listing, str(error))
             self.status = replace(self.status, errors={**self.status.errors, name: str(error)})
-            log.warning("tier %s: %s; trying again in %g s", name, error, pause)
+            level = logging.WARNING if trouble is None or str(error) != trouble.error else logging.DEBUG
+            log.log(level, "tier %s: %s; trying again, every %g s at most", name, error, RETRY_MAX_S)
             return False
         if trouble is not None and (trouble.listing or not listing):
             self._settle(index)

@@ -284,7 +284,7 @@ class Restorer:
 
         def compare() -> bool:
             if read is not None:
-                check_identity(read.base.identity, self.provider.identity(), self._places())
+                check_identity(read.base, self.provider, self._places())
             return True
 
         gather(self.group, "comparing the model", compare, deadline_s=self.deadline_s)
@@ -366,19 +366,33 @@ class Restorer:
         )
 
 
-def check_identity(saved: Identity, here: Identity, places: str) -> None:
-    """Errors: ``Mismatch`` naming both models, frameworks or optimizers."""
+def check_identity(base: BaseState, provider: StateProvider, places: str) -> None:
+    """Errors: ``Mismatch`` naming both set-ups, optimizers, or the first tensor in which the models differ."""
+    saved, here = base.identity, provider.identity()
     for what, before, now in (
         ("a training set-up", saved.framework, here.framework),
-        ("a model", saved.model, here.model),
         ("an optimizer", saved.optimizer.kind, here.optimizer.kind),
     ):
         if before != now:
-            described = f" ({saved.model_summary} against {here.model_summary})" if what == "a model" else ""
             raise Mismatch(
-                f"the checkpoint in {places} is of {what} {before}, this job has {now}{described}: "
+                f"the checkpoint in {places} is of {what} {before}, this job has {now}: "
                 "resume with the same one, or use another place"
             )
+    if saved.model != here.model:
+        raise Mismatch(
+            f"the checkpoint in {places} is of another model: {first_difference(base, provider)} "
+            f"({saved.model_summary} against {here.model_summary}); resume with the same one, or use another place"
+        )
+
+
+def first_difference(base: BaseState, provider: StateProvider) -> str:
+    """The first tensor that the saved model and this one do not share, in words."""
+    before = {name: tuple(tensor.shape) for name, tensor in {**base.masters, **base.extras}.items()}
+    now = {name: tuple(tensor.shape) for name, tensor in {**provider.masters(), **provider.extras()}.items()}
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            return f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')} here"
+    return "the names or dtypes of its parameters differ"
 
 
 def reached(

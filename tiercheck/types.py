@@ -17,6 +17,7 @@ __all__ = [
     "PutMode",
     "Survives",
     "Usage",
+    "bytes_text",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -137,3 +138,13 @@ class Capabilities:
     """Units the driver transfers at once."""
     key_bytes_max: int = field(default=512)
     """The longest key the driver takes, in UTF-8 bytes."""
+
+
+def bytes_text(nbytes: int) -> str:
+    """Bytes for people: ``1536`` to ``1.5 KiB``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable: the last unit takes every size")

@@ -45,7 +45,7 @@ def demo(output: Path, *options: str) -> dict[str, Any]:
     assert json.loads((output / "report.json").read_text()) == result
     assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "durable").exists(), "the durable tier is removed at the end"
-    assert "What was still there" in done.stderr
+    assert "What could be used" in done.stderr
     assert "The plan of the recovery" in done.stderr
     assert result["loss_bit_identical"] is True
     assert result["params_bit_identical"] is True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,7 +187,7 @@ def test_another_model_is_refused_and_nothing_is_touched(hierarchy: Hierarchy) -
     interrupted(hierarchy)
     other = Job(width=17)
     before = other.state()
-    with pytest.raises(Mismatch, match=r"is of a model .* against"):
+    with pytest.raises(Mismatch, match=r"is of another model: .* against"):
         other.attach(hierarchy)
     assert other.state()["tensors"] == before["tensors"]
     assert resumed(hierarchy).checkpointer.recovery.version == FAILED_AT
@@ -209,11 +211,20 @@ def test_another_world_size_is_refused(hierarchy: Hierarchy) -> None:
         attach(job.model, job.optimizer, hierarchy, group=OfTwo(0, SimulatedGroup.of(2)[0]._room))
 
 
-def test_two_jobs_under_one_name(hierarchy: Hierarchy) -> None:
+def test_two_jobs_under_one_name(hierarchy: Hierarchy, name: str) -> None:
+    hold = f"from tiercheck.claim import Claim; c = Claim(['shm://{name}'], 0); print('held', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(
+            JobConflict, match=rf"another job on this node \(process {other.pid}\) is using shm://{name}"
+        ):
+            Job().attach(hierarchy)
+        other.kill()
     first = Job()
     first.attach(hierarchy)
-    with pytest.raises(JobConflict, match=rf"process {os.getpid()}\) is using shm://"):
-        Job().attach(hierarchy)
     first.train(3)
     first.checkpointer.close()
     second = Job()

@@ -19,9 +19,10 @@ from tiercheck.demo.model_size import parameter_count
 from tiercheck.demo.plot import plot_losses
 from tiercheck.demo.progress import ProgressError, ProgressWriter, RankProgress, Step, read_progress
 from tiercheck.demo.recovery_view import availability_table, count_sources, plan_table, version_ranges
-from tiercheck.demo.report import DemoResult, bytes_text, render
+from tiercheck.demo.report import DemoResult, render
 from tiercheck.demo.settings import TrainingSettings
 from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.types import bytes_text
 
 STEPS = 12
 SETTINGS = TrainingSettings(steps=STEPS, seed=3, base_every=4, batch=2)
@@ -257,7 +258,7 @@ def test_progress_counts_only_complete_lines(tmp_path: Path) -> None:
         ProgressWriter(path)
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (5 << 40, "5120.0 GiB")])
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")])
 def test_bytes_are_told_in_units(nbytes: int, text: str) -> None:
     assert bytes_text(nbytes) == text
 

@@ -162,13 +162,22 @@ def test_the_durable_tier_keeps_the_last_committed_bases_and_their_differentials
 
 
 def test_commits_of_an_abandoned_future_do_not_count_as_kept_ones() -> None:
-    # Generation 2 went back to version 10 of generation 1, whose base 20 is another future now.
-    durable = [*committed(10), *committed(20), *committed(10, generation=2)]
+    # Generation 2 went back to version 13 of generation 1, whose base 20 is another future now.
+    durable = [*committed(10), *committed(20), *committed(13, generation=2)]
     contents = (Contents(), Contents.of((key, 1) for key in durable))
-    lineage = Lineage(((2, None), (1, 10)))
+    lineage = Lineage(((2, None), (1, 13)))
     observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=2, lineage=lineage)
     gone = Retention(keep_last=2).reclaimable(observation)[1]
     assert gone == [CommitKey(1, 20), MarkerKey(1, 20, 0), base(20)]
+
+
+def test_restarts_from_one_version_do_not_use_up_what_is_kept() -> None:
+    durable = [*committed(10), *committed(20), *committed(20, generation=2), *committed(20, generation=3)]
+    contents = (Contents(), Contents.of((key, 1) for key in durable))
+    lineage = Lineage(((3, None), (2, 20), (1, 20)))
+    observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=3, lineage=lineage)
+    gone = Retention(keep_last=2).reclaimable(observation)[1]
+    assert [key for key in gone if isinstance(key, ShardKey)] == [base(20), base(20, generation=2)]
 
 
 def test_keep_every_keeps_bases_without_differentials() -> None:

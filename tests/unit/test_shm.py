@@ -300,7 +300,7 @@ class TestLimits:
             assert (await driver.usage()).used_bytes == MIB
 
     async def test_too_large_a_size_is_refused_at_open(self, name: str) -> None:
-        with pytest.raises(CapacityExceeded, match=r"/dev/shm: \d+ are free.*remount,size="):
+        with pytest.raises(CapacityExceeded, match=r"/dev/shm: [\d.]+ \w+ are free.*remount,size="):
             await ShmDriver(name, size=1 << 60).open()
         remove_namespace(name)  # it is not held by the driver that could not open
 

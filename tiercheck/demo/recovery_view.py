@@ -20,7 +20,7 @@ Report = Mapping[str, Any]
 
 def availability_table(report: Report) -> Table:
     """The availability matrix: per rank and tier, whether it has the anchor, and which differentials after it."""
-    table = Table(title="What was still there", title_justify="left")
+    table = Table(title="What could be used: what every rank still had its part of", title_justify="left")
     tiers = list(dict.fromkeys(row["tier"] for row in report["matrix"]))
     table.add_column("shard of", no_wrap=True)
     for tier in tiers:

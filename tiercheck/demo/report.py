@@ -11,7 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["DemoResult", "bytes_text", "render"]
+from tiercheck.types import bytes_text
+
+__all__ = ["DemoResult", "render"]
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,6 @@ class DemoResult:
     def to_object(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "nodes_lost": list(self.nodes_lost)}
-
-
-def bytes_text(nbytes: int) -> str:
-    """``1536`` to ``1.5 KiB``."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable: the last unit takes every size")
 
 
 def render(result: DemoResult) -> RenderableType:

@@ -18,11 +18,11 @@ from typing import Any, Self
 import psutil  # type: ignore[import-untyped]
 
 from tiercheck.demo.model_size import parameter_count
-from tiercheck.demo.report import bytes_text
 from tiercheck.demo.settings import RANKS, TrainingSettings
 from tiercheck.errors import ConfigurationError, NotFound, Transient
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.namespaces import SHM, namespaces, remove_namespace
+from tiercheck.types import bytes_text
 
 __all__ = ["Workspace"]
 

@@ -16,6 +16,7 @@ are saved as of the end of ``optimizer.step()``, before the next batch is drawn 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,8 +52,14 @@ def attach(
     What the loop writes to parameters besides (clamping, averaging) is saved with the next version, as a base.
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
+    distributed = dist.is_available() and dist.is_initialized()
+    if group is None and not distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before attach()"
+        )
     if group is None:
-        group = TorchGroup() if dist.is_available() and dist.is_initialized() else SingleProcess()
+        group = TorchGroup() if distributed else SingleProcess()
     named = {"scheduler": scheduler, "scaler": scaler}
     stepped_after = {name: each for name, each in named.items() if each is not None}
     if clash := stepped_after.keys() & (stateful or {}).keys():

@@ -81,7 +81,9 @@ class Retention:
         if not contents.commits or contents.commits[-1].generation != seen.generation:
             return []
         commits = [commit for commit in contents.commits if seen.lineage.admits(commit.generation, commit.version)]
-        kept = set(commits[-self.keep_last :])
+        # A restart commits the version it resumed from once more: that is one version to go back to, not two.
+        latest = {commit.version: commit for commit in commits}
+        kept = set(sorted(latest.values())[-self.keep_last :])
         oldest, newest = min(kept), commits[-1]
         if self.keep_every:
             kept |= {commit for commit in commits if commit.version % self.keep_every == 0}

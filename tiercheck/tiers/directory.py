@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, Unsupported
+from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Unsupported
 from tiercheck.keys import validate_key
 from tiercheck.tiers.files import (
     fsync_directory,
@@ -66,7 +66,10 @@ class ObjectDirectory:
 
     def prepare(self) -> None:
         """Make the directories that are missing (0700), and remove what dead processes left in ``tmp``."""
-        made = self._make_directory(self.control / "tmp")
+        try:
+            made = self._make_directory(self.control / "tmp")
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+            raise TierError(f"the directory {self.root} cannot be made: {error.strerror}: {error.filename}") from error
         if self.durable and made:
             self._sync_upwards(self.control / "tmp", made[0].parent)
         with self.locked() as lock_fd:

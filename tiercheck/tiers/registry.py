@@ -74,10 +74,10 @@ def find(scheme: str) -> EntryPoint:
         raise ConfigurationError(f"{name}:// is registered more than once: by {owners}; uninstall all but one")
     known = sorted(schemes())
     close = difflib.get_close_matches(name, known, 3)
-    hint = f"did you mean {' or '.join(f'{match}://' for match in close)}? " if close else ""
+    hint = f"did you mean {' or '.join(f'{match}://' for match in close)}? Else " if close else ""
     raise ConfigurationError(
-        f"no driver for {scheme}:// is installed; {hint}Installed: {', '.join(known) or 'none'}. "
-        f"Install the package that provides it (an entry point {name!r} in the group {GROUP!r})"
+        f"no driver for {scheme}:// is installed (installed are: {', '.join(known) or 'none'}); "
+        f"{hint}install the package that provides it (an entry point {name!r} in the group {GROUP!r})"
     )
 
 

@@ -25,7 +25,7 @@ from tiercheck.tiers.namespaces import (
 )
 from tiercheck.tiers.segments import SegmentDirectory
 from tiercheck.tiers.url import TierURL, parse_size
-from tiercheck.types import Capabilities, ObjectInfo, PutMode, Survives, Usage
+from tiercheck.types import Capabilities, ObjectInfo, PutMode, Survives, Usage, bytes_text
 
 __all__ = ["NamespaceInfo", "ShmDriver", "namespaces", "remove_namespace"]
 
@@ -70,7 +70,8 @@ class ShmDriver(FileDriver):
         if self._size is not None and self._size > free + held:
             mount = segments.root.parent
             raise CapacityExceeded(
-                f"size={self._size} bytes do not fit into {mount}: {free} are free and the tier holds {held}; "
+                f"size={bytes_text(self._size)} does not fit into {mount}: {bytes_text(free)} are free and the tier "
+                f"holds {bytes_text(held)}; "
                 f"ask for a smaller size=, or enlarge it with 'mount -o remount,size=... {mount}' "
                 f"(in a container: --shm-size, or an emptyDir with medium: Memory)"
             )
