@@ -123,7 +123,7 @@ def test_what_cannot_be_shown_is_one_line_and_no_traceback(tmp_path: Path, optio
     done = subprocess.run(
         [*COMMAND, "--output", str(tmp_path / "out"), *options], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
@@ -136,7 +136,7 @@ def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "--output", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "no earlier demo's output" in done.stderr
     assert (tmp_path / "durable" / "thesis.txt").read_text() == "mine"
 
