@@ -15,7 +15,7 @@ from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
-from tiercheck.policy.placement import Placement
+from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.recovery import Plan, Source, plan
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
@@ -117,13 +117,13 @@ class Cluster:
             found += [("delete", (tier, key)) for key in gone[:1]]  # one at a time, in the policy's order
         return found
 
-    def do_transfer(self, index: int, transfer: object) -> None:
+    def do_transfer(self, index: int, transfer: Transfer) -> None:
         memory = self.ranks[index].memory
-        sources = [memory[key] for key in transfer.sources]  # type: ignore[attr-defined]
+        sources = [memory[key] for key in transfer.sources]
         content: object = sources[0]
-        if transfer.target.stream is Stream.DIFFERENTIAL:  # type: ignore[attr-defined]
-            content = tuple(step for source in sources for step in source)  # type: ignore[attr-defined]
-        self.durable[transfer.target] = content  # type: ignore[attr-defined]
+        if transfer.target.stream is Stream.DIFFERENTIAL:
+            content = tuple(step for source in sources for step in source)
+        self.durable[transfer.target] = content
 
     def do_mark(self, index: int, key: MarkerKey) -> None:
         assert ShardKey.base(key.generation, key.version, key.rank) in self.durable
