@@ -99,7 +99,7 @@ class Checkpointer:
 
     @property
     def recovery(self) -> Recovery | None:
-        """What was restored when this checkpointer was made; ``None`` where the job began at version 0."""
+        """What was restored when this checkpointer was made; ``None`` where the tiers held nothing."""
         return self._recovery
 
     @property

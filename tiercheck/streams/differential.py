@@ -158,6 +158,15 @@ class DifferentialStream:
             name: TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
             for name, tensor in provider.masters().items()
         }
+        gradients = [
+            TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
+            for name, spec in self.masters.items()
+            for part in self.codec.plan(spec.dtype, spec.shape)
+        ]
+        # The masters never change, so the room of their gradients is worked out once and not at every step.
+        self._gradients = len(gradients)
+        self._gradients_nbytes = shard_nbytes(gradients)
+        self._gradients_header_nbytes = header_room(gradients)
         self._recorded: dict[str, str] = {}
         self._frozen: dict[str, tuple[int, int]] = {}
         self._stepped: dict[str, tuple[int, int]] = {}
@@ -170,19 +179,18 @@ class DifferentialStream:
     @property
     def nbytes_max(self) -> int:
         """Bytes to reserve for one record: its published part is shorter."""
-        specs, held = self._specs()
-        return shard_nbytes(specs, held)
+        buffers, held = self._others()
+        return self._gradients_nbytes + shard_nbytes(buffers, held)
 
     @property
     def nbytes_expected(self) -> int:
         """About the bytes that one record keeps, at most, once it is published."""
-        specs, held = self._specs()
-        return shard_nbytes(specs, dict.fromkeys(held, self.host_nbytes))
+        buffers, held = self._others()
+        return self._gradients_nbytes + shard_nbytes(buffers, dict.fromkeys(held, self.host_nbytes))
 
     def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
         """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
-        specs, held = self._specs()
-        return DifferentialCapture(self, key, memory, header_room(specs, held))
+        return DifferentialCapture(self, key, memory, self._gradients_header_nbytes + header_room(*self._others()))
 
     def mark_recorded(self) -> None:
         """Buffers and frozen parameters as they are now are in a base: only what changes from here on matters."""
@@ -223,18 +231,16 @@ class DifferentialStream:
         self.host_nbytes = len(packed)
         return PackedObject(packed)
 
-    def _specs(self) -> tuple[list[TensorSpec], dict[str, int]]:
-        """Upper bounds: the tensors of a record, and the bytes of its objects."""
+    def _others(self) -> tuple[list[TensorSpec], dict[str, int]]:
+        """Upper bounds of what a record holds beside the gradients: its buffers, and the bytes of its objects."""
         version = stamp(0)
-        specs = [
-            TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
-            for name, spec in self.masters.items()
-            for part in self.codec.plan(spec.dtype, spec.shape)
+        buffers = [
+            TensorSpec(f"{version}/buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape))
+            for name, tensor in self.provider.buffers().items()
         ]
-        for name, tensor in self.provider.buffers().items():
-            specs.append(TensorSpec(f"{version}/buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape)))
-        record_nbytes = HOST_BYTES_SPARE + 512 * len(specs)
-        return specs, {f"{version}/record": record_nbytes, f"{version}/host": HOST_BYTES_SPARE + 2 * self.host_nbytes}
+        record_nbytes = HOST_BYTES_SPARE + 512 * (self._gradients + len(buffers))
+        host_nbytes = HOST_BYTES_SPARE + 2 * self.host_nbytes
+        return buffers, {f"{version}/record": record_nbytes, f"{version}/host": host_nbytes}
 
 
 def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
