@@ -19,7 +19,15 @@ import torch
 
 from tiercheck.background import BackgroundLoop
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, DeadlineExceeded, GroupError, SaveError, TierCheckError, TierError
+from tiercheck.errors import (
+    CapacityExceeded,
+    Corruption,
+    DeadlineExceeded,
+    GroupError,
+    SaveError,
+    TierCheckError,
+    TierError,
+)
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.mover import Mover, MoverStatus
@@ -346,7 +354,7 @@ class Recorder:
         try:
             # The mover's own deadline names the tier it waits for, so it must come first.
             self._loop.call(coroutine, what=what, deadline_s=2 * self._config.deadline_s)
-        except DeadlineExceeded as error:
+        except (DeadlineExceeded, Corruption) as error:
             raise SaveError(f"{what}: {error}") from error
 
     def _nudge(self) -> None:

@@ -15,7 +15,8 @@ import torch
 from tests.training import Training, faulty, memory
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
-from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, SaveError, Transient
+from tiercheck.container import Shard
+from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment
 
@@ -112,3 +113,27 @@ def test_a_claim_without_a_place_for_its_lock(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with pytest.raises(ConfigurationError, match="point TMPDIR at"):
         Claim(["shm://any"], 0)
+
+
+@pytest.mark.parametrize("on_save_error", ["fail", "warn"])
+def test_a_job_is_told_of_damage_at_its_end_as_it_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_save_error: str
+) -> None:
+    """What was damaged in memory before it was copied on is a failed save, as any other."""
+
+    def verify(shard: Shard) -> None:
+        if shard.metadata.key.first == 1:
+            raise Corruption("a bit fell over", tier=shard.tier, key=shard.key)
+
+    monkeypatch.setattr(Shard, "verify", verify)
+    training = Training()
+    checkpointer = training.attach(
+        Hierarchy.of(memory(), f"nvme://{tmp_path}?survives=rack"), on_save_error=on_save_error
+    )
+    training.step(1)
+    if on_save_error == "fail":
+        with pytest.raises(SaveError, match="flushing the tiers: 1 captured objects were damaged"):
+            checkpointer.close()
+    else:
+        checkpointer.close()
+        assert "1 captured objects were damaged" in caplog.text
