@@ -7,6 +7,7 @@ DEMO_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+SERVERS := .venv/servers/.installed
 
 # DeepSpeed on the CPU, and what it or torch may ever compile kept inside the project: a cache that several
 # projects share would hand one project's binary to another.
@@ -45,7 +46,13 @@ types: $(INSTALLED) ## mypy, strict
 imports: $(INSTALLED) ## who may import whom
 	$(BIN)/lint-imports --no-logo
 
-pytest: $(INSTALLED) ## the test suite alone (PYTEST_ARGS="-k shm -x")
+$(SERVERS): $(INSTALLED) tests/servers/package.json
+	@mkdir -p $(dir $@)
+	@if command -v npm >/dev/null; then cp tests/servers/package.json $(dir $@) \
+	  && npm install --prefix $(dir $@) --silent --no-audit --no-fund --ignore-scripts && touch $@; \
+	else echo "npm is not installed: the tests against Azurite will be skipped"; fi
+
+pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 format: $(INSTALLED) ## put the code into shape

@@ -3,6 +3,8 @@
 The layout keeps one directory a version, so that a parallel file system sees few metadata operations::
 
     lineage/g000002                                                  who started generation 2, from where
+    lineage/g000002.4f0c9a17e2b85d36                                 who asked for it, where puts know no conditions
+    nominations/r00001                                               what rank 1 wants moved, and where to
     g000002/base/000000000040/r00001.safetensors                     rank 1's shard of base 40
     g000002/base/000000000040/r00001.done                            its marker: stored whole, size, checksum
     g000002/base/000000000040/commit                                 the commit record: every rank's is
@@ -19,10 +21,12 @@ from enum import StrEnum
 
 __all__ = [
     "KEY_BYTES_MAX",
+    "ClaimKey",
     "CommitKey",
     "Key",
     "LineageKey",
     "MarkerKey",
+    "NominationKey",
     "ShardKey",
     "Stream",
     "parse",
@@ -113,11 +117,33 @@ class LineageKey:
         return f"lineage/g{self.generation:06d}"
 
 
-Key = ShardKey | MarkerKey | CommitKey | LineageKey
+@dataclass(frozen=True, order=True)
+class ClaimKey:
+    """One job's wish to open a generation, under a name of its own: see :mod:`tiercheck.generation`."""
+
+    generation: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"lineage/g{self.generation:06d}.{self.token}"
+
+
+@dataclass(frozen=True, order=True)
+class NominationKey:
+    """What a rank has nominated: where its objects are to go. Kept in its first tier."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"nominations/r{self.rank:05d}"
+
+
+Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | NominationKey
 
 _BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
 _DIFFERENTIAL = re.compile(r"g(\d{6})/differential/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
-_LINEAGE = re.compile(r"lineage/g(\d{6})\Z", re.ASCII)
+_LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
+_NOMINATION = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
 
 
 def parse(text: str) -> Key | None:
@@ -133,7 +159,9 @@ def parse(text: str) -> Key | None:
         generation, first, last, rank = (int(group) for group in match.groups())
         return ShardKey.differential(generation, first, last, rank) if first <= last else None
     if match := _LINEAGE.match(text):
-        return LineageKey(int(match[1]))
+        return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
+    if match := _NOMINATION.match(text):
+        return NominationKey(int(match[1]))
     return None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from tiercheck.demo.progress import RankProgress, progress_path, read_progress
 from tiercheck.demo.settings import RANKS, TrainingSettings

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from tiercheck.demo.model_size import parameter_count
 from tiercheck.demo.settings import RANKS, TrainingSettings

@@ -1,0 +1,63 @@
+"""What a rank wants moved, written down where its mover finds it again.
+
+A trainer nominates its objects to the agent of its node by publishing this record in its first tier, which outlives
+the processes of both: an agent that was killed and started again reads there all it needs, and keeps no journal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.hierarchy import Hierarchy, Tier
+
+__all__ = ["Nomination"]
+
+
+@dataclass(frozen=True)
+class Nomination:
+    """One rank's objects, of one generation, and the policies they are moved by."""
+
+    tiers: tuple[tuple[str, str], ...]
+    """Each tier's name and URL, every field of it filled in for the rank, fastest first. URLs hold no secrets."""
+    rank: int
+    world_size: int
+    generation: int
+    batch: int
+    keep_last: int
+    keep_every: int
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        return Hierarchy(tuple(Tier(url, name) for name, url in self.tiers))
+
+    def to_object(self) -> dict[str, Any]:
+        return {
+            "tiers": [[name, url] for name, url in self.tiers],
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "generation": self.generation,
+            "batch": self.batch,
+            "keep_last": self.keep_last,
+            "keep_every": self.keep_every,
+        }
+
+    @classmethod
+    def from_object(cls, value: Any) -> Nomination:
+        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
+        numbers = ("rank", "world_size", "generation", "batch", "keep_last", "keep_every")
+        if not isinstance(value, dict) or set(value) != {"tiers", *numbers}:
+            raise ValueError(f"a nomination has the fields tiers, {', '.join(numbers)}")
+        for name in numbers:
+            if type(value[name]) is not int or value[name] < 0:
+                raise ValueError(f"the nomination's {name} is {value[name]!r}")
+        tiers: list[tuple[str, str]] = []
+        for each in value["tiers"] if isinstance(value["tiers"], list | tuple) else ():
+            match each:
+                case [str(name), str(url)]:
+                    tiers.append((name, url))
+                case _:
+                    raise ValueError(f"the nomination's tier {each!r} is no name and URL")
+        if not tiers:
+            raise ValueError("a nomination has at least one tier")
+        return cls(tuple(tiers), **{name: value[name] for name in numbers})
