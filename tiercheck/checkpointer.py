@@ -241,6 +241,7 @@ class Checkpointer:
         version = point.last if point else 0
         proposal = propose(
             restorer.branches,
+            restorer.claims,
             parent=point.generation if point else 0,
             left_at=version,
             world_size=self._group.world_size,

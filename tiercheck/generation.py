@@ -1,24 +1,42 @@
-"""Opening a generation: the record that fences every older process of the job out."""
+"""Opening a generation: the record that fences every older process of the job out.
+
+Of two jobs that ask for one generation at the same time at most one may get it. Where the tier takes conditional
+puts, the record itself decides: it is created, once. Where it does not (most fsspec file systems, some object
+stores), a **claim** decides:
+
+1. put the claim, an object under a name that nobody else uses (:class:`tiercheck.keys.ClaimKey`);
+2. list the claims of that generation: another one there means ``JobConflict``, and one's own is withdrawn;
+3. alone: put the record.
+
+Of two claimants the one that lists last sees both claims, as long as the store shows in a listing what was put before
+it (S3, GCS, Azure and every POSIX file system do); so both may lose, and the user starts one of them again, but never
+do both win. A claim that a crash left behind is no record: the next job asks for a higher number, past every claim.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
-from tiercheck import objects
-from tiercheck.errors import AlreadyExists, Corruption, JobConflict, Unsupported
+from tiercheck import keys, objects
+from tiercheck.errors import AlreadyExists, Corruption, JobConflict
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import LineageKey
+from tiercheck.keys import ClaimKey, LineageKey
 from tiercheck.policy.lineage import Branch
 from tiercheck.types import PutMode
 
 __all__ = ["open_generation", "propose"]
 
+TOKEN_BYTES = 8
 
-def propose(branches: tuple[Branch, ...], *, parent: int, left_at: int, world_size: int) -> Branch:
-    """The next generation after ``branches``. Rank 0 proposes, and all ranks open the same one."""
-    generation = max((branch.generation for branch in branches), default=0) + 1
-    return Branch(generation, parent, left_at, world_size, secrets.token_hex(8))
+
+def propose(
+    branches: Iterable[Branch], claims: Iterable[ClaimKey], *, parent: int, left_at: int, world_size: int
+) -> Branch:
+    """The generation after all that were opened or asked for. Rank 0 proposes, and all ranks open the same one."""
+    taken = [branch.generation for branch in branches] + [claim.generation for claim in claims]
+    return Branch(max(taken, default=0) + 1, parent, left_at, world_size, secrets.token_hex(TOKEN_BYTES))
 
 
 async def open_generation(hierarchy: OpenHierarchy, branch: Branch) -> None:
@@ -29,19 +47,16 @@ async def open_generation(hierarchy: OpenHierarchy, branch: Branch) -> None:
     """
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
     for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
-        await _record(tier, branch)
+        if tier.capabilities.conditional_put:
+            await _create(tier, branch)
+        else:
+            await _claim(tier, branch)
 
 
-async def _record(tier: OpenTier, branch: Branch) -> None:
+async def _create(tier: OpenTier, branch: Branch) -> None:
     key = str(LineageKey(branch.generation))
-    content = objects.pack(branch.to_object())
-    if not tier.capabilities.conditional_put:
-        if tier.role.shared:
-            raise Unsupported("opening a generation takes a conditional put", tier=tier.name, key=key)
-        await tier.driver.put(key, [content])
-        return
     try:
-        await tier.driver.put(key, [content], mode=PutMode.CREATE)
+        await tier.driver.put(key, [objects.pack(branch.to_object())], mode=PutMode.CREATE)
     except AlreadyExists:
         value: Any = objects.unpack(await tier.driver.get(key))
         try:
@@ -49,7 +64,24 @@ async def _record(tier: OpenTier, branch: Branch) -> None:
         except ValueError as error:
             raise Corruption(str(error), tier=tier.name, key=key) from error
         if found != branch:
-            raise JobConflict(
-                f"another job opened generation {branch.generation} in {tier.driver.url} just now; two jobs must not "
-                "share a hierarchy: end one of them, or give it a name of its own"
-            ) from None
+            raise _conflict(tier, branch) from None
+
+
+async def _claim(tier: OpenTier, branch: Branch) -> None:
+    own = ClaimKey(branch.generation, branch.token)
+    record = LineageKey(branch.generation)
+    content = [objects.pack(branch.to_object())]
+    await tier.driver.put(str(own), content)
+    found = [keys.parse(info.key) async for info in tier.driver.list(str(record))]
+    rivals = [key for key in found if isinstance(key, ClaimKey) and key != own]
+    if rivals:
+        await tier.driver.delete([str(own)])
+        raise _conflict(tier, branch)
+    await tier.driver.put(str(record), content)
+
+
+def _conflict(tier: OpenTier, branch: Branch) -> JobConflict:
+    return JobConflict(
+        f"another job opened generation {branch.generation} in {tier.driver.url} just now; two jobs must not "
+        "share a hierarchy: end one of them, or give it a name of its own"
+    )

@@ -155,7 +155,7 @@ class OpenHierarchy:
         """Refuse a hierarchy that cannot do what it is for.
 
         Errors: ``ConfigurationError`` where no tier survives ``must_survive``, or the first tier hands out
-        no memory for captures to land in, or the last tier takes no conditional put to commit with.
+        no memory for captures to land in.
         """
         if self.survives < self.must_survive:
             tiers = ", ".join(f"{tier.name} ({tier.capabilities.survives.name.lower()})" for tier in self.tiers)
@@ -169,11 +169,6 @@ class OpenHierarchy:
                 f"the first tier, {self.first.driver.url}, hands out no memory for captures to land in; "
                 "begin the hierarchy with a mappable tier, such as shm://NAME"
             )
-        for tier in self.tiers:
-            if tier.role.shared and not tier.capabilities.conditional_put:
-                raise ConfigurationError(
-                    f"the tier {tier.driver.url} takes no conditional put, so a base cannot be committed in it safely"
-                )
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from tiercheck import container, keys, objects
 from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobConflict, NotFound, TierError
@@ -29,7 +30,7 @@ from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, water
 from tiercheck.streams.merge import merge
 from tiercheck.types import Payload, PutMode
 
-__all__ = ["Mover", "MoverStatus"]
+__all__ = ["Mover", "MoverStatus", "Moving"]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,28 @@ class MoverStatus:
     deleted_objects: int = 0
     errors: dict[str, str] = field(default_factory=dict)
     """Per tier, the error of its last failed action, until one succeeds."""
+
+
+class Moving(Protocol):
+    """A rank's mover, as its trainer sees it: in the trainer's own process, or in the node agent's."""
+
+    @property
+    def status(self) -> MoverStatus: ...
+
+    @property
+    def conflict(self) -> JobConflict | None:
+        """Why the mover has stopped for good: a newer generation has opened."""
+        ...
+
+    def nudge(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def cycle(self, *, closing: bool = False) -> bool: ...
+
+    async def room_for_base(self, deadline_s: float) -> None: ...
+
+    async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
 
 
 @dataclass
@@ -310,8 +333,10 @@ class Mover:
                 raise Corruption(f"the shard is {found}, its marker says {said}", tier=tier.name, key=str(shard))
             markers.append(said)
         record = CommitRecord(key.generation, key.version, tuple(markers))
+        # Only the coordinator of this very generation writes it: where the tier knows no conditions, it may be repeated.
+        mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
         try:
-            await tier.driver.put(str(key), [objects.pack(record.to_object())], mode=PutMode.CREATE)
+            await tier.driver.put(str(key), [objects.pack(record.to_object())], mode=mode)
         except AlreadyExists:
             log.debug("base %d of generation %d is committed already", key.version, key.generation)
 

@@ -30,7 +30,7 @@ from tiercheck.errors import (
 )
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
-from tiercheck.mover import Mover, MoverStatus
+from tiercheck.mover import MoverStatus, Moving
 from tiercheck.policy.placement import Placement
 from tiercheck.streams.base import BaseCapture
 from tiercheck.streams.differential import DifferentialCapture, DifferentialStream
@@ -90,7 +90,7 @@ class Recorder:
         self,
         stream: DifferentialStream,
         first: OpenTier,
-        mover: Mover,
+        mover: Moving,
         loop: BackgroundLoop,
         *,
         placement: Placement,
@@ -364,5 +364,5 @@ class Recorder:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
 
 
-async def _nudge(mover: Mover) -> None:
+async def _nudge(mover: Moving) -> None:
     mover.nudge()

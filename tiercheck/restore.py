@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tiercheck import container, keys, objects
@@ -26,7 +26,7 @@ from tiercheck.errors import (
 )
 from tiercheck.group import Group
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.keys import LineageKey, ShardKey
+from tiercheck.keys import ClaimKey, LineageKey, ShardKey
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.recovery import Availability, Plan, Source, Unreachable, availability, plan
@@ -121,15 +121,17 @@ def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: f
 
 @dataclass(frozen=True)
 class Survey:
-    """What one rank found: copies of its own shards, and the lineage its tiers tell of."""
+    """What one rank found: copies of its own shards, and the lineage and the claims its tiers tell of."""
 
     sources: frozenset[Source]
     branches: frozenset[Branch]
+    claims: frozenset[ClaimKey]
 
     def to_object(self) -> dict[str, Any]:
         return {
             "sources": [(source.tier, str(source.key)) for source in sorted(self.sources)],
             "branches": [branch.to_object() for branch in sorted(self.branches)],
+            "claims": [str(claim) for claim in sorted(self.claims)],
         }
 
     @classmethod
@@ -137,7 +139,8 @@ class Survey:
         found = frozenset(
             Source(tier, key) for tier, text in value["sources"] if isinstance(key := keys.parse(text), ShardKey)
         )
-        return cls(found, frozenset(Branch.from_object(each) for each in value["branches"]))
+        claims = frozenset(key for text in value["claims"] if isinstance(key := keys.parse(text), ClaimKey))
+        return cls(found, frozenset(Branch.from_object(each) for each in value["branches"]), claims)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ class Restorer:
     deadline_s: float
     lineage: Lineage = field(default_factory=lambda: Lineage(()))
     branches: tuple[Branch, ...] = ()
+    claims: frozenset[ClaimKey] = frozenset()
     _surveys: list[Survey] = field(default_factory=list)
     _quarantined: dict[Source, str] = field(default_factory=dict)
 
@@ -177,6 +181,7 @@ class Restorer:
         self._surveys = [Survey.from_object(answer) for answer in answers]
         branches = {branch for survey in self._surveys for branch in survey.branches}
         self.branches = tuple(sorted(branches))
+        self.claims = frozenset(claim for survey in self._surveys for claim in survey.claims)
         self.lineage = Lineage.of(self.branches)
         self._check_lineage()
         self._check_world_size()
@@ -204,17 +209,20 @@ class Restorer:
     async def _look(self) -> Survey:
         sources: set[Source] = set()
         branches: set[Branch] = set()
+        claims: set[ClaimKey] = set()
         for tier in self.hierarchy.tiers:
             async for info in tier.driver.list():
                 key = keys.parse(info.key)
                 if isinstance(key, ShardKey) and key.rank == self.group.rank:
                     sources.add(Source(tier.index, key))
+                elif isinstance(key, ClaimKey):
+                    claims.add(key)
                 elif isinstance(key, LineageKey):
                     try:
                         branches.add(Branch.from_object(objects.unpack(await tier.driver.get(info.key))))
                     except (Corruption, ValueError) as error:
                         log.warning("the lineage record %s in tier %s is ignored: %s", info.key, tier.name, error)
-        return Survey(frozenset(sources), frozenset(branches))
+        return Survey(frozenset(sources), frozenset(branches), frozenset(claims))
 
     def _check_lineage(self) -> None:
         """A generation's record is written before its first shard and stays: where the newest one is gone, it is lost,
@@ -276,7 +284,7 @@ class Restorer:
                 Source(tier, key) for tier, text in answer["damaged"] if isinstance(key := keys.parse(text), ShardKey)
             }
             survey = self._surveys[rank]
-            self._surveys[rank] = Survey(survey.sources - damaged, survey.branches)
+            self._surveys[rank] = replace(survey, sources=survey.sources - damaged)
         return None, None
 
     def _check_identity(self, read: _Read | None) -> None:
