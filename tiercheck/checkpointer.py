@@ -266,7 +266,7 @@ class Checkpointer:
         self._mover_life = self._loop.submit(self._mover.run())
         self._recorder = Recorder(
             self._stream,
-            tiers.first,
+            tiers,
             self._mover,
             self._loop,
             placement=placement,

@@ -5,8 +5,9 @@ delete, look again. No step depends on a notification having arrived, so a crash
 looking again; notifications (:meth:`Mover.nudge`) only make it fast. Nothing is dropped to keep up: when a
 capture would overrun what still drains, the capture waits (:meth:`Mover.room_for_base`).
 
-A tier in trouble does not stop the others: its work is retried with growing pauses, and its last error shows
-in :attr:`Mover.status` until it succeeds.
+Each tier is served by itself, so that the upload of a base that takes minutes keeps no differential from the
+neighbour's memory. A tier in trouble does not stop the others either: its work is retried with growing pauses, and
+its last error shows in :attr:`Mover.status` until it succeeds.
 """
 
 from __future__ import annotations
@@ -18,25 +19,29 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from tiercheck import container, keys, objects
-from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobConflict, NotFound, TierError
+from tiercheck import container, objects
+from tiercheck.attempts import RETRY_FIRST_S, Attempts
+from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobConflict, NotFound
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
+from tiercheck.observer import Observer
 from tiercheck.policy.commit import CommitRecord, Marker, superseded, to_commit, to_mark
 from tiercheck.policy.lineage import Lineage
-from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, Transfer, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.streams.merge import merge
-from tiercheck.types import Payload, PutMode
+from tiercheck.types import ByteRange, Payload, PutMode
 
 __all__ = ["Mover", "MoverStatus", "Moving"]
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 2.0
-RETRY_FIRST_S = 0.5
-RETRY_MAX_S = 30.0
+FRESH_S = 1.0
+"""A view older than this is no ground for committing or deleting anything."""
+HEADER_GUESS_BYTES = 64 << 10
+"""The beginning of a shard that is asked for first: most headers fit, and the rest is fetched where not."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +83,28 @@ class Moving(Protocol):
     async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
 
 
-@dataclass
-class _Trouble:
-    """A tier's failures in a row, and when it is worth another try (loop time, seconds)."""
+_Action = Callable[[], Awaitable[None]]
 
-    failures: int
-    retry_at: float
-    listing: bool
-    """It could not even be listed. Otherwise that goes on, and what it holds is known."""
-    error: str
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be done for one tier, in order."""
+
+    copies: tuple[_Action, ...] = ()
+    decisive: tuple[_Action, ...] = ()
+    """Commits and deletions: on an old view they could do harm."""
+
+    @property
+    def actions(self) -> tuple[_Action, ...]:
+        return self.copies + self.decisive
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """``acted``: something was done. ``done``: nothing is left to do."""
+
+    acted: bool
+    done: bool
 
 
 class Mover:
@@ -103,77 +121,112 @@ class Mover:
         retention: Retention,
         lineage: Lineage,
     ) -> None:
-        self._hierarchy = hierarchy
-        self._rank = rank
-        self._world_size = world_size
-        self._generation = generation
-        self._placement = placement
-        self._retention = retention
-        self._lineage = lineage
-        self._nudged = asyncio.Event()
-        self._looked = asyncio.Condition()
-        self._cycle = asyncio.Lock()
-        self._trouble: dict[int, _Trouble] = {}
-        self._unseen: set[int] = set()
-        """Tiers that could not be listed at the last look: what there is to do for them is not known."""
-        self._corrupt: set[tuple[int, ShardKey]] = set()
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
+        self._hierarchy = hierarchy
+        self._world_size = world_size
+        self._placement = placement
+        self._retention = retention
+        self._attempts = Attempts()
+        self._observer = Observer(
+            hierarchy, self._attempts, rank=rank, world_size=world_size, generation=generation, lineage=lineage
+        )
+        self._nudged = [asyncio.Event() for _ in hierarchy.tiers]
+        self._serving = [asyncio.Lock() for _ in hierarchy.tiers]
+        self._idle = [False for _ in hierarchy.tiers]
+        self._looked = asyncio.Condition()
 
     def nudge(self) -> None:
         """Something changed: look soon instead of at the next regular look."""
-        self._nudged.set()
+        for nudged in self._nudged:
+            nudged.set()
 
     async def run(self) -> None:
-        """Look and act until cancelled."""
-        while True:
-            try:
-                await self.cycle()
-            except JobConflict as conflict:
-                self.conflict = conflict
-                log.error("%s", conflict)
-                return
-            try:
-                async with asyncio.timeout(LOOK_AGAIN_S if self.status.idle else RETRY_FIRST_S):
-                    await self._nudged.wait()
-            except TimeoutError:
-                pass
-            self._nudged.clear()
+        """Look and act until cancelled, or until a newer generation opens (:attr:`conflict`)."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for tier in self._hierarchy.tiers:
+                    group.create_task(self._keep_serving(tier))
+        except* JobConflict as conflicts:
+            self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
+            log.error("%s", self.conflict)
 
     async def cycle(self, *, closing: bool = False) -> bool:
         """Observe, decide, act, until nothing is left to do that can be done now. True where all was done.
 
         Errors: ``JobConflict`` once a newer generation has opened; nothing is written or deleted after that.
         """
-        async with self._cycle:
+        fresh = True
+        while True:
+            outcomes = await asyncio.gather(
+                *(self._serve(tier, closing=closing, fresh=fresh) for tier in self._hierarchy.tiers),
+                return_exceptions=True,
+            )
+            served: list[_Outcome] = []
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                served.append(outcome)
+            if not any(outcome.acted for outcome in served):
+                return all(outcome.done for outcome in served)
+            fresh = False  # what one tier was given may make work for another
+
+    async def _keep_serving(self, tier: OpenTier) -> None:
+        nudged = self._nudged[tier.index]
+        while True:
+            outcome = await self._serve(tier, closing=False, fresh=False)
+            if outcome.acted:
+                self.nudge()
+                nudged.clear()
+            try:
+                async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY_FIRST_S):
+                    await nudged.wait()
+            except TimeoutError:
+                pass
+            nudged.clear()
+
+    async def _serve(self, tier: OpenTier, *, closing: bool, fresh: bool) -> _Outcome:
+        """Bring one tier to what policy wants, until nothing is left to do for it that can be done now."""
+        everything = range(len(self._hierarchy.tiers))
+        acted = False
+        async with self._serving[tier.index]:
+            seen = await self._look(everything if fresh else ())
             while True:
-                seen = await self.observe()
-                newer = superseded(seen)
-                if newer is not None:
-                    raise JobConflict(
-                        f"generation {newer} of this job has opened while generation {seen.generation} (this process) "
-                        "is still running; this one stops saving. Two jobs must not share a hierarchy: end one of "
-                        "them, or give it a name of its own"
-                    )
-                acted, failed = await self._act(seen, closing)
-                failed = failed or bool(self._unseen)
-                self._note(seen, idle=not acted and not failed)
+                work = self._work(seen, tier, closing)
+                if work.decisive and (stale := self._stale(seen, tier)):
+                    seen = await self._look(stale)
+                    work = self._work(seen, tier, closing)
+                    if self._stale(seen, tier):
+                        work = replace(work, decisive=())  # it cannot be listed: nothing is decided on an old view
+                outcomes = [await self._attempts.run(tier, action) for action in work.actions]
+                visible = all(self._observer.visible(index) for index in everything)
+                if not work.actions and self._observer.visible(tier.index):
+                    self._attempts.settle(tier)  # what failed is no longer wanted
+                acted |= any(outcomes)
+                done = all(outcomes) and visible
+                self._idle[tier.index] = done and not any(outcomes)
+                self._note(seen)
                 async with self._looked:
                     self._looked.notify_all()
-                if not acted:
-                    return not failed
+                if not any(outcomes):
+                    return _Outcome(acted, done)
+                seen = await self._look(())
 
-    async def observe(self) -> Observation:
-        """What every tier holds now. A tier that cannot be listed counts as empty, and gets no work this time."""
-        contents = await asyncio.gather(*(self._contents(tier) for tier in self._hierarchy.tiers))
-        return Observation(
-            self._hierarchy.roles,
-            tuple(contents),
-            self._rank,
-            self._world_size,
-            self._generation,
-            self._lineage,
-        )
+    async def _look(self, fresh: Sequence[int]) -> Observation:
+        """Errors: ``JobConflict`` where a newer generation has opened."""
+        seen = await self._observer.look(fresh)
+        newer = superseded(seen)
+        if newer is not None:
+            raise JobConflict(
+                f"generation {newer} of this job has opened while generation {seen.generation} (this process) "
+                "is still running; this one stops saving. Two jobs must not share a hierarchy: end one of "
+                "them, or give it a name of its own"
+            )
+        return seen
+
+    def _stale(self, seen: Observation, tier: OpenTier) -> list[int]:
+        """The tiers whose view is too old to commit or delete on: this one's own, and the durable one's."""
+        return [index for index in {tier.index, seen.durable.index} if self._observer.age_s(index) > FRESH_S]
 
     async def room_for_base(self, deadline_s: float) -> None:
         """Wait until another base may be captured: fewer than two of this rank still drain.
@@ -184,7 +237,7 @@ class Mover:
         async def has_room() -> bool:
             return self.status.undrained_bases < BASES_IN_VOLATILE_TIERS
 
-        self._note(await self.observe(), idle=False)
+        self._note(await self._look(range(len(self._hierarchy.tiers))))
         await self._until(
             has_room, deadline_s, f"{self.status.undrained_bases} bases have not reached the durable tier"
         )
@@ -201,7 +254,7 @@ class Mover:
 
         await self._until(done, deadline_s, "not everything captured has reached its tiers")
         mark = -1 if self.status.watermark is None else self.status.watermark
-        damaged = [(index, key) for index, key in self._corrupt if key.last > mark]
+        damaged = [(index, key) for index, key in self._observer.damaged if key.last > mark]
         if damaged:
             index, key = min(damaged)
             raise Corruption(
@@ -228,67 +281,20 @@ class Mover:
             errors = "; ".join(f"{tier}: {error}" for tier, error in self.status.errors.items())
             raise DeadlineExceeded(f"{what} within {deadline_s:g} s" + (f" ({errors})" if errors else "")) from None
 
-    async def _contents(self, tier: OpenTier) -> Contents:
-        found: list[tuple[Key, int]] = []
-
-        async def listed() -> None:
-            async for info in tier.driver.list():
-                key = keys.parse(info.key)
-                if key is not None and (tier.index, key) not in self._corrupt:
-                    found.append((key, info.nbytes))
-
-        if await self._try(tier.index, listed, listing=True):
-            self._unseen.discard(tier.index)
-            return Contents.of(found)
-        self._unseen.add(tier.index)
-        return Contents()
-
-    async def _act(self, seen: Observation, closing: bool) -> tuple[bool, bool]:
-        """Do what policy asks for. Returns whether anything was done, and whether anything was not."""
-        actions: list[tuple[int, Callable[[], Awaitable[None]]]] = [
-            (transfer.target_tier, partial(self._transfer, transfer))
+    def _work(self, seen: Observation, tier: OpenTier, closing: bool) -> _Work:
+        """What policy asks to be done for the tier."""
+        if not self._observer.visible(tier.index):
+            return _Work()
+        copies: list[_Action] = [
+            partial(self._transfer, transfer)
             for transfer in self._placement.transfers(seen, closing=closing)
+            if transfer.target_tier == tier.index
         ]
-        for tier in self._hierarchy.tiers:
-            actions += [(tier.index, partial(self._mark, tier, key)) for key in to_mark(seen, tier.index)]
-            actions += [(tier.index, partial(self._commit, tier, key)) for key in to_commit(seen, tier.index)]
-        for index, gone in self._retention.reclaimable(seen).items():
-            if gone:
-                actions.append((index, partial(self._delete, self._hierarchy.tiers[index], gone)))
-        outcomes = [await self._try(index, action) for index, action in actions]
-        for index in self._trouble.keys() - self._unseen - {index for index, _ in actions}:
-            self._settle(index)
-        return any(outcomes), not all(outcomes)
-
-    async def _try(self, index: int, action: Callable[[], Awaitable[None]], *, listing: bool = False) -> bool:
-        """Run an action against a tier unless the tier is pausing; note its failure or its recovery.
-
-        That a tier can be listed ends no trouble with writing to it: its pauses go on growing.
-        """
-        now = asyncio.get_running_loop().time()
-        trouble = self._trouble.get(index)
-        if trouble is not None and now < trouble.retry_at and (trouble.listing or not listing):
-            return False
-        name = self._hierarchy.tiers[index].name
-        try:
-            await action()
-        except TierError as error:
-            failures = trouble.failures + 1 if trouble else 1
-            pause = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(failures - 1, 10))
-            self._trouble[index] = _Trouble(failures, now + pause, listing, str(error))
-            self.status = replace(self.status, errors={**self.status.errors, name: str(error)})
-            level = logging.WARNING if trouble is None or str(error) != trouble.error else logging.DEBUG
-            log.log(level, "tier %s: %s; trying again, every %g s at most", name, error, RETRY_MAX_S)
-            return False
-        if trouble is not None and (trouble.listing or not listing):
-            self._settle(index)
-        return True
-
-    def _settle(self, index: int) -> None:
-        """The tier's trouble is over."""
-        name = self._hierarchy.tiers[index].name
-        del self._trouble[index]
-        self.status = replace(self.status, errors={k: v for k, v in self.status.errors.items() if k != name})
+        copies += [partial(self._mark, tier, key) for key in to_mark(seen, tier.index)]
+        decisive: list[_Action] = [partial(self._commit, tier, key) for key in to_commit(seen, tier.index)]
+        if gone := self._retention.reclaimable(seen)[tier.index]:
+            decisive.append(partial(self._delete, tier, gone))
+        return _Work(tuple(copies), tuple(decisive))
 
     async def _transfer(self, transfer: Transfer) -> None:
         """Verify the sources, then put them as one object."""
@@ -301,22 +307,26 @@ class Mover:
                 content = await source.driver.get(str(key))
                 shard = container.parse(content, key=str(key), tier=source.name)
                 await asyncio.to_thread(shard.verify)
-            except (Corruption, NotFound) as error:
+            except NotFound:
+                self._observer.gone(source.index, [key])
+                return
+            except Corruption as error:
                 # The copy cannot be repaired from itself. It is left for a recovery to report, and not read again.
-                if isinstance(error, Corruption):
-                    self._corrupt.add((source.index, key))
-                    log.error("%s; it is not copied on", error)
+                self._observer.damaged.add((source.index, key))
+                log.error("%s; it is not copied on", error)
                 return
             shards.append(shard)
         copied = transfer.sources == (transfer.target,)
         payload: Payload = [content] if copied else merge(shards, transfer.target)
-        await target.driver.put(str(transfer.target), payload)
-        self._count(copied_bytes=sum(len(part) for part in payload), copied_objects=1)
+        info = await target.driver.put(str(transfer.target), payload)
+        self._observer.put(target.index, transfer.target, info.nbytes)
+        self._count(copied_bytes=info.nbytes, copied_objects=1)
 
     async def _mark(self, tier: OpenTier, key: MarkerKey) -> None:
         shard = ShardKey.base(key.generation, key.version, key.rank)
         marker = await self._marker_of(tier, shard)
-        await tier.driver.put(str(key), [objects.pack(marker.to_object())])
+        info = await tier.driver.put(str(key), [objects.pack(marker.to_object())])
+        self._observer.put(tier.index, key, info.nbytes)
 
     async def _commit(self, tier: OpenTier, key: CommitKey) -> None:
         """Check each rank's marker against the shard it speaks of, then publish the record."""
@@ -333,24 +343,37 @@ class Mover:
                 raise Corruption(f"the shard is {found}, its marker says {said}", tier=tier.name, key=str(shard))
             markers.append(said)
         record = CommitRecord(key.generation, key.version, tuple(markers))
-        # Only the coordinator of this very generation writes it: where the tier knows no conditions, it may be repeated.
+        # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
+        content = objects.pack(record.to_object())
         try:
-            await tier.driver.put(str(key), [objects.pack(record.to_object())], mode=mode)
+            await tier.driver.put(str(key), [content], mode=mode)
         except AlreadyExists:
             log.debug("base %d of generation %d is committed already", key.version, key.generation)
+        self._observer.put(tier.index, key, len(content))
 
     async def _marker_of(self, tier: OpenTier, shard: ShardKey) -> Marker:
-        """Length and header digest of a shard as it lies in the tier."""
-        content = await tier.driver.get(str(shard))
-        parsed = container.parse(content, key=str(shard), tier=tier.name)
-        return Marker(len(content), parsed.digest)
+        """Length and header digest of a shard as it lies in the tier; only its header is fetched."""
+        name = str(shard)
+        nbytes = (await tier.driver.stat(name)).nbytes
+        beginning = await self._beginning(tier, name, min(nbytes, HEADER_GUESS_BYTES))
+        header_nbytes = container.header_length(beginning, key=name, tier=tier.name)
+        if header_nbytes > len(beginning):
+            beginning = await self._beginning(tier, name, min(nbytes, header_nbytes))
+        container.parse_header(beginning, nbytes, key=name, tier=tier.name)
+        return Marker(nbytes, container.checksum_of(beginning[:header_nbytes]))
+
+    async def _beginning(self, tier: OpenTier, name: str, nbytes: int) -> memoryview:
+        if tier.capabilities.ranged_get:
+            return await tier.driver.get(name, range=ByteRange(0, nbytes))
+        return await tier.driver.get(name)
 
     async def _delete(self, tier: OpenTier, gone: Sequence[Key]) -> None:
         records = [str(key) for key in gone if isinstance(key, CommitKey)]
         if records:
             await tier.driver.delete(records)
         await tier.driver.delete([str(key) for key in gone if not isinstance(key, CommitKey)])
+        self._observer.gone(tier.index, gone)
         self._count(deleted_objects=len(gone))
 
     def _count(self, *, copied_bytes: int = 0, copied_objects: int = 0, deleted_objects: int = 0) -> None:
@@ -361,7 +384,7 @@ class Mover:
             deleted_objects=self.status.deleted_objects + deleted_objects,
         )
 
-    def _note(self, seen: Observation, *, idle: bool) -> None:
+    def _note(self, seen: Observation) -> None:
         mark = watermark(seen)
         captured = own_bases(seen, seen.contents[0])
         durable = own_bases(seen, seen.contents[seen.durable.index])
@@ -370,5 +393,6 @@ class Mover:
             self.status,
             watermark=mark.version if mark else None,
             undrained_bases=sum(base.first > newest for base in captured),
-            idle=idle,
+            idle=all(self._idle),
+            errors=self._attempts.errors,
         )

@@ -28,7 +28,7 @@ from tiercheck.errors import (
     TierCheckError,
     TierError,
 )
-from tiercheck.hierarchy import OpenTier
+from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import ShardKey
 from tiercheck.mover import MoverStatus, Moving
 from tiercheck.policy.placement import Placement
@@ -89,7 +89,7 @@ class Recorder:
     def __init__(
         self,
         stream: DifferentialStream,
-        first: OpenTier,
+        hierarchy: OpenHierarchy,
         mover: Moving,
         loop: BackgroundLoop,
         *,
@@ -103,7 +103,8 @@ class Recorder:
         """The newest version captured."""
         self.stats = Stats()
         self._stream = stream
-        self._first = first
+        self._first = hierarchy.first
+        self._roles = hierarchy.roles
         self._mover = mover
         self._loop = loop
         self._placement = placement
@@ -201,8 +202,8 @@ class Recorder:
             self._open_differential = None
             self.version = version
         self._count(differential_stall_s=time.perf_counter() - began)
-        if version == self._placement.window(version)[-1]:
-            self._nudge()  # a batch is complete; between batches there is nothing to move
+        if self._placement.completes(version, self._roles):
+            self._nudge()
         if self._base_due or version % self._config.base_every == 0:
             with self._saving(version):
                 self._begin_base(version)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import ObjectInfo, Payload, PutMode
 
 WORLD = 2
 
@@ -25,8 +29,8 @@ WORLD = 2
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test can sit out."""
-    monkeypatch.setattr("tiercheck.mover.RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr("tiercheck.mover.RETRY_MAX_S", 0.02)
+    monkeypatch.setattr("tiercheck.attempts.RETRY_FIRST_S", 0.005)
+    monkeypatch.setattr("tiercheck.attempts.RETRY_MAX_S", 0.02)
 
 
 def shard(key: ShardKey) -> list[bytes | bytearray | memoryview]:
@@ -212,3 +216,98 @@ async def test_keys_of_others_are_left_alone(plain: OpenHierarchy) -> None:
     await mover_of(plain).cycle()
     assert bytes(await plain.first.driver.get("notes.txt")) == b"mine"
     assert bytes(await plain.first.driver.get("g000001/base/elsewhere")) == b"mine"
+
+
+class Watched(FaultyDriver):
+    """Counts listings, and holds up puts while ``gate`` is closed."""
+
+    def __init__(self, inner: TierDriver) -> None:
+        super().__init__(inner, FaultPlan())
+        self.listings = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        self.listings += 1
+        async for info in super().list(prefix):
+            yield info
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        await self.gate.wait()
+        return await super().put(key, payload, mode=mode)
+
+
+@asynccontextmanager
+async def running(mover: Mover) -> AsyncIterator[None]:
+    life = asyncio.create_task(mover.run())
+    try:
+        yield
+    finally:
+        life.cancel()
+        await asyncio.wait({life})
+
+
+async def until(what: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await what():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)  # there is nothing to wait on past the driver
+
+
+async def test_a_store_is_not_listed_for_each_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.observer.RELIST_FIRST_S", 1000.0)
+    monkeypatch.setattr("tiercheck.observer.RELIST_MAX_S", 1000.0)
+    opened: list[Watched] = []
+
+    def watch(driver: TierDriver) -> TierDriver:
+        opened.append(Watched(driver))
+        return opened[-1]
+
+    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=watch)
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        mover = mover_of(hierarchy)
+        await capture(hierarchy, base(0))
+        async with running(mover):
+
+            async def committed() -> bool:
+                return mover.status.watermark == 0
+
+            await until(committed)
+            before = opened[0].listings
+            for version in range(1, 41):
+                await capture(hierarchy, record(version))
+                mover.nudge()
+
+            async def copied() -> bool:
+                return mover.status.copied_objects >= 21
+
+            await until(copied)
+            assert opened[0].listings == before
+    assert before <= 3
+
+
+async def test_a_slow_tier_holds_up_none_of_the_others(tmp_path: Path) -> None:
+    slow: list[Watched] = []
+
+    def watch(driver: TierDriver) -> TierDriver:
+        slow.append(Watched(driver))
+        slow[-1].gate.clear()
+        return slow[-1]
+
+    middle, durable = f"nvme://{tmp_path}/middle?survives=node", f"nvme://{tmp_path}/durable?survives=rack"
+    async with Hierarchy.of(
+        f"memory://mover-{uuid.uuid4().hex}", middle, Tier(durable, wrap=watch)
+    ).open() as hierarchy:
+        mover = mover_of(hierarchy)
+        await capture(hierarchy, base(0), record(1))
+        async with running(mover):
+
+            async def next_door() -> bool:
+                return await held(hierarchy, 1) == [str(base(0)), str(record(1)), str(record(2))]
+
+            await capture(hierarchy, record(2))
+            mover.nudge()
+            await until(next_door)
+            assert await held(hierarchy) == []
+            slow[0].gate.set()
+            await mover.drain(10, closing=True)
+            assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)

@@ -1,14 +1,15 @@
 """Which stream goes to which tier.
 
 Captures land in the first tier: bases, and one differential a version. Every other tier is to hold each
-base, and the differentials in batches of N consecutive versions, so that a remote store sees one object
-where the first tier holds N. A batch is made on the way: its records are read from the faster tier and put
-as one object.
+base. A tier inside the cluster (a neighbour's memory) is to hold each differential as soon as it can, so that the
+failure of a node costs what was on its way and no more; one outside is to hold them in batches of N consecutive
+versions, so that a remote store sees one object where the first tier holds N. A batch is made on the way: its
+records are read from the faster tier and put as one object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import ShardKey
@@ -29,7 +30,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Placement:
-    """``batch`` is N, the number of consecutive versions in one differential object of the slower tiers."""
+    """``batch`` is N, the number of consecutive versions in one differential object of a tier outside the cluster."""
 
     batch: int = 5
 
@@ -68,13 +69,14 @@ class Placement:
         for key in own_differentials(seen, seen.contents[source.index]):
             if key.last <= floor:
                 continue
-            if run and (key.first != run[-1].last + 1 or self.window(key.first) != self.window(run[-1].first)):
+            window = self.window(key.first, target)
+            if run and (key.first != run[-1].last + 1 or run[-1].first not in window):
                 # Something newer exists beyond the run, so nothing more will join it.
                 yield self._merge(source, target, run)
                 run = []
             if not covered.issuperset(key.versions):
                 run.append(key)
-        if run and (closing or run[-1].last == self.window(run[-1].first)[-1]):
+        if run and (closing or run[-1].last >= self.window(run[-1].first, target)[-1]):
             yield self._merge(source, target, run)
 
     def _merge(self, source: Role, target: Role, run: list[ShardKey]) -> Transfer:
@@ -82,10 +84,15 @@ class Placement:
         batch = ShardKey.differential(first.generation, first.first, run[-1].last, first.rank)
         return Transfer(source.index, target.index, tuple(run), batch)
 
-    def window(self, version: int) -> range:
-        """The aligned batch that ``version`` belongs to: versions 1..N, N+1..2N, and so on."""
-        first = (version - 1) // self.batch * self.batch + 1
-        return range(first, first + self.batch)
+    def window(self, version: int, target: Role) -> range:
+        """The aligned batch that ``version`` belongs to in the tier: versions 1..N, N+1..2N, and so on."""
+        batch = self.batch if target.shared else 1
+        first = (version - 1) // batch * batch + 1
+        return range(first, first + batch)
+
+    def completes(self, version: int, roles: Sequence[Role]) -> bool:
+        """Whether with the differential ``version`` some tier has one more object to be given."""
+        return any(version == self.window(version, role)[-1] for role in roles[1:])
 
 
 def own_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
