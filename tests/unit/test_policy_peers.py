@@ -42,7 +42,7 @@ def test_a_node_alone_in_its_domain_joins_the_others() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), min_size=1, max_size=30))
 def test_a_peer_is_always_another_node_and_each_node_of_a_ring_keeps_for_one(drawn: list[tuple[int, str]]) -> None:
-    domain = {node: name for node, name in drawn}
+    domain = dict(drawn)
     places = [Place(str(node), domain[node]) for node, _ in drawn]
     kept: dict[str, set[str]] = {}
     for rank, place in enumerate(places):

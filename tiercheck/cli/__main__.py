@@ -1,0 +1,5 @@
+"""``python -m tiercheck.cli``: the ``tiercheck`` command."""
+
+from tiercheck.cli import main
+
+main()
