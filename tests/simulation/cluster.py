@@ -20,8 +20,6 @@ from tiercheck.policy.recovery import Plan, Source, plan
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 
-MEMORY = Role(0, "memory", Survives.PROCESS)
-DURABLE = Role(1, "durable", Survives.RACK)
 Tier = dict[Key, object]
 State = tuple[int, ...]
 """A state is the sequence of the random steps that led to it."""
@@ -29,7 +27,11 @@ State = tuple[int, ...]
 
 @dataclass
 class Rank:
+    """Each rank is a node."""
+
     memory: Tier = field(default_factory=dict)
+    peer: Tier = field(default_factory=dict)
+    """What the next node's memory keeps for this one."""
     state: State = ()
 
     @property
@@ -40,10 +42,14 @@ class Rank:
 class Cluster:
     """``world`` ranks that train in lock step. All that happens is drawn from ``seed``."""
 
-    def __init__(self, seed: int, world: int, base_every: int, batch: int) -> None:
+    def __init__(self, seed: int, world: int, base_every: int, batch: int, *, peers: bool) -> None:
         self.random = random.Random(seed)
         self.world = world
         self.base_every = base_every
+        assert world > 1 or not peers, "a node alone has no peer"
+        survive = [Survives.PROCESS, *([Survives.NODE] if peers else []), Survives.RACK]
+        self.roles = tuple(Role(index, each.name, each) for index, each in enumerate(survive))
+        self.peers = peers
         self.placement = Placement(batch)
         self.retention = Retention(keep_last=self.random.choice([1, 2, 3]))
         self.ranks = [Rank() for _ in range(world)]
@@ -90,8 +96,12 @@ class Cluster:
     # What the movers do
 
     def observe(self, index: int) -> Observation:
-        contents = [Contents.of((key, 1) for key in tier) for tier in (self.ranks[index].memory, self.durable)]
-        return Observation((MEMORY, DURABLE), tuple(contents), index, self.world, self.generation, self.lineage)
+        contents = tuple(Contents.of((key, 1) for key in tier) for tier in self.tiers_of(index))
+        return Observation(self.roles, contents, index, self.world, self.generation, self.lineage)
+
+    def tiers_of(self, index: int) -> list[Tier]:
+        rank = self.ranks[index]
+        return [rank.memory, *([rank.peer] if self.peers else []), self.durable]
 
     def act(self, *, closing: bool = False) -> bool:
         """One action of some rank's mover; ``False`` where no rank has anything to do."""
@@ -111,19 +121,20 @@ class Cluster:
         found: list[tuple[str, object]] = [
             ("transfer", transfer) for transfer in self.placement.transfers(seen, closing=closing)
         ]
-        found += [("mark", key) for key in to_mark(seen, 1)]
-        found += [("commit", key) for key in to_commit(seen, 1)]
+        for role in self.roles:
+            found += [("mark", key) for key in to_mark(seen, role.index)]
+            found += [("commit", key) for key in to_commit(seen, role.index)]
         for tier, gone in self.retention.reclaimable(seen).items():
             found += [("delete", (tier, key)) for key in gone[:1]]  # one at a time, in the policy's order
         return found
 
     def do_transfer(self, index: int, transfer: Transfer) -> None:
-        memory = self.ranks[index].memory
-        sources = [memory[key] for key in transfer.sources]
+        tiers = self.tiers_of(index)
+        sources = [tiers[transfer.source_tier][key] for key in transfer.sources]
         content: object = sources[0]
         if transfer.target.stream is Stream.DIFFERENTIAL:
             content = tuple(step for source in sources for step in source)
-        self.durable[transfer.target] = content
+        tiers[transfer.target_tier][transfer.target] = content
 
     def do_mark(self, index: int, key: MarkerKey) -> None:
         assert ShardKey.base(key.generation, key.version, key.rank) in self.durable
@@ -137,12 +148,12 @@ class Cluster:
 
     def do_delete(self, index: int, target: tuple[int, Key]) -> None:
         tier, key = target
-        del (self.ranks[index].memory if tier == 0 else self.durable)[key]
+        del self.tiers_of(index)[tier][key]
 
     # Failures and recovery
 
     def fail(self, kind: str) -> None:
-        """Every process dies; ``node`` takes one rank's memory along, ``rack`` all of it."""
+        """Every process dies; ``node`` takes one node's memory along, and what it kept for another; ``rack`` all."""
         before = self.watermark()
         if self.random.random() < 0.5:
             # Some ranks had already captured the next version when the failure struck, others had not.
@@ -151,8 +162,12 @@ class Cluster:
                 self.capture(index)
         lost = {"software": [], "node": [self.random.randrange(self.world)], "rack": list(range(self.world))}[kind]
         for index in lost:
-            self.ranks[index].memory = {}
+            self.lose_node(index)
         self.recover(kind, before)
+
+    def lose_node(self, index: int) -> None:
+        self.ranks[index].memory = {}
+        self.ranks[index - 1].peer = {}
 
     def recover(self, kind: str, before: CommitKey | None) -> None:
         branches = {value for tier in self.tiers() for key, value in tier.items() if isinstance(key, LineageKey)}
@@ -178,7 +193,7 @@ class Cluster:
     def rebuild(self, point: RecoveryPoint, index: int, sources: set[Source]) -> State:
         chosen = plan(point, index, sources)
         assert isinstance(chosen, Plan), f"rank {index}: {chosen}"
-        tiers = (self.ranks[index].memory, self.durable)
+        tiers = self.tiers_of(index)
         state: State = tiers[chosen.anchor.tier][chosen.anchor.key]  # type: ignore[assignment]
         for source in chosen.batches:
             steps: State = tiers[source.tier][source.key]  # type: ignore[assignment]
@@ -188,10 +203,9 @@ class Cluster:
         return state
 
     def sources(self, index: int) -> set[Source]:
-        tiers = (self.ranks[index].memory, self.durable)
         return {
             Source(tier, key)
-            for tier, held in enumerate(tiers)
+            for tier, held in enumerate(self.tiers_of(index))
             for key in held
             if isinstance(key, ShardKey) and key.rank == index
         }
@@ -213,7 +227,7 @@ class Cluster:
                 return
 
     def tiers(self) -> list[Tier]:
-        return [*(rank.memory for rank in self.ranks), self.durable]
+        return [tier for index in range(self.world) for tier in self.tiers_of(index)]
 
     def watermark(self) -> CommitKey | None:
         return watermark(self.observe(0))
