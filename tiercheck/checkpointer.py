@@ -25,14 +25,17 @@ from typing import Any, Self, TypeVar
 import torch
 
 from tiercheck import kernels
+from tiercheck.agent.introduction import Introduction, peer_address
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, SaveError, TierCheckError
+from tiercheck.enlistment import Enlistment
 from tiercheck.generation import open_generation, propose
 from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
-from tiercheck.mover import Mover
+from tiercheck.mover import Mover, Moving
+from tiercheck.nomination import Nomination
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
@@ -79,9 +82,12 @@ class Checkpointer:
         self._mover_life: concurrent.futures.Future[None] | None = None
         self._loop = BackgroundLoop()
         self._tiers: OpenHierarchy | None = None
+        self._enlistment: Enlistment | None = None
+        self._mover: Moving | None = None
         try:
-            self._gather("opening the tiers", lambda: self._open_tiers(hierarchy))
-            self._begin()
+            placed = self._place(hierarchy)
+            self._gather("opening the tiers", lambda: self._open_tiers(placed))
+            self._begin(placed)
         except BaseException:
             self.abort()
             raise
@@ -105,7 +111,7 @@ class Checkpointer:
     @property
     def stats(self) -> Stats:
         """What checkpointing has done and cost on this rank since it was attached."""
-        return replace(self._recording.stats, mover=self._mover.status)
+        return replace(self._recording.stats, mover=self._moving.status)
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
@@ -134,6 +140,8 @@ class Checkpointer:
             # A rank that fails tells the others, which may have to wait as long as it tried.
             gather(self._group, "the end of the job", self._finish, deadline_s=3 * self.config.deadline_s)
             self._flush_at_end()  # the coordinator: the last commit
+            if self._enlistment is not None:
+                self._enlistment.withdraw()
         finally:
             self.abort()
 
@@ -187,14 +195,28 @@ class Checkpointer:
 
     # How it is done
 
+    def _place(self, hierarchy: Hierarchy) -> Hierarchy:
+        """The hierarchy as this rank sees it: fields filled in and, where an agent moves, its neighbour found."""
+        node = int(os.environ.get("TIERCHECK_NODE", os.environ.get("GROUP_RANK", "0")))
+        placed = hierarchy.resolved(rank=self._group.rank, local_rank=int(os.environ.get("LOCAL_RANK", "0")), node=node)
+        if self.config.mover == "trainer" or (self.config.mover == "auto" and not placed.needs_peer):
+            if placed.needs_peer:
+                raise ConfigurationError(
+                    "a neighbour's memory (peer://) is served by the agents of the nodes: leave mover at 'auto'"
+                )
+            return placed
+
+        def enlist() -> Any:
+            self._enlistment = Enlistment.of(placed, self._group.rank, self._loop, self.config.deadline_s)
+            return self._enlistment.introduction(node).to_object()
+
+        nodes = [Introduction.from_object(each) for each in self._gather("finding the agents of the nodes", enlist)]
+        return placed.with_peer(*peer_address(self._group.rank, nodes)) if placed.needs_peer else placed
+
     def _open_tiers(self, hierarchy: Hierarchy) -> None:
         kernels.warm_up()
         self._stream = DifferentialStream(self._provider, self.config.codec, self._group.world_size)
-        tiers = hierarchy.open(
-            rank=self._group.rank,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            node=int(os.environ.get("TIERCHECK_NODE", os.environ.get("GROUP_RANK", "0"))),
-        )
+        tiers = hierarchy.open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
         self._call(tiers.__aenter__(), "opening the tiers")
@@ -231,7 +253,7 @@ class Checkpointer:
                 tier=first.driver.url,
             )
 
-    def _begin(self) -> None:
+    def _begin(self, placed: Hierarchy) -> None:
         """Recover, then open a generation with a base of its own."""
         tiers = self._opened()
         restorer = Restorer(tiers, self._provider, self._group, self._loop, self.config.deadline_s)
@@ -254,15 +276,7 @@ class Checkpointer:
             lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
         )
         placement = Placement(min(self.config.batch, self.config.base_every))
-        self._mover = Mover(
-            tiers,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            generation=branch.generation,
-            placement=placement,
-            retention=Retention(self.config.keep_last, self.config.keep_every),
-            lineage=Lineage.of([*restorer.branches, branch]),
-        )
+        self._mover = self._make_mover(placed, placement, Lineage.of([*restorer.branches, branch]))
         self._mover_life = self._loop.submit(self._mover.run())
         self._recorder = Recorder(
             self._stream,
@@ -277,18 +291,49 @@ class Checkpointer:
         )
         self._recorder.begin()
 
+    def _make_mover(self, placed: Hierarchy, placement: Placement, lineage: Lineage) -> Moving:
+        """The mover, in this process; or what stands for it here, where the node's agent has it."""
+        tiers, rank, world_size = self._opened(), self._group.rank, self._group.world_size
+        if self._enlistment is None:
+            return Mover(
+                tiers,
+                rank=rank,
+                world_size=world_size,
+                generation=self._generation,
+                placement=placement,
+                retention=Retention(self.config.keep_last, self.config.keep_every),
+                lineage=lineage,
+            )
+        nomination = Nomination(
+            tuple((tier.name, tier.url) for tier in placed.tiers),
+            node=self._enlistment.node,
+            rank=rank,
+            world_size=world_size,
+            generation=self._generation,
+            batch=placement.batch,
+            keep_last=self.config.keep_last,
+            keep_every=self.config.keep_every,
+        )
+        return self._enlistment.nominate(nomination, tiers.first.driver)
+
     @property
     def _recording(self) -> Recorder:
         if self._recorder is None:
             raise SaveError("the checkpointer was never opened")
         return self._recorder
 
+    @property
+    def _moving(self) -> Moving:
+        if self._mover is None:
+            raise SaveError("the checkpointer was never opened")
+        return self._mover
+
     def _live(self) -> Recorder:
         """The recorder, where saving still makes sense. Errors: ``SaveError``; ``JobConflict``."""
         if self._closed:
             raise SaveError("the checkpointer is closed")
-        if self._mover.conflict is not None:
-            raise self._mover.conflict
+        if self._moving.conflict is not None:
+            raise self._moving.conflict
         if self._mover_life is not None and self._mover_life.done():
             raise SaveError("the mover has stopped") from self._mover_life.exception()
         return self._recording
@@ -333,6 +378,8 @@ class Checkpointer:
             self._mover_life.cancel()
         try:
             try:
+                if self._enlistment is not None:
+                    self._enlistment.end()
                 if self._tiers is not None:
                     self._call(self._tiers.__aexit__(None, None, None), "closing the tiers")
             finally:

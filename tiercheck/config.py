@@ -12,6 +12,7 @@ from tiercheck.errors import ConfigurationError
 __all__ = ["CheckpointConfig"]
 
 ON_SAVE_ERROR = ("fail", "warn")
+MOVERS = ("auto", "trainer", "agent")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class CheckpointConfig:
     """``fail``: a version that cannot be saved raises ``SaveError`` out of the step. ``warn``: it is logged and
     counted, and training goes on; bases are tried again at each version, without waiting for a tier once it has kept
     one waiting for ``deadline_s``. Closing logs what could not be brought to its tiers, too."""
+    mover: str = "auto"
+    """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
+    which goes on while no trainer lives, and is started where none runs. ``auto``: the agent where a tier is a
+    neighbour's memory (``peer://``), which takes one anyway; else the trainer."""
     deadline_s: float = 300.0
     """The longest any single wait may take: for other ranks, for a tier, for a base to drain, for reading a whole
     checkpoint. Make it longer than your slowest tier needs for that."""
@@ -49,6 +54,8 @@ class CheckpointConfig:
             raise ConfigurationError(f"keep_every must not be negative, not {self.keep_every}")
         if self.deadline_s <= 0:
             raise ConfigurationError(f"deadline_s must be positive, not {self.deadline_s}")
+        if self.mover not in MOVERS:
+            raise ConfigurationError(f"mover is one of {', '.join(MOVERS)}, not {self.mover!r}")
         if self.on_save_error not in ON_SAVE_ERROR:
             raise ConfigurationError(f"on_save_error is one of {', '.join(ON_SAVE_ERROR)}, not {self.on_save_error!r}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from string import Formatter
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.observation import Role
@@ -16,6 +17,8 @@ from tiercheck.tiers.registry import make_driver
 from tiercheck.types import Capabilities, Survives
 
 __all__ = ["Hierarchy", "OpenHierarchy", "OpenTier", "Tier"]
+
+PEER_SCHEME = "peer"
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,25 @@ class Hierarchy:
                 raise ConfigurationError(f"must_survive: {error}") from None
         return cls(tuple(Tier(tier) if isinstance(tier, str) else tier for tier in tiers), must_survive)
 
+    @property
+    def needs_peer(self) -> bool:
+        """Whether a tier is a neighbour's memory that nobody has named yet: ``peer://NAME`` without ``at=``."""
+        return any(_lacks_address(tier) for tier in self.tiers)
+
+    def with_peer(self, address: str, server_key: str | None) -> Hierarchy:
+        """The hierarchy with the neighbour's address (``HOST:PORT``), and its public key, in those tiers."""
+        more = f"at={quote(address)}" + (f"&server_key={quote(server_key)}" if server_key else "")
+        tiers = (
+            replace(tier, url=f"{tier.url}{'&' if '?' in tier.url else '?'}{more}") if _lacks_address(tier) else tier
+            for tier in self.tiers
+        )
+        return replace(self, tiers=tuple(tiers))
+
+    def resolved(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> Hierarchy:
+        """The hierarchy of one rank, with every field of its URLs filled in. Errors: as :meth:`Tier.resolved`."""
+        places = {"rank": rank, "local_rank": local_rank, "node": node}
+        return replace(self, tiers=tuple(replace(tier, url=tier.resolved(places)) for tier in self.tiers))
+
     def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
@@ -99,6 +121,12 @@ class Hierarchy:
         if twice := {url for url in urls if urls.count(url) > 1 and url != "memory://"}:
             raise ConfigurationError(f"two tiers are the same place, {twice.pop()}; give each one of its own")
         return OpenHierarchy(opened, self.must_survive)
+
+
+def _lacks_address(tier: Tier) -> bool:
+    scheme, _, rest = tier.url.partition("://")
+    options = rest.partition("?")[2].split("&")
+    return scheme == PEER_SCHEME and not any(option.partition("=")[0] == "at" for option in options)
 
 
 @dataclass(frozen=True)

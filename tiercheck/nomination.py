@@ -20,6 +20,8 @@ class Nomination:
 
     tiers: tuple[tuple[str, str], ...]
     """Each tier's name and URL, every field of it filled in for the rank, fastest first. URLs hold no secrets."""
+    node: str
+    """The agent it is meant for: several, with a name each, can run on one machine."""
     rank: int
     world_size: int
     generation: int
@@ -34,6 +36,7 @@ class Nomination:
     def to_object(self) -> dict[str, Any]:
         return {
             "tiers": [[name, url] for name, url in self.tiers],
+            "node": self.node,
             "rank": self.rank,
             "world_size": self.world_size,
             "generation": self.generation,
@@ -46,8 +49,10 @@ class Nomination:
     def from_object(cls, value: Any) -> Nomination:
         """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
         numbers = ("rank", "world_size", "generation", "batch", "keep_last", "keep_every")
-        if not isinstance(value, dict) or set(value) != {"tiers", *numbers}:
-            raise ValueError(f"a nomination has the fields tiers, {', '.join(numbers)}")
+        if not isinstance(value, dict) or set(value) != {"tiers", "node", *numbers}:
+            raise ValueError(f"a nomination has the fields tiers, node, {', '.join(numbers)}")
+        if not isinstance(value["node"], str):
+            raise ValueError(f"the nomination's node is {value['node']!r}")
         for name in numbers:
             if type(value[name]) is not int or value[name] < 0:
                 raise ValueError(f"the nomination's {name} is {value[name]!r}")
@@ -60,4 +65,4 @@ class Nomination:
                     raise ValueError(f"the nomination's tier {each!r} is no name and URL")
         if not tiers:
             raise ValueError("a nomination has at least one tier")
-        return cls(tuple(tiers), **{name: value[name] for name in numbers})
+        return cls(tuple(tiers), value["node"], **{name: value[name] for name in numbers})

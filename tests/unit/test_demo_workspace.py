@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck.demo import workspace as module
+from tiercheck.agent.neighbours import shm_name
+from tiercheck.demo import nodes as module
+from tiercheck.demo.nodes import memory_bytes
 from tiercheck.demo.requirements import check_requirements
 from tiercheck.demo.settings import RANKS, TrainingSettings
-from tiercheck.demo.workspace import Workspace, memory_bytes
+from tiercheck.demo.workspace import Workspace
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.namespaces import namespaces
@@ -26,24 +28,27 @@ def names() -> set[str]:
 
 
 async def fill(workspace: Workspace, nbytes: int) -> None:
-    hierarchy = Hierarchy.of(*workspace.tiers(SETTINGS))
+    """What trainers and agents would have left: every tier of every rank holds an object."""
+    nodes = workspace.nodes
+    own, _, durable = nodes.tiers(SETTINGS, workspace.durable)
     for rank in range(RANKS):
-        async with hierarchy.open(rank=rank) as tiers:
+        kept = f"shm://{shm_name(nodes.agent((rank + 1) % RANKS), nodes.name)}"
+        async with Hierarchy.of(own, kept, durable).open(rank=rank) as tiers:
             for tier in tiers.tiers:
                 await tier.driver.put(f"object-of-{rank}", [b"x" * nbytes])
 
 
-async def test_memory_is_counted_wiped_by_node_and_gone_at_the_end(tmp_path: Path) -> None:
+async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(tmp_path: Path) -> None:
     with Workspace(tmp_path / "out", keep=False) as workspace:
         await fill(workspace, 1000)
-        tiers = workspace.tiers(SETTINGS)
-        held = await asyncio.to_thread(workspace.held_bytes, tiers)
-        assert held == {"shm": 2000, "nvme": 2000}, "a shared tier is counted once"
-        workspace.wipe([1])
-        held = await asyncio.to_thread(workspace.held_bytes, tiers)
-        assert held == {"shm": 1000, "nvme": 2000}
-        assert {f"{workspace.name}-node0"} <= names()
-    assert not any(name.startswith(workspace.name) for name in names())
+        nodes = workspace.nodes
+        held = await asyncio.to_thread(nodes.held_bytes, workspace.durable)
+        assert held == {"shm": 2000, "peer": 2000, "nvme": 2000}, "a shared tier is counted once"
+        nodes.fail([1])
+        held = await asyncio.to_thread(nodes.held_bytes, workspace.durable)
+        assert held == {"shm": 1000, "peer": 1000, "nvme": 2000}, "a node loses what it kept for its neighbour, too"
+        assert {f"{nodes.name}-node0"} <= names()
+    assert not any(nodes.name in name for name in names())
     assert not workspace.durable.exists()
     with Workspace(tmp_path / "out", keep=True) as workspace:
         await fill(workspace, 10)
@@ -60,21 +65,21 @@ def dead_pid() -> int:
 
 async def test_what_a_killed_demo_left_is_removed_by_the_next(tmp_path: Path, dead_pid: int) -> None:
     orphan, living = Workspace(tmp_path / "orphan", keep=False), Workspace(tmp_path / "living", keep=False)
-    orphan.name = f"demo-{dead_pid}-01234567"
+    orphan.nodes.name = f"demo-{dead_pid}-01234567"
     with living:
         await fill(orphan, 10)
         await fill(living, 10)
         with Workspace(tmp_path / "next", keep=False):
-            assert f"{living.name}-node0" in names()
-            assert not any(name.startswith(orphan.name) for name in names())
+            assert f"{living.nodes.name}-node0" in names()
+            assert not any(orphan.nodes.name in name for name in names())
 
 
 def test_too_little_shared_memory_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace(tmp_path, keep=False)
-    workspace.check_memory(SETTINGS)
+    workspace.nodes.check_memory(SETTINGS)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: module.shutil._ntuple_diskusage(1 << 26, 0, 1 << 26))
     with pytest.raises(ConfigurationError, match=r"64.0 MiB free .* need up to .*--shm-size"):
-        workspace.check_memory(SETTINGS)
+        workspace.nodes.check_memory(SETTINGS)
 
 
 def test_a_missing_requirement_is_named_with_its_remedy() -> None:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from tiercheck.cli.agent import agent, keys
 from tiercheck.cli.demo import demo
+from tiercheck.cli.tiers import bench, doctor, plugins
 from tiercheck.errors import ConfigurationError, TierCheckError
 
 __all__ = ["app", "main"]
@@ -40,7 +42,8 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app.command()(demo)
+for command in (demo, agent, keys, plugins, doctor, bench):
+    app.command()(command)
 
 
 def main() -> None:

@@ -80,8 +80,9 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     codec(settings.codec)  # an unknown one is an error now, not after the first run
     check_length(load_corpus(options.text), settings.sequence)
     with Workspace(options.output, keep=options.keep) as workspace:
-        checkpointed = replace(settings, tiers=workspace.tiers(settings))
-        workspace.check_memory(checkpointed)
+        nodes = workspace.nodes
+        checkpointed = replace(settings, tiers=nodes.tiers(settings, workspace.durable), name=nodes.name)
+        nodes.check_memory(checkpointed)
         introduce(console, options, settings, failure)
         with progress_bars(console) as bars:
             reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted)
@@ -168,8 +169,8 @@ def fail_and_recover(
     if any(rank.finished for rank in first):
         raise ConfigurationError("the trainers were done before the failure could strike; use more --steps")
     bar.say("killed")
-    held = workspace.held_bytes(settings.tiers)
-    workspace.wipe(failure.nodes_lost)
+    held = workspace.nodes.held_bytes(workspace.durable)
+    workspace.nodes.fail(failure.nodes_lost)
     bar.say("restarting")
     begun = time.monotonic()
     with Trainers(settings, workspace.interrupted / "second") as trainers:

@@ -37,6 +37,8 @@ class TrainingSettings:
     dropout: float = 0.1
     text: str | None = None
     tiers: tuple[str, ...] = ()
+    name: str = ""
+    """Of the job: its nodes' agents are called after it."""
     base_every: int = 10
     batch: int = 5
     codec: str = "exact"

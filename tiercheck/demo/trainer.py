@@ -80,6 +80,9 @@ def attach_checkpointer(engine: Any, settings: TrainingSettings) -> Any:
     """The checkpointer, which has recovered what the tiers hold; ``None`` where the run has no tiers."""
     if not settings.tiers:
         return None
+    # Each rank stands for a node, with an agent of its own.
+    node = str(torch.distributed.get_rank())
+    os.environ |= {"TIERCHECK_NODE": node, "TIERCHECK_AGENT_NODE": f"{settings.name}-{node}"}
     from tiercheck.config import CheckpointConfig
     from tiercheck.hierarchy import Hierarchy
     from tiercheck.integrations.deepspeed import attach

@@ -1,0 +1,42 @@
+"""How a rank finds its peer's agent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercheck.agent.introduction import Introduction, peer_address
+from tiercheck.errors import ConfigurationError
+
+
+def rank_on(node: str, host: str = "here", endpoint: str | None = None, key: str | None = None) -> Introduction:
+    return Introduction(node, "", host, endpoint or f"127.0.0.1:{1000 + int(node)}", key)
+
+
+def test_each_rank_gets_the_address_of_the_next_node() -> None:
+    ranks = [rank_on("0"), rank_on("1"), rank_on("2", key="ab" * 32)]
+    assert [peer_address(rank, ranks) for rank in range(3)] == [
+        ("127.0.0.1:1001", None),
+        ("127.0.0.1:1002", "ab" * 32),
+        ("127.0.0.1:1000", None),
+    ]
+
+
+def test_one_node_has_no_neighbour() -> None:
+    with pytest.raises(ConfigurationError, match=r"all 2 ranks are on one node \(0\)"):
+        peer_address(0, [rank_on("0"), rank_on("0")])
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:7", "[::1]:7", "localhost:7"])
+def test_a_peer_on_another_machine_that_only_listens_to_itself_is_refused(endpoint: str) -> None:
+    ranks = [rank_on("0", "alpha"), rank_on("1", "beta", endpoint)]
+    with pytest.raises(ConfigurationError, match=r"rank 1 on beta.*alpha cannot reach.*tiercheck keys"):
+        peer_address(0, ranks)
+    assert peer_address(0, [ranks[0], rank_on("1", "beta", "10.0.0.2:7")]) == ("10.0.0.2:7", None)
+
+
+def test_an_introduction_survives_the_way_and_nothing_else_does() -> None:
+    introduction = rank_on("1", key="cd" * 32)
+    assert Introduction.from_object(introduction.to_object()) == introduction
+    for broken in ({}, {**introduction.to_object(), "more": 1}, {**introduction.to_object(), "node": 1}, None):
+        with pytest.raises(ValueError, match="introduces nobody"):
+            Introduction.from_object(broken)

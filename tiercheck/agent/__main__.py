@@ -1,0 +1,36 @@
+"""``python -m tiercheck.agent SETTINGS``: an agent that a trainer starts, detached from it. SETTINGS is JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__: list[str] = []
+
+
+def main() -> int:
+    """Leave a child of the init process behind that is the agent; return once it is ready (0) or has failed (1).
+
+    Whoever ends the trainer and its children, in whatever way, does not find the agent among them.
+    """
+    ready, readied = os.pipe()
+    if os.fork():
+        os.close(readied)
+        return 0 if os.read(ready, 1) else 1
+    os.close(ready)
+    os.setsid()
+    os.chdir("/")
+    os.umask(0o077)
+    from tiercheck.agent.life import run_agent
+    from tiercheck.agent.settings import AgentSettings
+
+    def say_ready() -> None:
+        os.write(readied, b"1")
+        os.close(readied)
+
+    run_agent(AgentSettings.from_json(sys.argv[1]), ready=say_ready)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

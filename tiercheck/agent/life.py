@@ -1,0 +1,81 @@
+"""An agent as a process: from its start to its signals and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from tiercheck.agent.priority import stand_back
+from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.service import Agent
+from tiercheck.agent.settings import AgentSettings
+from tiercheck.errors import TierCheckError
+
+__all__ = ["run_agent"]
+
+log = logging.getLogger(__name__)
+
+LOG_BYTES_MAX = 4 << 20
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_agent(settings: AgentSettings, *, ready: Callable[[], None] | None = None) -> None:
+    """Be the agent of this node, in this process, until told to end. ``ready`` is called once it answers.
+
+    SIGTERM (or SIGINT): everything captured is brought to where it belongs, within ``settings.drain_s``; a second one
+    ends it at once. SIGKILL costs a pause: the next agent goes on with what the tiers hold.
+    Errors: ``JobConflict`` where another agent of this name runs; ``ConfigurationError``. A detached one writes them
+    to its log.
+    """
+    log_to(settings)
+    # Its movers reach the neighbours' servers with the same keys.
+    if settings.keys is not None:
+        os.environ.setdefault("TIERCHECK_KEYS", settings.keys)
+    log.info("standing back: %s", stand_back())
+    try:
+        asyncio.run(_live(settings, ready))
+    except TierCheckError as error:
+        if not settings.detached:
+            raise
+        log.error("%s", error)
+        sys.exit(1)
+    except asyncio.CancelledError:
+        log.warning("told to end twice: what is not yet moved stays in its first tier")
+    log.info("ended")
+
+
+async def _live(settings: AgentSettings, ready: Callable[[], None] | None) -> None:
+    async with Agent(settings) as agent:
+        serving = asyncio.ensure_future(agent.serve())
+
+        def told_to_end(number: signal.Signals) -> None:
+            if agent.ending.is_set():
+                serving.cancel()
+            log.info("%s: ending", number.name)
+            agent.ending.set()
+
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, told_to_end, number)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal it was started from is gone: what of it?
+        if ready is not None:
+            ready()
+        await serving
+
+
+def log_to(settings: AgentSettings) -> None:
+    """Log to the run directory where a trainer started the agent, else to standard error, which the platform keeps."""
+    handler: logging.Handler = logging.StreamHandler()
+    if settings.detached:
+        run = RunDirectory.of(settings.node)
+        handler = logging.handlers.RotatingFileHandler(run.log, maxBytes=LOG_BYTES_MAX, backupCount=1)
+        with suppress(FileNotFoundError):
+            run.log.chmod(0o600)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

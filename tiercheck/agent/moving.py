@@ -1,0 +1,132 @@
+"""A rank's mover as its trainer sees it, where the mover runs in the node agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from tiercheck import objects
+from tiercheck.agent.client import AgentClient
+from tiercheck.agent.messages import Cycle, Drain, Look, Nudge, Rank, RankReply, RoomForBase
+from tiercheck.errors import JobConflict, NotFound, TierCheckError
+from tiercheck.keys import NominationKey
+from tiercheck.mover import MoverStatus
+from tiercheck.nomination import Nomination
+from tiercheck.tiers.driver import TierDriver
+
+__all__ = ["AgentMover"]
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+LOOK_S = 30.0
+CYCLE_S = 600.0
+AGENT = "agent"
+"""Where :attr:`AgentMover.status` shows an agent that cannot be reached, among the tiers' errors."""
+
+
+class AgentMover:
+    """Stands in for a :class:`tiercheck.mover.Mover` (it is a ``Moving``). All methods run on one event loop.
+
+    :meth:`nominate` first; then :meth:`run` is its life, as it is the mover's.
+    """
+
+    def __init__(self, client: AgentClient, first: TierDriver, nomination: Nomination) -> None:
+        self.nomination = nomination
+        self._client = client
+        self._first = first
+        self._status = MoverStatus()
+        self._conflict: JobConflict | None = None
+        self._nudged = asyncio.Event()
+
+    @property
+    def status(self) -> MoverStatus:
+        """What the agent last said: with each reply, and about once a second while :meth:`run` runs."""
+        return self._status
+
+    @property
+    def conflict(self) -> JobConflict | None:
+        """Why the mover has stopped for good: a newer generation has opened."""
+        return self._conflict
+
+    async def nominate(self, deadline_s: float = LOOK_S) -> None:
+        """Write the nomination down in the first tier and have the agent take it up. Idempotent.
+
+        Errors: ``ConfigurationError`` for a hierarchy that the agent cannot open; ``JobConflict``; ``TierError``;
+        ``DeadlineExceeded``.
+        """
+        content = objects.pack(self.nomination.to_object())
+        await self._first.put(str(NominationKey(self.nomination.rank)), [content])
+        self._take(await self._client.nominate(self._namespace, self.nomination.rank, deadline_s=deadline_s))
+
+    async def withdraw(self, deadline_s: float = LOOK_S) -> None:
+        """Nothing is left to move: the agent forgets the nomination. Errors: ``TierError``; ``DeadlineExceeded``."""
+        await self._client.withdraw(self._namespace, self.nomination.rank, deadline_s=deadline_s)
+
+    def nudge(self) -> None:
+        """Something changed: the agent is told so soon."""
+        self._nudged.set()
+
+    async def run(self) -> None:
+        """Keep :attr:`status` fresh and the agent alive until cancelled, or until a newer generation opens."""
+        while self._conflict is None:
+            try:
+                await self._ask(Look(LOOK_S, self._namespace, self.nomination.rank))
+                if await self._nudged_within(REFRESH_S):
+                    await self._client.tell(Nudge(0.0, self._namespace, self.nomination.rank))
+            except JobConflict as conflict:
+                self._conflict = conflict
+            except TierCheckError as error:
+                level = logging.WARNING if AGENT not in self._status.errors else logging.DEBUG
+                log.log(level, "the agent cannot be reached: %s; trying again", error)
+                self._status = replace(self._status, idle=False, errors={**self._status.errors, AGENT: str(error)})
+                await asyncio.sleep(REFRESH_S)
+        log.error("%s", self._conflict)
+
+    async def cycle(self, *, closing: bool = False) -> bool:
+        """As :meth:`tiercheck.mover.Mover.cycle`. Errors: also ``DeadlineExceeded``."""
+        return (await self._ask(Cycle(CYCLE_S, self._namespace, self.nomination.rank, closing))).result
+
+    async def room_for_base(self, deadline_s: float) -> None:
+        """As :meth:`tiercheck.mover.Mover.room_for_base`."""
+        await self._ask(RoomForBase(deadline_s, self._namespace, self.nomination.rank))
+
+    async def drain(self, deadline_s: float, *, closing: bool) -> None:
+        """As :meth:`tiercheck.mover.Mover.drain`."""
+        await self._ask(Drain(deadline_s, self._namespace, self.nomination.rank, closing))
+
+    @property
+    def _namespace(self) -> str:
+        return self.nomination.tiers[0][1]
+
+    async def _ask(self, request: Rank) -> RankReply:
+        if self._conflict is not None:
+            raise self._conflict
+        try:
+            reply = await self._client.request(request, RankReply)
+        except NotFound as unknown:
+            if unknown.key is not None:
+                raise  # of an object, not of the nomination
+            # An agent that was started anew, and did not find it by itself.
+            await self.nominate()
+            reply = await self._client.request(request, RankReply)
+        except JobConflict as conflict:
+            self._conflict = conflict
+            raise
+        self._take(reply)
+        return reply
+
+    def _take(self, reply: RankReply) -> None:
+        self._status = reply.status
+        if reply.conflict is not None and self._conflict is None:
+            self._conflict = JobConflict(reply.conflict)
+
+    async def _nudged_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._nudged.wait()
+        except TimeoutError:
+            return False
+        self._nudged.clear()
+        return True

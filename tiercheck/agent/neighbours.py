@@ -1,0 +1,83 @@
+"""The peer server of this node: where the neighbours' ranks keep their objects, in this node's shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from tiercheck.agent.settings import AgentSettings
+from tiercheck.agent.snapshot import PeerSnapshot
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.shm import ShmDriver
+
+__all__ = ["MakePeerServer", "PeerService", "make_peer_server", "namespace_opener", "peer_snapshot"]
+
+NAMESPACE_CHARACTERS_MAX = 64
+
+OpenNamespace = Callable[[str], Awaitable[TierDriver]]
+
+
+class PeerService(Protocol):
+    """What the agent needs of a peer server; :class:`tiercheck.tiers.peer.PeerServer` is one."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def server_key(self) -> str | None: ...
+
+    @property
+    def statistics(self) -> Any: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+MakePeerServer = Callable[[AgentSettings, OpenNamespace, str], PeerService]
+"""From settings, what opens a namespace, and the address to bind to."""
+
+
+def make_peer_server(settings: AgentSettings, open_namespace: OpenNamespace, bind: str) -> PeerService:
+    """Errors: ``ConfigurationError`` for keys that cannot be used, or an address that needs keys."""
+    from tiercheck.tiers.peer import PeerKeys, PeerLimits, PeerServer
+
+    limits = PeerLimits() if settings.memory_bytes is None else PeerLimits(memory_bytes=settings.memory_bytes)
+    keys = PeerKeys.load(settings.keys) if settings.keys else None
+    return PeerServer(open_namespace, bind=bind, keys=keys, limits=limits)
+
+
+def namespace_opener(node: str) -> OpenNamespace:
+    """Opens the namespaces that neighbours ask for, each a shared-memory namespace of the agent's own."""
+
+    async def open_namespace(name: str) -> TierDriver:
+        driver = ShmDriver(shm_name(node, name))
+        await driver.open()
+        return driver
+
+    return open_namespace
+
+
+def shm_name(node: str, name: str) -> str:
+    """``peer-<node>-<name>``, where that fits; two names never share a namespace."""
+    plain = f"peer-{node}-{name}"
+    if len(plain) <= NAMESPACE_CHARACTERS_MAX and all(c.isascii() and (c.isalnum() or c in "._-") for c in name):
+        return plain
+    # 40 characters of a node's name at most leave room for 18 digits, 72 bits.
+    return f"peer-{node}-{hashlib.sha256(name.encode()).hexdigest()}"[:NAMESPACE_CHARACTERS_MAX]
+
+
+def peer_snapshot(server: PeerService) -> PeerSnapshot:
+    """Its counts, by the names its statistics give them."""
+    counts: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+    statistics = server.statistics
+    for each in dataclasses.fields(statistics):
+        value = getattr(statistics, each.name)
+        if isinstance(value, Mapping):
+            dropped = {str(reason): int(count) for reason, count in value.items()}
+        else:
+            counts[each.name] = int(value)
+    return PeerSnapshot(server.endpoint, server.server_key is not None, counts, dropped)

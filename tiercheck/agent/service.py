@@ -1,0 +1,321 @@
+"""The agent itself: roster, router, peer server and status page under one roof."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any, Self
+
+import zmq.asyncio
+
+from tiercheck.agent.assignment import Assignment
+from tiercheck.agent.http import HttpServer
+from tiercheck.agent.messages import (
+    Cycle,
+    Drain,
+    Hello,
+    HelloReply,
+    Look,
+    Nominate,
+    Nudge,
+    Pause,
+    Rank,
+    RankReply,
+    Request,
+    RoomForBase,
+    Status,
+    StatusReply,
+    Stop,
+    StopReply,
+    Withdraw,
+)
+from tiercheck.agent.metrics import metrics_text
+from tiercheck.agent.neighbours import MakePeerServer, PeerService, make_peer_server, namespace_opener, peer_snapshot
+from tiercheck.agent.page import render
+from tiercheck.agent.plain import to_plain
+from tiercheck.agent.roster import Roster
+from tiercheck.agent.router import Router
+from tiercheck.agent.rundir import RunDirectory, lock_file
+from tiercheck.agent.settings import AgentSettings
+from tiercheck.agent.snapshot import AgentSnapshot, private_bytes, rank_snapshot
+from tiercheck.errors import ConfigurationError, JobConflict, NotFound, TierCheckError
+from tiercheck.mover import MoverStatus
+from tiercheck.policy.observation import Observation
+
+__all__ = ["Agent"]
+
+log = logging.getLogger(__name__)
+
+LOCK_S_MAX = 10.0
+LOCK_AGAIN_S = 0.05
+TICK_S = 1.0
+OBSERVE_S_MAX = 10.0
+
+
+class Agent:
+    """One node's agent. ``async with`` starts it: it has taken up every nomination it found, and answers.
+
+    Errors on entering: ``JobConflict`` where another agent of the name runs; ``ConfigurationError``.
+    """
+
+    def __init__(self, settings: AgentSettings, *, make_peer_server: MakePeerServer = make_peer_server) -> None:
+        self.settings = settings
+        self.run = RunDirectory.of(settings.node)
+        self.roster = Roster(settings.node, rest_s=settings.linger_s)
+        self.ending = asyncio.Event()
+        self.drain_first = True
+        """Whether everything is to be brought to its tiers before the end."""
+        self._make_peer_server = make_peer_server
+        self._incarnation = secrets.token_hex(8)
+        self._lock: int | None = None
+        self._peer: PeerService | None = None
+        self._context = zmq.asyncio.Context()
+        self._router: Router | None = None
+        self._http: HttpServer | None = None
+        self._answering: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._started_at = self._needed_at = _now()
+        self._traffic: dict[str, int] = {}
+        try:
+            await self._take_lock()
+            self._peer = await self._start_peer_server()
+            self._http = HttpServer({"/": self._page, "/metrics": self._metrics, "/status.json": self._status_json})
+            await self._http.start(self.settings.http_port)
+            await self.roster.take_up_all()
+            self._router = Router(self._context, self.run.address, self._handle)
+            self._answering = asyncio.create_task(self._router.run())
+            self._write_info()
+        except BaseException:
+            await self.close()
+            raise
+        log.info("agent of node %s: process %d, %s", self.settings.node, os.getpid(), self._http.url)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def serve(self) -> None:
+        """Until told to end, or, where a trainer started it, until nobody has needed it for a while."""
+        while not self.ending.is_set():
+            if self.settings.detached and self.unneeded_s() > self.settings.linger_s:
+                log.info("nobody has needed this agent for %g s: it ends", self.settings.linger_s)
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self.ending.wait()
+        if self.drain_first:
+            await self.drain()
+
+    def unneeded_s(self) -> float:
+        """Seconds since a trainer was heard of, something was left to move, or a neighbour stored or fetched."""
+        if any(assignment.needed for assignment in self.roster) or self._peer_traffic():
+            self._needed_at = _now()
+        return _now() - self._needed_at
+
+    async def drain(self) -> None:
+        """Bring everything captured to where it belongs, as far as ``drain_s`` reaches."""
+        deadline_s = self.settings.drain_s
+        moving = [assignment for assignment in self.roster if assignment.conflict is None]
+        log.info("draining %d ranks, for %g s at most", len(moving), deadline_s)
+        outcomes = await asyncio.gather(
+            *(assignment.drain(deadline_s, closing=True) for assignment in moving), return_exceptions=True
+        )
+        for assignment, outcome in zip(moving, outcomes, strict=True):
+            if isinstance(outcome, TierCheckError):
+                # What is left stays in its first tier, and the next agent goes on with it.
+                log.warning("rank %d: %s", assignment.nomination.rank, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    async def close(self) -> None:
+        """End at once. Idempotent. Nothing that is published is lost: the next agent goes on with it."""
+        if self._answering is not None:
+            self._answering.cancel()
+            await asyncio.wait([self._answering])
+        if self._router is not None:
+            await self._router.close()
+        if self._http is not None:
+            await self._http.close()
+        await self.roster.close()
+        if self._peer is not None:
+            await self._peer.close()
+        self._context.destroy(linger=0)
+        self._answering = self._router = self._http = self._peer = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def hello(self) -> HelloReply:
+        """What :class:`~tiercheck.agent.messages.Hello` is answered with."""
+        return HelloReply(
+            version=version("tiercheck"),
+            pid=os.getpid(),
+            node=self.settings.node,
+            incarnation=self._incarnation,
+            detached=self.settings.detached,
+            http=self._http.url if self._http else "",
+            peer_endpoint=self._peer.endpoint if self._peer else None,
+            peer_server_key=self._peer.server_key if self._peer else None,
+        )
+
+    async def snapshot(self, *, looking: bool = True) -> AgentSnapshot:
+        """``looking``: with what the tiers hold, which may take listing them."""
+        assignments = list(self.roster)
+        observed: list[Observation | None] = [None] * len(assignments)
+        if looking:
+            observed = await asyncio.gather(*(_observed(assignment) for assignment in assignments))
+        now = _now()
+        return AgentSnapshot(
+            node=self.settings.node,
+            version=version("tiercheck"),
+            pid=os.getpid(),
+            detached=self.settings.detached,
+            ending=self.ending.is_set(),
+            uptime_s=now - self._started_at,
+            resident_bytes=private_bytes(),
+            dropped_messages=self._router.dropped if self._router else 0,
+            ranks=tuple(
+                rank_snapshot(assignment, now, seen) for assignment, seen in zip(assignments, observed, strict=True)
+            ),
+            unreadable=dict(self.roster.unreadable),
+            peer=peer_snapshot(self._peer) if self._peer else None,
+        )
+
+    # Requests
+
+    async def _handle(self, request: Request) -> Any:
+        match request:
+            case Hello():
+                return self.hello()
+            case Status():
+                return StatusReply((await self._status_json())[1])
+            case Stop(drain=drain):
+                self.drain_first = drain
+                self.ending.set()
+                return StopReply()
+            case Rank():
+                return await self._handle_rank(request)
+        raise ConfigurationError(f"the agent cannot {type(request).__name__}")
+
+    async def _handle_rank(self, request: Rank) -> RankReply:
+        namespace, rank, deadline_s = request.namespace, request.rank, request.deadline_s
+        if isinstance(request, Withdraw):
+            await self.roster.withdraw(namespace, rank)
+            return RankReply(MoverStatus())
+        if isinstance(request, Nominate):
+            assignment = await self.roster.nominate(namespace, rank)
+            return RankReply(assignment.status, _text(assignment.conflict))
+        try:
+            assignment = self.roster.get(namespace, rank)
+        except NotFound:
+            if isinstance(request, Pause):
+                return RankReply(MoverStatus())  # what is not known does not move
+            raise
+        result = False
+        match request:
+            case Nudge():
+                assignment.nudge()
+            case Pause(pause_s=pause_s):
+                await assignment.pause(pause_s)
+            case RoomForBase():
+                await assignment.room_for_base(deadline_s)
+            case Drain(closing=closing):
+                await assignment.drain(deadline_s, closing=closing)
+            case Cycle(closing=closing):
+                result = await assignment.cycle(deadline_s, closing=closing)
+            case Look():
+                pass
+        return RankReply(assignment.status, _text(assignment.conflict), result)
+
+    # Views
+
+    async def _page(self) -> tuple[str, str]:
+        return "text/html; charset=utf-8", render(await self.snapshot())
+
+    async def _metrics(self) -> tuple[str, str]:
+        return metrics_text(await self.snapshot(looking=False))
+
+    async def _status_json(self) -> tuple[str, str]:
+        return "application/json", json.dumps(to_plain(await self.snapshot()), indent=1)
+
+    # Its start
+
+    async def _take_lock(self) -> None:
+        """Be the one agent of this name. A trainer that looks whether one lives may hold the lock for a moment."""
+        until = _now() + LOCK_S_MAX
+        while (lock := lock_file(self.run.lock)) is None:
+            if _now() > until:
+                raise JobConflict(
+                    f"an agent of node {self.settings.node!r} runs already ({self._other()}); end it first, or give "
+                    "this one another name (TIERCHECK_AGENT_NODE)"
+                )
+            await asyncio.sleep(LOCK_AGAIN_S)
+        self._lock = lock
+
+    async def _start_peer_server(self) -> PeerService | None:
+        """At the port it had before, where that is free: the neighbours know it."""
+        if not self.settings.bind:
+            return None
+        before = self._port_before()
+        host, _, port = self.settings.bind.rpartition(":")
+        if port == "0" and before:
+            try:
+                return await self._peer_server_at(f"{host}:{before}")
+            except (TierCheckError, OSError) as error:
+                log.warning("the peer server cannot have port %s again: %s", before, error)
+        return await self._peer_server_at(self.settings.bind)
+
+    async def _peer_server_at(self, bind: str) -> PeerService:
+        server = self._make_peer_server(self.settings, namespace_opener(self.settings.node), bind)
+        await server.start()
+        return server
+
+    def _port_before(self) -> str | None:
+        endpoint = self._read_info().get("peer_endpoint")
+        port = endpoint.rpartition(":")[2] if isinstance(endpoint, str) else ""
+        return port if port.isdigit() else None
+
+    def _other(self) -> str:
+        info = self._read_info()
+        return f"process {info['pid']}" if "pid" in info else f"its lock is {self.run.lock}"
+
+    def _read_info(self) -> dict[str, Any]:
+        try:
+            info = json.loads(self.run.info.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return info if isinstance(info, dict) else {}
+
+    def _write_info(self) -> None:
+        new = self.run.info.with_suffix(".new")
+        new.write_text(json.dumps(to_plain(self.hello())))
+        new.replace(self.run.info)
+
+    def _peer_traffic(self) -> bool:
+        """Whether neighbours have stored or fetched anything since the last look."""
+        before, self._traffic = self._traffic, peer_snapshot(self._peer).counts if self._peer else {}
+        return any(self._traffic.get(name, 0) != before.get(name, 0) for name in self._traffic)
+
+
+async def _observed(assignment: Assignment) -> Observation | None:
+    """What its tiers hold; ``None`` where they do not say so soon."""
+    try:
+        async with asyncio.timeout(OBSERVE_S_MAX):
+            return await assignment.observe()
+    except (TierCheckError, TimeoutError) as error:
+        log.debug("rank %d cannot be looked at: %s", assignment.nomination.rank, error)
+        return None
+
+
+def _text(error: TierCheckError | None) -> str | None:
+    return None if error is None else str(error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,60 @@
+"""What an agent is told when it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from tiercheck.agent.plain import from_plain, to_plain
+from tiercheck.agent.rundir import RunDirectory, default_node
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["AgentSettings"]
+
+PORT_MAX = 65535
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """How the agent of one node runs. Errors: ``ConfigurationError`` for a value that cannot be."""
+
+    node: str = field(default_factory=default_node)
+    """The agent's name on this machine. A trainer nominates to one by name."""
+    bind: str = "tcp://127.0.0.1:0"
+    """Where the peer server listens. Port 0: the port it had before, or any free one. Without keys it must be a
+    loopback address. Empty: no peer server, where no tier is a neighbour's memory."""
+    keys: str | None = None
+    """The directory of the peer server's CURVE keys, as ``tiercheck keys`` makes it."""
+    memory_bytes: int | None = None
+    """The most that peers' objects may hold here (``None``: what the shared memory has room for)."""
+    http_port: int = 0
+    """Of the status page and the metrics, on 127.0.0.1. 0: any free one."""
+    detached: bool = False
+    """Started by a trainer rather than by the platform: it ends by itself when nobody needs it any more."""
+    linger_s: float = 600.0
+    """For how long nobody must have needed a detached agent before it ends. Nominations whose trainer is gone, and
+    whose objects are all where they belong, are put to rest after that time by any agent."""
+    drain_s: float = 60.0
+    """How long a SIGTERM may take: everything captured goes to where it belongs before the agent ends."""
+
+    def __post_init__(self) -> None:
+        RunDirectory.of(self.node)
+        if self.bind and not self.bind.startswith("tcp://"):
+            raise ConfigurationError(f"the peer server binds to an address such as tcp://127.0.0.1:0, not {self.bind}")
+        if self.memory_bytes is not None and self.memory_bytes < 0:
+            raise ConfigurationError(f"memory_bytes must not be negative, not {self.memory_bytes}")
+        if not 0 <= self.http_port <= PORT_MAX:
+            raise ConfigurationError(f"http_port must be a port (0: any free one), not {self.http_port}")
+        if self.linger_s < 0 or self.drain_s < 0:
+            raise ConfigurationError(f"linger_s={self.linger_s:g} and drain_s={self.drain_s:g} must not be negative")
+
+    def to_json(self) -> str:
+        return json.dumps(to_plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentSettings:
+        """Errors: ``ConfigurationError`` for anything but what :meth:`to_json` returns."""
+        try:
+            return from_plain(cls, json.loads(text))
+        except ValueError as error:
+            raise ConfigurationError(f"these are no settings of an agent: {error}") from None

@@ -1,0 +1,144 @@
+"""What an agent shows of itself: the status page, the metrics and ``status`` are three views of one snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiercheck.agent.assignment import Assignment, State
+from tiercheck.errors import ConfigurationError
+from tiercheck.mover import MoverStatus
+from tiercheck.policy.observation import Contents, Observation
+from tiercheck.tiers.url import TierURL
+
+__all__ = ["AgentSnapshot", "PeerSnapshot", "RankSnapshot", "TierSnapshot", "Versions", "versions_of"]
+
+VERSIONS_MAX = 512
+"""Of one tier, the newest that are shown."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What one tier holds of one rank, oldest first."""
+
+    bases: tuple[int, ...] = ()
+    committed: tuple[int, ...] = ()
+    """Bases of which every rank's shard is there."""
+    batches: tuple[tuple[int, int], ...] = ()
+    """First and last version of each object of differentials."""
+    objects: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class TierSnapshot:
+    name: str
+    url: str
+    """Without secrets."""
+    survives: str | None = None
+    """``None`` while the tier is not open."""
+    holds: Versions | None = None
+    """``None`` where it was not looked at."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """One nomination."""
+
+    namespace: str
+    rank: int
+    world_size: int
+    generation: int
+    state: State
+    silent_s: float
+    """Since its trainer was last heard of."""
+    mover: MoverStatus
+    conflict: str | None
+    bytes_per_s: float
+    """Copied, over the last ten seconds."""
+    history: tuple[float, ...]
+    """The same, about once a second, over the last two minutes."""
+    tiers: tuple[TierSnapshot, ...]
+
+
+@dataclass(frozen=True)
+class PeerSnapshot:
+    """The server that keeps the neighbours' objects. ``counts`` by name; ``dropped``: frames by reason."""
+
+    endpoint: str
+    encrypted: bool
+    counts: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AgentSnapshot:
+    node: str
+    version: str
+    pid: int
+    detached: bool
+    ending: bool
+    uptime_s: float
+    resident_bytes: int
+    """Private memory of the process: shared memory that it has mapped is the tiers'."""
+    dropped_messages: int
+    ranks: tuple[RankSnapshot, ...]
+    unreadable: dict[str, str]
+    peer: PeerSnapshot | None
+
+
+def rank_snapshot(assignment: Assignment, now: float, seen: Observation | None) -> RankSnapshot:
+    """``seen``: what its tiers hold, where that was looked at. ``now``: the event loop's time."""
+    nomination = assignment.nomination
+    tiers = tuple(
+        TierSnapshot(
+            name,
+            shown(url),
+            seen.roles[index].survives.name.lower() if seen else None,
+            versions_of(seen.contents[index], nomination.rank) if seen else None,
+        )
+        for index, (name, url) in enumerate(nomination.tiers)
+    )
+    return RankSnapshot(
+        namespace=tiers[0].url,
+        rank=nomination.rank,
+        world_size=nomination.world_size,
+        generation=nomination.generation,
+        state=assignment.state,
+        silent_s=assignment.silent_s,
+        mover=assignment.status,
+        conflict=str(assignment.conflict) if assignment.conflict else None,
+        bytes_per_s=assignment.throughput.rate(now),
+        history=tuple(assignment.throughput.history()),
+        tiers=tiers,
+    )
+
+
+def versions_of(contents: Contents, rank: int) -> Versions:
+    bases = sorted({key.first for key in contents.bases(rank)})
+    committed = sorted({key.version for key in contents.commits})
+    batches = sorted({(key.first, key.last) for key in contents.differentials(rank)})
+    return Versions(
+        tuple(bases[-VERSIONS_MAX:]),
+        tuple(committed[-VERSIONS_MAX:]),
+        tuple(batches[-VERSIONS_MAX:]),
+        objects=len(contents.nbytes),
+        nbytes=sum(contents.nbytes.values()),
+    )
+
+
+def shown(url: str) -> str:
+    """The URL as it may be shown."""
+    try:
+        return TierURL.parse(url).text
+    except ConfigurationError:
+        return url.partition("://")[0] + "://..."
+
+
+def private_bytes() -> int:
+    """Anonymous memory of this process that is resident."""
+    with Path("/proc/self/status").open(encoding="ascii") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    return 0

@@ -1,0 +1,89 @@
+"""``tiercheck agent`` and ``tiercheck keys``: the process that outlives the trainers, and who may talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.tiers.url import parse_size
+
+__all__ = ["agent", "keys"]
+
+ANSWER_S_MAX = 10.0
+STOP_S_MAX = 90.0
+
+
+def agent(
+    node: Annotated[str | None, typer.Option(help="The agent's name on this machine.")] = None,
+    bind: Annotated[
+        str, typer.Option(help="Where neighbours reach it; port 0: any. Without keys: loopback only.")
+    ] = "tcp://127.0.0.1:0",
+    keys: Annotated[
+        Path | None, typer.Option(help="Directory of keys, as 'tiercheck keys' makes it.", envvar="TIERCHECK_KEYS")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="The most it keeps for neighbours, such as 64GiB.")] = None,
+    http_port: Annotated[int, typer.Option(help="Status page and metrics, on 127.0.0.1; 0: any.")] = 0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM may take to bring everything home.")] = 60.0,
+    status: Annotated[bool, typer.Option("--status", help="Print what the running agent says, as JSON.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Have the running agent drain and end.")] = False,
+) -> None:
+    """Run this node's agent: it moves what trainers captured, serves the neighbours, and outlives both.
+
+    Trainers whose hierarchy has a peer:// tier start one themselves where none runs; a platform starts it once a node.
+    """
+    try:
+        from tiercheck.agent.life import run_agent
+        from tiercheck.agent.rundir import default_node
+        from tiercheck.agent.settings import AgentSettings
+    except ImportError as error:
+        raise ConfigurationError(f"the agent needs {error.name}: pip install 'tiercheck[agent]'") from error
+    name = node or default_node()
+    if status or stop:
+        typer.echo(json.dumps(asyncio.run(ask(name, stop=stop)), indent=2))
+        return
+    settings = AgentSettings(
+        node=name,
+        bind=bind,
+        keys=str(keys.absolute()) if keys else None,
+        memory_bytes=size(memory),
+        http_port=http_port,
+        drain_s=drain_s,
+    )
+    run_agent(settings)
+
+
+async def ask(node: str, *, stop: bool) -> Any:
+    """What the running agent answers. Errors: ``Transient`` where none runs."""
+    from tiercheck.agent.client import connect_agent
+
+    async with await connect_agent(node, deadline_s=ANSWER_S_MAX) as client:
+        if stop:
+            told = client.hello
+            await client.stop(drain=True, deadline_s=STOP_S_MAX)
+            return {"node": node, "pid": told.pid, "ended": True}
+        return await client.status(deadline_s=ANSWER_S_MAX)
+
+
+def size(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--memory: {error}") from None
+
+
+def keys(directory: Annotated[Path, typer.Argument(help="A new directory, to be brought to every node.")]) -> None:
+    """Make the keys that let agents and trainers of several machines talk to one another, and nobody else."""
+    try:
+        from tiercheck.tiers.peer import PeerKeys
+    except ImportError as error:
+        raise ConfigurationError(f"keys need {error.name}: pip install 'tiercheck[peer]'") from error
+    PeerKeys.generate(directory)
+    typer.echo(
+        f"Keys are in {directory}. Bring the directory to every node, readable by the job's user alone, and set "
+        f"TIERCHECK_KEYS={directory} there."
+    )

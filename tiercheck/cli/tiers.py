@@ -1,0 +1,169 @@
+"""``tiercheck plugins``, ``doctor`` and ``bench``: what tiers there are, and whether they are well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
+from tiercheck.errors import ConfigurationError
+from tiercheck.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
+from tiercheck.tiers.registry import TierURL, parse_size
+from tiercheck.types import Capabilities, bytes_text
+
+__all__ = ["bench", "doctor", "plugins"]
+
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+URLS = Annotated[list[str], typer.Argument(help="Tier URLs, such as shm://run or s3://bucket/run.", show_default=False)]
+
+
+def plugins(as_json: JSON = False) -> None:
+    """List the drivers that are installed, what each can do, and what those that cannot be loaded lack."""
+    drivers = installed_drivers()
+    if as_json:
+        typer.echo(json.dumps([driver.to_object() for driver in drivers]))
+        return
+    table = plain_table("scheme", "from", "survives", "can", "what it is")
+    for driver in drivers:
+        table.add_row(*driver_row(driver))
+    console = Console()
+    console.print(table)
+    for driver in drivers:
+        if driver.missing:
+            console.print(Text(f"{driver.scheme}:// {driver.missing}", style="red"))
+
+
+def driver_row(driver: InstalledDriver) -> tuple[str, ...]:
+    origin = f"{driver.distribution} {driver.version}"
+    if driver.missing:
+        return driver.scheme, origin, "", "cannot be loaded", ""
+    capabilities = driver.capabilities
+    survives = "as the URL says" if capabilities is None else capabilities.survives.name.lower()
+    return driver.scheme, origin, survives, abilities(capabilities), driver.summary
+
+
+def abilities(capabilities: Capabilities | None) -> str:
+    if capabilities is None:
+        return "as the store says"
+    flags = {
+        "mapped": capabilities.mappable,
+        "conditional puts": capabilities.conditional_put,
+        "ranges": capabilities.ranged_get,
+    }
+    return ", ".join(name for name, can in flags.items() if can) or "put, get, list"
+
+
+def doctor(
+    urls: URLS,
+    measure_s: Annotated[float, typer.Option(help="Seconds spent on measuring each; 0: none.", min=0)] = 5.0,
+    as_json: JSON = False,
+) -> None:
+    """Open each tier, check that it keeps its word, and measure it. What it holds is left alone.
+
+    Exits with 1 where a tier cannot be used, or does not do what it claims.
+    """
+    console = Console(stderr=as_json)
+    diagnoses = []
+    for url in urls:
+        with console.status(f"examining {shown(url)}"):
+            diagnoses.append(asyncio.run(examine(url, measure_s=measure_s)))
+        if not as_json:
+            show(console, diagnoses[-1])
+    if as_json:
+        typer.echo(json.dumps([diagnosis.to_object() for diagnosis in diagnoses]))
+    if not all(diagnosis.healthy for diagnosis in diagnoses):
+        raise typer.Exit(1)
+
+
+def show(console: Console, found: Diagnosis) -> None:
+    console.print(Text(found.url, style="bold"))
+    if found.capabilities is not None:
+        facts = plain_table("", "")
+        facts.show_header = False
+        facts.add_row("survives", found.capabilities.survives.name.lower())
+        facts.add_row("can", abilities(found.capabilities))
+        if found.usage is not None:
+            limit = "" if found.usage.limit_bytes is None else f" of {bytes_text(found.usage.limit_bytes)}"
+            facts.add_row("in use", f"{bytes_text(found.usage.used_bytes)}{limit}")
+        for name, value in found.facts.items():
+            facts.add_row(name, value)
+        passed = sum(check.passed for check in found.checks)
+        facts.add_row("checks", f"{passed} of {len(found.checks)} passed")
+        console.print(facts)
+    for check in found.checks:
+        if not check.passed:
+            console.print(Text(f"  failed: {check.name}: {check.message}", style="red"))
+    if found.points:
+        console.print(points_table(found.points))
+    for problem in found.problems:
+        console.print(Text(f"  {problem.what}: {problem.advice}", style="red" if problem.serious else "yellow"))
+    console.print(Text("  well" if found.healthy else "  not well", style="green" if found.healthy else "red"))
+
+
+def bench(
+    urls: URLS,
+    size: Annotated[
+        list[str] | None, typer.Option(help="Object size, such as 16MiB; repeat for several.", show_default=False)
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Calls at once; repeat for several.", show_default=False)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds a figure is the median of.", min=1)] = REPEATS,
+    budget_s: Annotated[float, typer.Option(help="Seconds for each tier.")] = BUDGET_S,
+    as_json: JSON = False,
+) -> None:
+    """Measure bandwidth and latency of each tier, over sizes and concurrencies, under a prefix of its own."""
+    sizes = [bytes_of(text) for text in size] if size else SIZES
+    console = Console(stderr=as_json)
+    for url in urls:
+        with console.status(f"measuring {shown(url)}"):
+            points = asyncio.run(curves(url, sizes, concurrency or CONCURRENCY, repeats, budget_s))
+        if as_json:
+            for point in points:
+                typer.echo(json.dumps({"url": shown(url), **point.to_object()}))
+        else:
+            console.print(Text(shown(url), style="bold"), points_table(points))
+
+
+def points_table(points: Sequence[Point]) -> Table:
+    table = plain_table("operation", "size", "at once", "median", "95 %", "bandwidth", "calls")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for point in points:
+        table.add_row(
+            point.operation,
+            bytes_text(point.nbytes) if point.nbytes else f"{point.objects} objects" if point.objects > 1 else "",
+            str(point.concurrency),
+            f"{point.latency_s_median * 1e3:.2f} ms",
+            f"{point.latency_s_p95 * 1e3:.2f} ms",
+            f"{bytes_text(int(point.bytes_per_s))}/s" if point.bytes_per_s else "",
+            str(point.calls),
+        )
+    return table
+
+
+def plain_table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def shown(url: str) -> str:
+    """The URL without its secrets."""
+    return TierURL.parse(url).text
+
+
+def bytes_of(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--size: {error}") from None

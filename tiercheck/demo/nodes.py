@@ -1,0 +1,167 @@
+"""The demo's nodes: each has memory and an agent of its own, and loses both when it fails.
+
+A rank stands for a node. What a node's memory holds is its rank's first tier, and what its agent keeps for the node
+before it on the ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from tiercheck.agent.neighbours import shm_name
+from tiercheck.agent.rundir import RunDirectory
+from tiercheck.demo.model_size import parameter_count
+from tiercheck.demo.settings import RANKS, TrainingSettings
+from tiercheck.errors import ConfigurationError, NotFound, Transient
+from tiercheck.tiers.namespaces import SHM, namespaces, remove_namespace
+from tiercheck.tiers.registry import make_driver
+from tiercheck.types import bytes_text
+
+__all__ = ["Nodes", "memory_bytes", "remove_orphans"]
+
+BASE_BYTES = 12  # a parameter: its float32 master and two moments
+DIFFERENTIAL_BYTES = 4  # a parameter: its float32 gradient
+BASES_HELD = 3  # two kept, one being written
+BASE_ROOM_BYTES = 9 << 20  # each: its header, and the most that the host state may take
+DIFFERENTIAL_ROOM_BYTES = 3 << 20
+END_DEADLINE_S = 30.0
+END_POLL_S = 0.05
+
+_JOB = r"demo-(?P<pid>\d+)-[0-9a-f]{8}"
+_NAMESPACE = re.compile(rf"(?:peer-(?P<node>demo-\d+-[0-9a-f]{{8}}-\d+)-)?{_JOB}(?:-node\d+)?")
+_AGENT = re.compile(rf"agent-(?P<node>{_JOB}-\d+)\.")
+
+
+class Nodes:
+    """The nodes of one demo, under a name that no other demo has."""
+
+    def __init__(self) -> None:
+        self.name = f"demo-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def agent(self, node: int) -> str:
+        """The name of the node's agent."""
+        return f"{self.name}-{node}"
+
+    def tiers(self, settings: TrainingSettings, durable: Path) -> tuple[str, ...]:
+        """The tiers' URLs: own memory, the neighbour's, and a directory that all share."""
+        size_bytes = memory_bytes(settings)
+        return (
+            f"shm://{self.name}-node{{rank}}?size={size_bytes}",
+            f"peer://{self.name}",
+            f"nvme://{durable}?survives=rack",
+        )
+
+    def check_memory(self, settings: TrainingSettings) -> None:
+        """Refuse to start where the shared memory cannot hold that of all nodes. Errors: ``ConfigurationError``."""
+        needed = 2 * RANKS * memory_bytes(settings)  # its own objects, and as many of its neighbour's
+        free = shutil.disk_usage(SHM).free
+        if free < needed:
+            raise ConfigurationError(
+                f"{SHM} has {bytes_text(free)} free and the demo's memory tiers need up to "
+                f"{bytes_text(needed)}; enlarge it (mount -o remount,size=4G {SHM}, or docker run "
+                "--shm-size=4g), or train with ZeRO 1, 2 or 3, which divide the state among the ranks"
+            )
+
+    def held_bytes(self, durable: Path) -> dict[str, int]:
+        """Bytes of the objects in each tier, all nodes together, by the tier's name."""
+        present = {namespace.name for namespace in namespaces()}
+        own = [f"{self.name}-node{node}" for node in range(RANKS)]
+        kept = [shm_name(self.agent(node), self.name) for node in range(RANKS)]
+        return {
+            "shm": sum(asyncio.run(object_bytes(f"shm://{name}")) for name in own if name in present),
+            "peer": sum(asyncio.run(object_bytes(f"shm://{name}")) for name in kept if name in present),
+            "nvme": asyncio.run(object_bytes(f"nvme://{durable}")) if durable.exists() else 0,
+        }
+
+    def fail(self, nodes: Iterable[int]) -> None:
+        """The nodes' agents die, and their memory is gone; a node that holds nothing has nothing to lose.
+
+        Errors: ``Transient`` where a process still uses it after :data:`END_DEADLINE_S`.
+        """
+        for node in nodes:
+            kill_agent(self.agent(node))
+            for name in (f"{self.name}-node{node}", shm_name(self.agent(node), self.name)):
+                with contextlib.suppress(NotFound):
+                    remove_when_released(name)
+
+    def close(self) -> None:
+        """End every node, and leave nothing behind."""
+        self.fail(range(RANKS))
+        for node in range(RANKS):
+            remove_run_files(self.agent(node))
+
+
+def kill_agent(name: str) -> None:
+    """``kill -9`` the agent, if there is one, and wait until it is gone. Errors: ``Transient``."""
+    run = RunDirectory.of(name)
+    try:
+        process = psutil.Process(json.loads(run.info.read_text(encoding="utf-8"))["pid"])
+        ours = any("tiercheck.agent" in argument for argument in process.cmdline())
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return
+    if ours:  # else its number was given to another process
+        process.kill()
+    deadline = time.monotonic() + END_DEADLINE_S
+    while run.agent_lives():
+        if time.monotonic() > deadline:
+            raise Transient(f"the agent {name} (process {process.pid}) outlived kill -9 by {END_DEADLINE_S:.0f} s")
+        time.sleep(END_POLL_S)
+
+
+def remove_run_files(name: str) -> None:
+    run = RunDirectory.of(name)
+    for file in (run.socket, run.lock, run.start_lock, run.log, run.info):
+        file.unlink(missing_ok=True)
+
+
+def remove_when_released(name: str) -> None:
+    """Remove a namespace. Of a killed process the last thread may hold its files a moment longer than the process
+    seems to live, and there is nothing to wait on."""
+    deadline = time.monotonic() + END_DEADLINE_S
+    while True:
+        try:
+            return remove_namespace(name)
+        except Transient:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(END_POLL_S)
+
+
+def remove_orphans() -> None:
+    """End the agents and free the memory of demos that were killed before they could do so themselves."""
+    for file in RunDirectory.of("demo").root.iterdir():
+        found = _AGENT.match(file.name)
+        if found and not psutil.pid_exists(int(found["pid"])):
+            kill_agent(found["node"])
+            remove_run_files(found["node"])
+    for namespace in namespaces():
+        owner = _NAMESPACE.fullmatch(namespace.name)
+        if owner and not psutil.pid_exists(int(owner["pid"])):
+            with contextlib.suppress(NotFound, Transient):  # another demo is removing it, too
+                remove_namespace(namespace.name)
+
+
+def memory_bytes(settings: TrainingSettings) -> int:
+    """The most that one rank's memory tier holds: its bases, and the differentials since the older of them."""
+    owned = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
+    if settings.zero > 0:
+        owned = -(-owned // RANKS)
+    bases = BASES_HELD * (owned * BASE_BYTES + BASE_ROOM_BYTES)
+    differentials = 2 * settings.base_every + settings.batch
+    return bases + differentials * (owned * DIFFERENTIAL_BYTES + DIFFERENTIAL_ROOM_BYTES)
+
+
+async def object_bytes(url: str) -> int:
+    async with make_driver(url) as driver:
+        return sum([info.nbytes async for info in driver.list()])
