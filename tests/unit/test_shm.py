@@ -1,4 +1,4 @@
-"""What only the shm tier does: recycling, limits, privacy, debris, namespaces."""
+"""What only the shm tier does: races with readers, limits, privacy, debris, namespaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tiercheck.errors import (
-    AlreadyExists,
     CapacityExceeded,
     ConfigurationError,
     NotFound,
@@ -62,156 +61,6 @@ def root_of(name: str) -> Path:
 
 def inode(name: str, key: str) -> int:
     return (root_of(name) / key).stat().st_ino
-
-
-class TestRecycling:
-    async def test_an_overwritten_file_is_used_again(self, name: str) -> None:
-        async with ShmDriver(name, size=16 * MIB) as driver:
-            await driver.put("a", [b"1" * MIB])
-            first = inode(name, "a")
-            await driver.put("a", [b"2" * MIB])
-            assert inode(name, "a") != first
-            await driver.put("b", [b"3" * (MIB - 5000)])
-            assert inode(name, "b") == first
-            assert bytes(await driver.get("b")) == b"3" * (MIB - 5000)
-
-    async def test_a_smaller_file_is_extended(self, name: str) -> None:
-        async with ShmDriver(name, size=16 * MIB) as driver:
-            await driver.put("a", [b"1" * MIB])
-            first = inode(name, "a")
-            await driver.delete(["a"])
-            reservation = await driver.reserve("b", MIB + 300_000)
-            reservation.buffer[:] = b"2" * (MIB + 300_000)
-            await reservation.publish()
-            assert inode(name, "b") == first
-            assert bytes(await driver.get("b")) == b"2" * (MIB + 300_000)
-
-    async def test_a_file_of_another_magnitude_is_not(self, name: str) -> None:
-        async with ShmDriver(name, size=16 * MIB) as driver:
-            await driver.put("a", [b"1" * MIB])
-            first = inode(name, "a")
-            await driver.delete(["a"])
-            for nbytes in (10, MIB // 3, 3 * MIB):
-                await driver.put("b", [bytes(nbytes)])
-                assert inode(name, "b") != first
-
-    async def test_what_a_reader_has_mapped_is_left_alone(self, name: str) -> None:
-        async with ShmDriver(name, size=16 * MIB) as driver, ShmDriver(name, size=16 * MIB) as reader:
-            await driver.put("a", [b"1" * MIB])
-            first = inode(name, "a")
-            held = await reader.get("a")
-            await driver.delete(["a"])
-            await driver.put("b", [b"2" * MIB])
-            assert inode(name, "b") != first
-            assert held == b"1" * MIB
-            del held
-            await driver.put("c", [b"3" * MIB])
-            assert inode(name, "c") == first
-
-    async def test_what_the_writer_still_has_is_left_alone(self, name: str) -> None:
-        """A view that outlives its reservation cannot be taken away; nobody else gets its memory."""
-        async with ShmDriver(name, size=16 * MIB) as driver:
-            for end in ("publish", "drop"):
-                reservation = await driver.reserve("a", MIB)
-                lingering = reservation.buffer[:10]
-                kept = os.fstat(reservation._segment._temporary.fd).st_ino  # type: ignore[attr-defined]
-                await (reservation.publish() if end == "publish" else reservation.drop())
-                await driver.delete(["a"])
-                for n in range(4):
-                    await driver.put(f"b/{n}", [b"x" * MIB])
-                    assert inode(name, f"b/{n}") != kept
-                lingering[:] = b"scribbled!"
-                for n in range(4):
-                    assert bytes(await driver.get(f"b/{n}")) == b"x" * MIB
-                await driver.delete([f"b/{n}" for n in range(4)])
-                del lingering
-
-    async def test_a_kept_mapping_of_a_file_that_others_changed(self, name: str) -> None:
-        """The file comes back to this process longer, shorter and longer again; what is written is what is there."""
-        async with ShmDriver(name, size=32 * MIB) as one, ShmDriver(name, size=32 * MIB) as two:
-            for n, nbytes in enumerate((MIB, MIB // 2 + 1, MIB - 1, 2 * MIB - 7, MIB, MIB + 1)):
-                driver = (one, two)[n % 2]
-                reservation = await driver.reserve("a", nbytes)
-                reservation.buffer[:] = bytes([n]) * nbytes
-                await reservation.publish(nbytes - n)
-                assert bytes(await two.get("a")) == bytes([n]) * (nbytes - n)
-                assert bytes(await one.get("a")) == bytes([n]) * (nbytes - n)
-                await driver.delete(["a"])
-
-    async def test_a_large_reservation_that_is_hardly_used_keeps_its_memory(self, name: str) -> None:
-        async with ShmDriver(name, size=32 * MIB) as driver:
-            inodes = set()
-            for n in range(6):
-                reservation = await driver.reserve("a", 4 * MIB)
-                inodes.add(os.fstat(reservation._segment._temporary.fd).st_ino)  # type: ignore[attr-defined]
-                reservation.buffer[:] = bytes([n]) * (4 * MIB)
-                info = await reservation.publish(MIB + n)
-                assert (info.nbytes, inode(name, "a") in inodes) == (MIB + n, False)
-                assert bytes(await driver.get("a")) == bytes([n]) * (MIB + n)
-                assert (await driver.usage()).used_bytes == MIB + n
-            assert len(inodes) == 1, "the same memory is reserved each time"
-            reservation = await driver.reserve("a", 4 * MIB)
-            with pytest.raises(AlreadyExists):
-                await reservation.publish(MIB, mode=PutMode.CREATE)
-            assert (await driver.usage()).used_bytes == MIB + 5
-
-    async def test_where_there_is_no_room_for_a_copy_it_is_cut(self, name: str) -> None:
-        async with ShmDriver(name, size=5 * MIB) as driver:
-            reservation = await driver.reserve("a", 4 * MIB)
-            reservation.buffer[: 2 * MIB] = b"x" * (2 * MIB)
-            await reservation.publish(2 * MIB)
-            assert bytes(await driver.get("a")) == b"x" * (2 * MIB)
-            assert (await driver.usage()).used_bytes == 2 * MIB
-
-    async def test_the_pool_is_bounded(self, name: str) -> None:
-        async with ShmDriver(name, size=16 * MIB, pool=3 * MIB) as driver:
-            for n in range(8):
-                await driver.put(f"k/{n}", [bytes(MIB)])
-            await driver.delete([f"k/{n}" for n in range(8)])
-            assert driver.segments.pooled_bytes() == 3 * MIB
-        async with ShmDriver(name, size=16 * MIB, pool=0) as driver:
-            await driver.put("a", [bytes(MIB)])
-            await driver.delete(["a"])
-            assert driver.segments.pooled_bytes() == 0
-
-    async def test_the_pool_is_never_in_the_way(self, name: str) -> None:
-        async with ShmDriver(name, size=8 * MIB, pool=8 * MIB) as driver:
-            await driver.put("a", [b"1" * (7 * MIB)])
-            await driver.delete(["a"])
-            for n in range(8):  # too small to reuse the pooled file
-                await driver.put(f"k/{n}", [b"2" * MIB])
-            assert driver.segments.pooled_bytes() == 0
-            assert (await driver.usage()).free_bytes == 0
-
-    async def test_memory_of_an_evicted_file_is_free_although_it_is_mapped(self, name: str) -> None:
-        async with ShmDriver(name, size=8 * MIB) as driver:
-            reservation = await driver.reserve("a", 4 * MIB)
-            await reservation.publish()  # the driver keeps its mapping
-            await driver.delete(["a"])
-            before = os.statvfs(root_of(name)).f_bfree
-            with driver.segments.locked():
-                driver.segments.empty_pool()
-            after = os.statvfs(root_of(name)).f_bfree
-            assert (after - before) * os.statvfs(root_of(name)).f_frsize >= 3 * MIB
-
-    async def test_a_pooled_name_of_an_object_is_never_reused(self, name: str) -> None:
-        """A writer that dies between its two renames leaves the old object with a second name in the pool."""
-        async with ShmDriver(name, size=8 * MIB) as driver:
-            await driver.put("a", [b"1" * MIB])
-            os.link(root_of(name) / "a", root_of(name) / ".tiercheck/pool/left")
-            await driver.put("b", [b"2" * MIB])
-            assert bytes(await driver.get("a")) == b"1" * MIB
-            assert not (root_of(name) / ".tiercheck/pool/left").exists()
-
-    async def test_a_file_that_is_not_backed_is_never_reused(self, name: str) -> None:
-        async with ShmDriver(name, size=8 * MIB) as driver:
-            hole = root_of(name) / ".tiercheck/pool/hole"
-            hole.touch()
-            os.truncate(hole, MIB)
-            reservation = await driver.reserve("a", MIB)
-            assert not hole.exists()
-            fd = reservation._segment._temporary.fd  # type: ignore[attr-defined]
-            assert os.fstat(fd).st_blocks * 512 >= MIB
 
 
 class TestRaces:

@@ -1,182 +1,318 @@
-"""Segments mapped for writing: the memory behind a reservation of the shm tier."""
+"""Segments written through this process's memory: reservations, large puts, and memory made ready for both.
+
+A reservation is as large as its object may become, and most objects stay smaller. Cutting the file would give
+pages away that the next reservation must get afresh. So a reservation is two files in one window: the *head*, as
+long as objects of this kind have lately been, which becomes the object; and behind it the *tail*, which returns
+to the pool untouched, unless the object is longer than expected: then what lies in it is copied to the head.
+"""
 
 from __future__ import annotations
 
-import errno
-import mmap
+import contextlib
+import ctypes
+import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from tiercheck.errors import CapacityExceeded
-from tiercheck.tiers.directory import Temporary
-from tiercheck.tiers.segments import POOLED_BYTES_MIN, SegmentDirectory
-from tiercheck.types import ObjectInfo, PutMode
+from tiercheck.tiers.direct import address_of
+from tiercheck.tiers.directory import payload_bytes
+from tiercheck.tiers.files import write_buffers
+from tiercheck.tiers.numa import Locality
+from tiercheck.tiers.pinning import CudaPinning
+from tiercheck.tiers.segments import Segment, SegmentDirectory
+from tiercheck.tiers.spares import NOBODY, SPARE_BYTES_MIN, Selection, whole_pages
+from tiercheck.tiers.window import Window, WindowCache
+from tiercheck.types import ObjectInfo, Payload, PutMode
 
-__all__ = ["MappedSegment", "MappingCache"]
+__all__ = ["MappedSegment", "MappedSegments"]
 
-MADV_POPULATE_WRITE = 23
-POPULATED_AT_ONCE_BYTES = 4 << 20
-"""The interpreter stands still while pages are populated: a millisecond at a time."""
-KEPT_MAPPINGS_MAX = 256
-COPIED_SURPLUS_BYTES_MIN = 1 << 20
-"""A reservation that is used up but for less than this is cut to what was used."""
+Check = Callable[[], None]
+
+KEPT_WINDOWS_MAX = 512
+EXPECTATIONS_MAX = 64
+COPIED_AT_ONCE_BYTES = 8 << 20
+"""So that a cancellation is noticed within a millisecond."""
 
 
-class MappingCache:
-    """Mappings of segments that this process has published, for when their files come back from the pool.
+class MappedSegments:
+    """The segments of ``directory`` that this process maps, ``copy_threads`` of which copy a large put.
 
-    Mapping a file anew costs a page fault a page. Who takes a file from the pool has it alone, so that a mapping
-    of it that was kept is as good as a new one, and faster. A kept mapping is never touched before that.
+    Memory beside the tier's: none of its own. The windows that are kept map files that the tier counts.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[mmap.mmap, int]] = {}  # inode -> its mapping, and a descriptor to look at it
+    def __init__(
+        self, directory: SegmentDirectory, *, pinning: CudaPinning, locality: Locality, copy_threads: int
+    ) -> None:
+        self.directory = directory
+        self.cache = WindowCache(KEPT_WINDOWS_MAX)
+        self.pinning = pinning
+        self.locality = locality
+        self._copy_threads = copy_threads
+        self._copiers: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+        self._expected: dict[int, int] = {}  # bytes of a reservation -> bytes of the object that it last became
+        self._pins = False
+        self._selection = Selection(known=self.cache, fixed=self.cache.pinned)
 
-    def keep(self, mapping: mmap.mmap, fd: int) -> None:
-        """Take over the mapping of the open file ``fd``, and ``fd``."""
+    def close(self) -> None:
+        """Unmap what is kept."""
         with self._lock:
-            self._kept[os.fstat(fd).st_ino] = (mapping, fd)
-            self._prune()
+            copiers, self._copiers = self._copiers, None
+        if copiers is not None:
+            copiers.shutdown()
+        self.cache.clear()
 
-    def take(self, inode: int) -> mmap.mmap | None:
+    def reserve(self, nbytes: int, check: Check) -> MappedSegment:
+        """Memory of ``nbytes``, backed and mapped. Errors: ``CapacityExceeded``."""
+        self.locality.apply()
+        with contextlib.ExitStack() as undo:
+            head = self.directory.take(self._head_bytes(nbytes), nbytes, check, self._selection)
+            undo.callback(self.directory.discard, head.temporary)
+            missing = nbytes - head.nbytes
+            tail: Segment | None = None
+            if missing >= SPARE_BYTES_MIN:
+                tail = self.directory.take(missing, 2 * missing, check, Selection(fixed=self.cache.pinned))
+                undo.callback(self.directory.discard, tail.temporary)
+            elif missing:
+                head = self.directory.extend(head, nbytes, check)
+            window: Window | None = None
+            if nbytes:  # nothing cannot be mapped
+                window = self._window(head, nbytes, check)
+                if tail is not None:
+                    window.show_behind(tail.fd, whole_pages(missing))
+            undo.pop_all()
+            return MappedSegment(self, head, tail, window, nbytes)
+
+    def store(self, key: str, payload: Payload, mode: PutMode, check: Check) -> ObjectInfo:
+        """Put: as :meth:`ObjectDirectory.store`, at the speed of memory where pages are recycled."""
+        nbytes = payload_bytes(payload)
+        if nbytes < SPARE_BYTES_MIN:
+            return self.directory.store(key, payload, mode, check)
+        self.locality.apply()
+        segment = self.directory.take(nbytes, nbytes, check, self._selection)
+        window: Window | None = None
+        try:
+            if 2 * segment.recycled_bytes >= nbytes:
+                window = self._window(segment, nbytes, check)
+                self._copy(payload, window.address, check)
+            else:
+                write_buffers(segment.fd, payload, check)  # fresh pages: mapping them would only add to the cost
+            check()
+            return self.directory.publish(segment.temporary, key, mode)
+        finally:
+            if window is not None:
+                self.cache.keep(window, segment.fd)
+            self.directory.discard(segment.temporary)
+
+    def prepare(self, sizes: Sequence[tuple[int, int]], check: Check) -> None:
+        """Put segments into the pool that cost nothing to reserve: backed, mapped, and pinned where there is a GPU.
+
+        Those that are there already are used. Errors: ``CapacityExceeded``; what is ready by then stays.
+        """
+        wanted = sorted(((nbytes, count) for nbytes, count in sizes if nbytes >= SPARE_BYTES_MIN), reverse=True)
+        self.directory.check_room_for_spares(sum(nbytes * count for nbytes, count in wanted))
+        if wanted and self.pinning.available():
+            self.locality.near_device(self.pinning.pci_bus_id())
+        self.locality.apply()
+        ready: list[tuple[Segment, Window]] = []
+        try:
+            # All of them are held at a time, so that none is taken twice.
+            for nbytes in itertools.chain.from_iterable(itertools.repeat(*pair) for pair in wanted):
+                check()
+                ready.append(self._prepared(nbytes, check))
+        finally:
+            for segment, window in ready:
+                os.utime(segment.fd)  # the pool gives up the oldest first
+                self.cache.keep(window, segment.fd)
+                self.directory.discard(segment.temporary, owner=os.getpid())
+
+    def learn(self, reserved_bytes: int, nbytes: int) -> None:
+        """A reservation became an object of ``nbytes``."""
         with self._lock:
-            self._prune()
-            mapping, fd = self._kept.pop(inode, (None, -1))
-            if fd >= 0:
-                os.close(fd)
-            return mapping
+            self._expected.pop(reserved_bytes, None)
+            self._expected[reserved_bytes] = nbytes
+            if len(self._expected) > EXPECTATIONS_MAX:
+                del self._expected[next(iter(self._expected))]
 
-    def clear(self) -> None:
+    # Details.
+
+    def _head_bytes(self, nbytes: int) -> int:
+        """The head's bytes: all, where the rest is not worth a file, or must be pinned as one piece."""
+        head_bytes = whole_pages(self._expected.get(nbytes, nbytes))
+        return nbytes if self._pins or nbytes - head_bytes < SPARE_BYTES_MIN else head_bytes
+
+    def _prepared(self, nbytes: int, check: Check) -> tuple[Segment, Window]:
+        head_bytes = self._head_bytes(nbytes)
+        segment = self.directory.take(head_bytes, head_bytes, check, replace(self._selection, owned=False))
+        try:
+            window = self._window(segment, nbytes, check)
+            if not window.is_pinned:
+                unpin = self.pinning.pin(window.address, window.shown_bytes)
+                if unpin is not None:
+                    window.pinned(unpin)
+                    self._pins = True
+        except BaseException:
+            self.directory.discard(segment.temporary)
+            raise
+        return segment, window
+
+    def _window(self, segment: Segment, room: int, check: Check) -> Window:
+        """A window that shows the segment, populated: the one it had here, if any."""
+        kept = self.cache.take(segment.inode)
+        shown_bytes = whole_pages(segment.nbytes)
+        if kept is None or kept.window.room < room:
+            window = Window(2 * whole_pages(room))  # addresses cost nothing; the file may be longer next time
+        else:
+            window = kept.window
+            undisturbed = segment.mtime_ns == kept.mtime_ns
+            window.cut(segment.recycled_bytes if undisturbed else 0)
+            if not undisturbed or window.shown_bytes != shown_bytes:
+                window.unpin()  # it is not the same pages any more
+        window.show(segment.fd, shown_bytes)
+        window.populate(check)
+        return window
+
+    def _copy(self, payload: Payload, address: int, check: Check) -> None:
+        """Copy the buffers to ``address``, one after the other; no view of them outlives the call."""
+        views = [memoryview(buffer) for buffer in payload if len(buffer)]
+        try:
+            pieces = list(_pieces(views, address))
+            queue = iter(pieces)
+            stopped = threading.Event()
+
+            def drain() -> None:
+                try:
+                    while not stopped.is_set() and (piece := next(queue, None)) is not None:
+                        check()
+                        ctypes.memmove(*piece)
+                except BaseException:
+                    stopped.set()
+                    raise
+
+            helping: list[Future[None]] = []
+            try:
+                helping = [self._copier().submit(drain) for _ in range(min(self._copy_threads, len(pieces)) - 1)]
+                drain()
+            finally:
+                running = [helper for helper in helping if not helper.cancel()]
+                wait(running)
+            for helper in running:
+                helper.result()
+        finally:
+            for view in views:
+                view.release()
+
+    def _copier(self) -> ThreadPoolExecutor:
         with self._lock:
-            while self._kept:
-                self._forget(next(iter(self._kept)))
-
-    def _prune(self) -> None:
-        # A file without a name never comes back, and its mapping would hold its memory.
-        for inode in [inode for inode, (_, fd) in self._kept.items() if not os.fstat(fd).st_nlink]:
-            self._forget(inode)
-        while len(self._kept) > KEPT_MAPPINGS_MAX:
-            self._forget(next(iter(self._kept)))
-
-    def _forget(self, inode: int) -> None:
-        mapping, fd = self._kept.pop(inode)
-        mapping.close()
-        os.close(fd)
+            if self._copiers is None:
+                self._copiers = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tiercheck copy")
+            return self._copiers
 
 
 class MappedSegment:
-    """A temporary file of ``nbytes``, backed, populated and mapped; ``view`` is its memory."""
+    """Memory for an object of up to ``nbytes``; ``view`` is that memory."""
 
     def __init__(
-        self,
-        directory: SegmentDirectory,
-        cache: MappingCache,
-        temporary: Temporary,
-        mapping: mmap.mmap | None,
-        nbytes: int,
+        self, segments: MappedSegments, head: Segment, tail: Segment | None, window: Window | None, nbytes: int
     ) -> None:
         self.nbytes = nbytes
-        self.view = memoryview(mapping)[:nbytes] if mapping is not None else memoryview(bytearray())
-        self._directory = directory
-        self._cache = cache
-        self._temporary: Temporary | None = temporary
-        self._mapping = mapping
+        self.view = memoryview(bytearray()) if window is None else window.lend(nbytes)
+        self._segments = segments
+        self._directory = segments.directory
+        self._head: Segment | None = head
+        self._tail = tail
+        self._window = window
         self._lock = threading.Lock()
 
-    @classmethod
-    def create(
-        cls, directory: SegmentDirectory, cache: MappingCache, nbytes: int, check: Callable[[], None]
-    ) -> MappedSegment:
-        temporary = directory.create_temporary(nbytes, check)
-        mapping: mmap.mmap | None = None
-        try:
-            if nbytes:  # nothing cannot be mapped
-                mapping = cache.take(os.fstat(temporary.fd).st_ino)
-                populated = 0
-                if mapping is None:
-                    mapping = mmap.mmap(temporary.fd, nbytes)
-                else:
-                    populated = min(len(mapping), nbytes)
-                    mapping.resize(nbytes)
-                populate(mapping, populated, nbytes, check)
-            return cls(directory, cache, temporary, mapping, nbytes)
-        except BaseException:
-            if mapping is not None:
-                mapping.close()
-            directory.discard(temporary)
-            raise
-
-    def publish(self, key: str, nbytes: int, mode: PutMode, check: Callable[[], None]) -> ObjectInfo:
+    def publish(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo:
         """Make the first ``nbytes`` the object, once. :meth:`give_back` must follow, whether it raises or not."""
         with self._lock:
-            temporary = self._temporary
-            if temporary is None:
+            if self._head is None:
                 raise RuntimeError(f"the segment for {key!r} was given back before it could be published")
-            surplus = self.nbytes - nbytes
-            if surplus >= COPIED_SURPLUS_BYTES_MIN and surplus > nbytes // 2:
-                info = self._publish_copy(key, nbytes, mode, check)
+            self._segments.learn(self.nbytes, nbytes)
+            if self._window is not None and self._window.is_pinned:
+                info = self._publish_pinned(key, nbytes, mode, check)
                 if info is not None:
-                    self._close(temporary, self._release_view(self.nbytes))
                     return info
-            alone = self._release_view(nbytes)
+            head = self._head
+            if nbytes > head.nbytes:
+                head = self._head = self._lengthened(head, nbytes, check)
+            alone = self._release_view()
             try:
                 check()
-                self._directory.shrink(temporary, self.nbytes, nbytes)
-                return self._directory.publish(temporary, key, mode)
+                self._directory.shrink(head, nbytes)
+                if self._window is not None:
+                    self._window.cut(nbytes)
+                return self._directory.publish(head.temporary, key, mode)
             finally:
-                self._close(temporary, alone)
-
-    def _publish_copy(self, key: str, nbytes: int, mode: PutMode, check: Callable[[], None]) -> ObjectInfo | None:
-        """Publish a copy of the first ``nbytes``, so that the segment stays as long as it is for its next use.
-
-        Cutting it would give away pages that are slower to get back than these are to copy. ``None`` where there is
-        no room for both.
-        """
-        try:
-            with self.view[:nbytes] as content:
-                return self._directory.store(key, [content], mode, check)
-        except CapacityExceeded:
-            return None
+                self._close(alone)
 
     def give_back(self) -> None:
         """Unmap and close; a segment that was not published goes to the pool. Idempotent."""
         with self._lock:
-            if self._temporary is not None:
-                self._close(self._temporary, self._release_view(self.nbytes))
+            if self._head is not None:
+                self._close(self._release_view())
 
-    def _release_view(self, nbytes: int) -> bool:
-        """Whether nobody else has the memory: no slice of the view, no array made of it.
+    def _publish_pinned(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo | None:
+        """Publish a copy where cutting the file would take pages away that are pinned.
 
-        If so, it is cut to ``nbytes``.
+        The GPU would go on writing to them, and nobody would see what it wrote; and pinning takes longer than
+        copying. ``None`` where the segment itself is to be published.
         """
+        assert self._head is not None
+        if whole_pages(nbytes) == whole_pages(self._head.nbytes):
+            return None
+        try:
+            with self.view[:nbytes] as content:
+                info = self._segments.store(key, [content], mode, check)
+        except CapacityExceeded:
+            assert self._window is not None
+            self._window.unpin()  # no room for both
+            return None
+        self._close(self._release_view())
+        return info
+
+    def _lengthened(self, head: Segment, nbytes: int, check: Check) -> Segment:
+        """The head with what lies in the tail copied to it."""
+        longer = self._directory.extend(head, nbytes, check)
+        at = head.nbytes
+        while at < nbytes:
+            check()
+            with self.view[at : min(nbytes, at + COPIED_AT_ONCE_BYTES)] as part:
+                at += os.pwrite(head.fd, part, at)
+        return longer
+
+    def _release_view(self) -> bool:
+        """Whether nobody else has the memory: no slice of the view, no array made of it."""
         try:
             self.view.release()
-            if self._mapping is not None:
-                self._mapping.resize(max(nbytes, 1))  # refused while somebody has the memory
         except BufferError:
             return False
-        return True
+        return self._window is None or not self._window.is_lent
 
-    def _close(self, temporary: Temporary, alone: bool) -> None:
-        mapping, self._mapping, self._temporary = self._mapping, None, None
-        if mapping is not None and alone:
-            if len(mapping) >= POOLED_BYTES_MIN:
-                self._cache.keep(mapping, os.dup(temporary.fd))
-            else:
-                mapping.close()
-        self._directory.discard(temporary, mapped=not alone)
-
-
-def populate(mapping: mmap.mmap, start: int, stop: int, check: Callable[[], None]) -> None:
-    """Enter the pages of ``[start, stop)`` into the page table now, at a fraction of the cost of a fault each."""
-    start -= start % mmap.PAGESIZE
-    for at in range(start, stop, POPULATED_AT_ONCE_BYTES):
-        check()
+    def _close(self, alone: bool) -> None:
+        head, tail, window = self._head, self._tail, self._window
+        self._head = self._tail = self._window = None
+        assert head is not None
+        if window is not None and alone:
+            window.hide_behind()
+            if window.shown_bytes >= SPARE_BYTES_MIN:
+                self._segments.cache.keep(window, head.fd)
         try:
-            mapping.madvise(MADV_POPULATE_WRITE, at, min(POPULATED_AT_ONCE_BYTES, stop - at))
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return  # Linux before 5.14: the first writes pay, and nothing else changes
+            if tail is not None:
+                self._directory.discard(tail.temporary, mapped=not alone)
+        finally:
+            self._directory.discard(head.temporary, mapped=not alone, owner=os.getpid() if alone else NOBODY)
+
+
+def _pieces(views: Sequence[memoryview], address: int) -> Iterator[tuple[int, int, int]]:
+    """Where to, where from, how many bytes."""
+    for view in views:
+        source = address_of(view)
+        for at in range(0, view.nbytes, COPIED_AT_ONCE_BYTES):
+            yield address + at, source + at, min(COPIED_AT_ONCE_BYTES, view.nbytes - at)
+        address += view.nbytes

@@ -5,7 +5,7 @@ filling one whose pages are there already. What is overwritten or deleted theref
 next writer takes its file from there. Beside what :mod:`tiercheck.tiers.directory` keeps::
 
     pool/      files for reuse; free space, as far as anybody outside is concerned
-    charged    bytes of the objects and temporary files, never too low (a crash may leave it too high)
+    charged    bytes of the objects and temporary files, and of the pool (:class:`~tiercheck.tiers.spares.Ledger`)
 
 A file is reused only by who holds its exclusive lock. A reader holds a shared one for as long as its mapping
 lives, so what it sees never changes. A file that leaves the pool for good is cut to nothing first: its pages
@@ -16,22 +16,40 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Transient
-from tiercheck.tiers.directory import ObjectDirectory, Temporary, files_in, not_found
+from tiercheck.tiers.directory import ObjectDirectory, Temporary, not_found
 from tiercheck.tiers.files import try_lock, unlock
+from tiercheck.tiers.hugepages import back_with_huge_pages
+from tiercheck.tiers.spares import ANY, NOBODY, SPARE_BYTES_MIN, Ledger, Selection, Spares, whole_pages
 
-__all__ = ["POOLED_BYTES_MIN", "SegmentDirectory"]
+__all__ = ["Segment", "SegmentDirectory"]
 
-POOL_FILES_MAX = 256
-POOLED_BYTES_MIN = 128 << 10
-"""Smaller files are not worth a place in the pool."""
+POOL_FILES_MAX = 512
+"""Two bases, and the differentials of the interval between them."""
 BACKED_AT_ONCE_BYTES = 32 << 20
 OPEN_ATTEMPTS_MAX = 1000
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A temporary file of ``nbytes``, all of them backed by memory."""
+
+    temporary: Temporary
+    nbytes: int
+    recycled_bytes: int
+    """So many of them are from the pool: pages that need no clearing."""
+    inode: int
+    mtime_ns: int
+    """When the file was last published, cut or extended before it came here."""
+
+    @property
+    def fd(self) -> int:
+        return self.temporary.fd
 
 
 class SegmentDirectory(ObjectDirectory):
@@ -41,69 +59,130 @@ class SegmentDirectory(ObjectDirectory):
         super().__init__(root, durable=False)
         self.limit_bytes = 0
         self.pool_bytes = 0
-        self._pool = self.control / "pool"
+        self.advise_huge_pages = False
+        self._is_prepared = False
+        self._ledger = Ledger(self.control / "charged")
+        self._spares = Spares(self.control / "pool", self._ledger)
 
     def prepare(self) -> None:
-        self._make_directory(self._pool)
+        self._make_directory(self._spares.folder)
         super().prepare()
         with self.locked():
-            self._recount()
+            self._ledger.set(charged=self.held_bytes(locked=True))
+            self._spares.recount()
+        self._is_prepared = True
+
+    def close(self) -> None:
+        """Let go of what is kept for this process; called once no other call runs."""
+        if self._is_prepared:
+            self._is_prepared = False
+            with self.locked():
+                self._spares.disown()
+        self._ledger.close()
 
     # Writing.
 
     def create_temporary(self, nbytes: int, check: Callable[[], None]) -> Temporary:
         """A file of ``nbytes``, all of them backed by memory. Errors: ``CapacityExceeded``."""
+        return self.take(nbytes, nbytes, check).temporary
+
+    def take(
+        self,
+        at_least: int,
+        at_most: int,
+        check: Callable[[], None],
+        selection: Selection = ANY,
+    ) -> Segment:
+        """A file of ``at_least`` to ``at_most`` bytes: the spare that fits best, cut or extended, or a new one.
+
+        Errors: ``CapacityExceeded``; then nothing is kept.
+        """
+        path = self.temporary_path()
         with self.locked() as lock_fd:
             stamp_ns = self.next_stamp_ns(lock_fd)
-            self._check_limit(nbytes)
-            path, fd = self._take(nbytes)
-            # Counted before it is sized, sized before it is backed: dying in between never leaves the count too low.
-            self._charge(nbytes)
-            backed_bytes = min(os.fstat(fd).st_size, nbytes)
-            os.ftruncate(fd, nbytes)
+            room = self._room_for(at_least)
+            # Counted before it is there, sized before it is backed: dying in between never leaves the count too low.
+            self._ledger.add(charged=at_most)
+            found = self._spares.take(path, at_least, at_most, selection)
+            if found is None:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                try_lock(fd)
+                recycled_bytes, nbytes = 0, at_least
+            else:
+                fd, recycled_bytes = found
+                nbytes = min(max(at_least, whole_pages(recycled_bytes)), at_most)
+                if nbytes > room:
+                    nbytes = at_least
+            status = os.fstat(fd)
+            if nbytes != recycled_bytes:
+                os.ftruncate(fd, nbytes)
+            self._ledger.add(charged=nbytes - at_most)
             self._trim_pool()
+        recycled_bytes = min(recycled_bytes, nbytes)
+        temporary = Temporary(path, fd, stamp_ns)
+        segment = Segment(temporary, nbytes, recycled_bytes, status.st_ino, status.st_mtime_ns)
         try:
-            self._back(fd, backed_bytes, nbytes, check)
+            self._back(fd, recycled_bytes, nbytes, check)
+        except BaseException:
+            self.destroy(segment)
+            raise
+        return segment
+
+    def shrink(self, segment: Segment, nbytes: int) -> None:
+        """Cut it to ``nbytes``."""
+        if nbytes != segment.nbytes:
+            os.ftruncate(segment.fd, nbytes)
+            with self.locked():
+                self._ledger.add(charged=nbytes - segment.nbytes)
+
+    def extend(self, segment: Segment, nbytes: int, check: Callable[[], None]) -> Segment:
+        """Make it ``nbytes`` long, backed. Errors: ``CapacityExceeded``; then it is as it was."""
+        with self.locked():
+            self._ledger.add(charged=nbytes - segment.nbytes)
+            os.ftruncate(segment.fd, nbytes)
+        try:
+            self._back(segment.fd, segment.nbytes, nbytes, check)
         except BaseException:
             with self.locked():
-                os.ftruncate(fd, 0)
-                path.unlink()
-                self._charge(-nbytes)
-            unlock(fd)
-            os.close(fd)
+                os.ftruncate(segment.fd, segment.nbytes)
+                self._ledger.add(charged=segment.nbytes - nbytes)
             raise
-        return Temporary(path, fd, stamp_ns)
+        return replace(segment, nbytes=nbytes)
 
-    def shrink(self, temporary: Temporary, reserved_bytes: int, nbytes: int) -> None:
-        """Cut a temporary file that was made for ``reserved_bytes`` to ``nbytes``."""
-        os.ftruncate(temporary.fd, nbytes)
-        if nbytes != reserved_bytes:
-            with self.locked():
-                self._charge(nbytes - reserved_bytes)
-
-    def discard(self, temporary: Temporary, *, mapped: bool = False) -> None:
-        """Close the file; one that was not published goes to the pool.
+    def discard(self, temporary: Temporary, *, mapped: bool = False, owner: int = NOBODY) -> None:
+        """Close the file; one that was not published goes to the pool, as ``owner``'s.
 
         ``mapped``: its writer cannot be kept from its mapping. The mapping then keeps the file's lock, shared,
         so that nobody reuses the file while it lives.
         """
-        if temporary.path.exists():
-            with self.locked():
-                if mapped:
-                    try_lock(temporary.fd, shared=True)
-                self.retire(temporary.path, os.fstat(temporary.fd))
-        if not mapped:
-            unlock(temporary.fd)
-        os.close(temporary.fd)
+        try:
+            if temporary.path.exists():
+                with self.locked():
+                    if mapped:
+                        try_lock(temporary.fd, shared=True)
+                    self._retire(temporary.path, os.fstat(temporary.fd), owner)
+        finally:
+            if not mapped:
+                unlock(temporary.fd)
+            os.close(temporary.fd)
+
+    def destroy(self, segment: Segment) -> None:
+        """Give the memory of an unpublished file back."""
+        with self.locked():
+            os.ftruncate(segment.fd, 0)
+            segment.temporary.path.unlink()
+            self._ledger.add(charged=-segment.nbytes)
+        unlock(segment.fd)
+        os.close(segment.fd)
 
     def replace(self, source: Path, path: Path, current: os.stat_result | None) -> None:
-        if current is not None and current.st_size >= POOLED_BYTES_MIN:
+        if current is not None and current.st_size >= SPARE_BYTES_MIN:
             # The old file gets its name in the pool first, so that at no moment there is no object. Dying in between
             # leaves a file with two names, which nobody reuses.
-            os.link(path, self._spare_path())
+            os.link(path, self._spares.path_for(current.st_size, current.st_ino))
         source.rename(path)
         if current is not None:
-            self._charge(-current.st_size)
+            self._ledger.add(charged=-current.st_size)
             self._trim_pool()
 
     # Reading.
@@ -133,39 +212,39 @@ class SegmentDirectory(ObjectDirectory):
     # Removing.
 
     def retire(self, path: Path, status: os.stat_result) -> None:
-        if status.st_size >= POOLED_BYTES_MIN:
-            path.rename(self._spare_path())
-        else:
-            path.unlink()
-        self._charge(-status.st_size)
-        self._trim_pool()
+        self._retire(path, status, NOBODY)
 
     def empty_pool(self) -> int:
         """Give the pool's memory back; returns its bytes. Called under the lock."""
-        return sum(self._evict(path, status) for path, status in self._spares())
+        return sum(self._spares.evict(spare) for spare in self._spares.scan())
 
     def pooled_bytes(self) -> int:
-        return sum(status.st_size for _, status in files_in(self._pool))
+        return sum(spare.nbytes for spare in self._spares.scan())
+
+    def check_room_for_spares(self, nbytes: int) -> None:
+        """Errors: ``CapacityExceeded`` where that many bytes of spares of this process cannot be kept."""
+        with self.locked():
+            self._room_for(nbytes)
+            others = self._spares.owned_elsewhere_bytes()
+        if others + nbytes > self.pool_bytes:
+            raise CapacityExceeded(
+                f"{nbytes} bytes cannot be kept ready: the pool holds {self.pool_bytes} bytes at most, and other "
+                f"processes keep {others} of them; give the tier a larger pool= (or size=)"
+            )
 
     # Details; all but _back are called under the lock.
 
-    def _take(self, nbytes: int) -> tuple[Path, int]:
-        """A locked file: the one from the pool that fits ``nbytes`` best, within a factor of two, or a new one."""
-        path = self.temporary_path()
-        fits = []
-        for spare, status in self._spares():
-            if nbytes <= 2 * status.st_size and status.st_size <= 2 * nbytes:
-                # A larger one is cut, which is nearly free; a smaller one must be extended with fresh pages.
-                fits.append((max(0, nbytes - status.st_size), status.st_size, spare))
-        for _, _, spare in sorted(fits):
-            fd = os.open(spare, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            if try_lock(fd):
-                spare.rename(path)
-                return path, fd
-            os.close(fd)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try_lock(fd)
-        return path, fd
+    def _retire(self, path: Path, status: os.stat_result, owner: int) -> None:
+        if status.st_size >= SPARE_BYTES_MIN:
+            path.rename(self._spares.path_for(status.st_size, status.st_ino, owner))
+        else:
+            path.unlink()
+        self._ledger.add(charged=-status.st_size)
+        self._trim_pool()
+
+    def _trim_pool(self) -> None:
+        room = max(0, self.limit_bytes - self._ledger.read().charged)
+        self._spares.trim(min(self.pool_bytes, room), POOL_FILES_MAX)
 
     def _back(self, fd: int, start: int, stop: int, check: Callable[[], None]) -> None:
         """Allocate the pages of ``[start, stop)`` now: later, a full tmpfs would kill the writer with SIGBUS."""
@@ -173,6 +252,8 @@ class SegmentDirectory(ObjectDirectory):
             check()
             step = min(BACKED_AT_ONCE_BYTES, stop - start)
             try:
+                if self.advise_huge_pages:
+                    back_with_huge_pages(fd, start, step)
                 os.posix_fallocate(fd, start, step)
             except OSError as error:
                 if error.errno != errno.ENOSPC:
@@ -188,65 +269,15 @@ class SegmentDirectory(ObjectDirectory):
                 ) from error
             start += step
 
-    def _check_limit(self, nbytes: int) -> None:
-        if self._charge(0) + nbytes <= self.limit_bytes:
-            return
-        used = self._recount()
-        if used + nbytes > self.limit_bytes:
+    def _room_for(self, nbytes: int) -> int:
+        """The bytes left under the limit, ``nbytes`` at least. Errors: ``CapacityExceeded``."""
+        room = self.limit_bytes - self._ledger.read().charged
+        if room < nbytes:
+            used = self._ledger.set(charged=self.held_bytes(locked=True)).charged
+            room = self.limit_bytes - used
+        if room < nbytes:
             raise CapacityExceeded(
                 f"{nbytes} bytes do not fit: {used} of {self.limit_bytes} are in use; "
                 f"give the tier a larger size=, or delete objects"
             )
-
-    def _charge(self, nbytes: int) -> int:
-        """Add to the bytes counted; returns the new count."""
-        fd = os.open(self.control / "charged", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            charged = int.from_bytes(os.pread(fd, 8, 0), "little")
-            if nbytes:
-                charged = max(0, charged + nbytes)
-                os.pwrite(fd, charged.to_bytes(8, "little"), 0)
-            return charged
-        finally:
-            os.close(fd)
-
-    def _recount(self) -> int:
-        held = self.held_bytes(locked=True)
-        self._charge(held - self._charge(0))
-        return held
-
-    def _spares(self) -> list[tuple[Path, os.stat_result]]:
-        """The files that may be reused, oldest first; those that may not are removed from the pool."""
-        good = []
-        for path, status in files_in(self._pool):
-            if status.st_nlink > 1:
-                path.unlink()  # its writer died before it took the other name away: this is an object
-            elif status.st_blocks * 512 < status.st_size:
-                self._evict(path, status)  # its writer died before all of it was backed
-            else:
-                good.append((path, status))
-        return sorted(good, key=lambda spare: spare[1].st_mtime_ns)
-
-    def _trim_pool(self) -> None:
-        spares = self._spares()
-        surplus = sum(status.st_size for _, status in spares) - min(
-            self.pool_bytes, max(0, self.limit_bytes - self._charge(0))
-        )
-        for index, (path, status) in enumerate(spares):
-            if surplus > 0 or len(spares) - index > POOL_FILES_MAX:
-                surplus -= self._evict(path, status)
-
-    @staticmethod
-    def _evict(path: Path, status: os.stat_result) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            if try_lock(fd):
-                os.ftruncate(fd, 0)
-                unlock(fd)
-        finally:
-            os.close(fd)
-        path.unlink()
-        return status.st_size
-
-    def _spare_path(self) -> Path:
-        return self._pool / secrets.token_hex(8)
+        return room

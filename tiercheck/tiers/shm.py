@@ -1,4 +1,4 @@
-"""Objects in this node's shared memory: ``shm://name[?size=4GiB][&pool=1GiB][&mount=/dev/shm]``.
+"""Objects in this node's shared memory: ``shm://name[?size=4GiB][&pool=1GiB][&mount=/dev/shm]...``.
 
 The namespace ``name`` is the directory ``/dev/shm/tiercheck-<uid>-<name>``, readable by its user alone. It
 outlives every process and goes with the node's memory (or by :func:`remove_namespace`).
@@ -7,12 +7,14 @@ outlives every process and goes with the node's memory (or by :func:`remove_name
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tiercheck.errors import CapacityExceeded, Closed
+from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError
 from tiercheck.tiers.driver import Reservation
 from tiercheck.tiers.file_driver import FileDriver
-from tiercheck.tiers.mapping import MappedSegment, MappingCache
+from tiercheck.tiers.hugepages import huge_pages_of, pages_text
+from tiercheck.tiers.mapping import MappedSegment, MappedSegments
 from tiercheck.tiers.namespaces import (
     SHM,
     NamespaceInfo,
@@ -23,11 +25,22 @@ from tiercheck.tiers.namespaces import (
     release_namespace,
     remove_namespace,
 )
+from tiercheck.tiers.numa import Locality
+from tiercheck.tiers.pinning import PIN_MODES, CudaPinning
 from tiercheck.tiers.segments import SegmentDirectory
 from tiercheck.tiers.url import TierURL, parse_size
-from tiercheck.types import Capabilities, ObjectInfo, PutMode, Survives, Usage, bytes_text
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, bytes_text
 
 __all__ = ["NamespaceInfo", "ShmDriver", "namespaces", "remove_namespace"]
+
+NUMA_MODES = ("auto", "off")
+THREADS_MAX = 64
+
+
+def _choice(option: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ConfigurationError(f"shm:// knows {option}={f', {option}='.join(choices)}; not {option}={value}")
+    return value
 
 
 class ShmDriver(FileDriver):
@@ -37,10 +50,24 @@ class ShmDriver(FileDriver):
     failed save later. Without it the limit is what is free, plus what the namespace holds already. While an
     object is being overwritten, both the old and the new one count. ``pool``
     bounds the memory kept for reuse (default: half of the limit); it is never in the way of an object.
-    ``mount`` is another tmpfs, such as one with huge pages.
+    ``mount`` is another tmpfs, such as one with huge pages. ``threads`` copy a large put (default: one).
+
+    ``pin``: whether memory that :meth:`prepare_reservations` makes ready is page-locked for a GPU's copies:
+    ``auto`` (where there is one), ``on`` (an error where there is none) or ``off``. ``numa``: ``auto`` takes
+    memory from the node of that GPU, or of the CPUs that the process is bound to; or ``off``.
     """
 
-    def __init__(self, name: str, *, size: int | None = None, pool: int | None = None, mount: Path = SHM) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int | None = None,
+        pool: int | None = None,
+        mount: Path = SHM,
+        threads: int = 1,
+        pin: str = "auto",
+        numa: str = "auto",
+    ) -> None:
         directory = SegmentDirectory(namespace_path(name, mount))
         capabilities = Capabilities(survives=Survives.PROCESS, mappable=True, conditional_put=True, parts_in_flight=2)
         where = {} if mount == SHM else {"mount": str(mount)}
@@ -49,8 +76,13 @@ class ShmDriver(FileDriver):
         self._size = size
         self._pool = pool
         self._alive_fd: int | None = None
-        self._mappings = MappingCache()
+        self._pinning = CudaPinning(_choice("pin", pin, PIN_MODES))
+        self._locality = Locality(_choice("numa", numa, NUMA_MODES))
+        if not 1 <= threads <= THREADS_MAX:
+            raise ConfigurationError(f"shm:// copies with 1 to {THREADS_MAX} threads, not {threads}")
+        self._mapped = MappedSegments(directory, pinning=self._pinning, locality=self._locality, copy_threads=threads)
         self._reservations: set[_ShmReservation] = set()
+        self._facts: dict[str, str] = {}
 
     @classmethod
     def from_url(cls, url: TierURL) -> ShmDriver:
@@ -58,11 +90,22 @@ class ShmDriver(FileDriver):
         size = options.take("size", parse_size, None)
         pool = options.take("pool", parse_size, None)
         mount = options.take("mount", Path, SHM)
+        threads = options.take("threads", int, 1)
+        pin = options.take("pin", str, "auto")
+        numa = options.take("numa", str, "auto")
         options.finish()
-        return cls(url.location, size=size, pool=pool, mount=mount)
+        return cls(url.location, size=size, pool=pool, mount=mount, threads=threads, pin=pin, numa=numa)
+
+    def facts(self) -> Mapping[str, str]:
+        if not self._facts:
+            return {}
+        kept, pinned = self._mapped.cache.counts()
+        pins = f"{pinned} of the segments that are mapped" if pinned else self._pinning.obstacle or "nothing yet"
+        return {**self._facts, "mapped": f"{kept} segments", "pinned": pins, "numa": self._locality.text}
 
     def prepare(self) -> None:
         segments = self.segments
+        self._pinning.check()
         self._alive_fd = hold_namespace(segments.root)
         held = namespace_bytes(segments.root)
         status = os.statvfs(segments.root)
@@ -78,15 +121,36 @@ class ShmDriver(FileDriver):
         segments.limit_bytes = free + held if self._size is None else self._size
         segments.pool_bytes = segments.limit_bytes // 2 if self._pool is None else self._pool
         segments.prepare()
+        huge = huge_pages_of(segments.root)
+        segments.advise_huge_pages = huge == "advise"
+        self._facts = {"pages": pages_text(huge), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
     async def close(self) -> None:
         for reservation in list(self._reservations):
             await reservation.drop()
         await super().close()
-        self._mappings.clear()
+        self._mapped.close()
+        self._pinning.close()
         if self._alive_fd is not None:
-            release_namespace(self._alive_fd)
-            self._alive_fd = None
+            fd, self._alive_fd = self._alive_fd, None
+            try:
+                self.segments.close()
+            finally:
+                release_namespace(fd)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        self.directory.path_of(key)
+        return await self.run(lambda check: self._mapped.store(key, payload, mode, check), key)
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        if into is not None:
+            return await super().get(key, range=range, into=into)
+        # Mapping takes a few system calls: a thread would cost five times as much.
+        self.directory.path_of(key)
+        if not self.is_open:
+            raise Closed("the driver is not open", tier=self.url, key=key)
+        with self.mapped_errors(key):
+            return self.fetch(key, range, lambda: None)
 
     async def stat(self, key: str) -> ObjectInfo:
         # One lstat in memory: a thread would cost twenty times as much.
@@ -103,14 +167,18 @@ class ShmDriver(FileDriver):
         self.directory.path_of(key)
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be reserved")
-        segment = await self.run(
-            lambda check: MappedSegment.create(self.segments, self._mappings, nbytes, check),
-            key,
-            undo=MappedSegment.give_back,
-        )
+        segment = await self.run(lambda check: self._mapped.reserve(nbytes, check), key, undo=MappedSegment.give_back)
         reservation = _ShmReservation(self, key, segment)
         self._reservations.add(reservation)
         return reservation
+
+    async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
+        for nbytes, count in sizes:
+            if nbytes < 0 or count < 0:
+                raise ValueError(f"{count} reservations of {nbytes} bytes cannot be prepared")
+        await self.run(lambda check: self._mapped.prepare(sizes, check))
+        ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
+        self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
 
     def forget_reservation(self, reservation: _ShmReservation) -> None:
         self._reservations.discard(reservation)

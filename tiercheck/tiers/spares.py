@@ -1,0 +1,272 @@
+"""Files kept for reuse, and the counts that tell whether there is room.
+
+What a spare is stands in its name, ``<bytes>-<owner>-<token>``, so that looking for one takes a single reading of
+the directory. ``owner`` is the process that has it mapped already and would have it back, 0 where nobody has: a
+hint, no lock. Everything here is called under the directory's lock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tiercheck.tiers.files import try_lock, unlock
+
+__all__ = ["ANY", "NOBODY", "SPARE_BYTES_MIN", "Counts", "Ledger", "Selection", "Spare", "Spares", "whole_pages"]
+
+SPARE_BYTES_MIN = 128 << 10
+"""Smaller files are not worth keeping."""
+NOBODY = 0
+# What it costs to use a spare that does not fit, per byte (from measurements; only the ratios matter).
+GROWTH_COST = 6
+MAPPING_COST = 2
+TRESPASS_COST = 4
+CUT_COST = 1
+
+
+class Spare(NamedTuple):
+    name: str
+    nbytes: int
+    owner: int
+    inode: int
+
+    @property
+    def is_owned_elsewhere(self) -> bool:
+        return self.owner not in (NOBODY, os.getpid()) and alive(self.owner)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which spares suit who takes one."""
+
+    known: Container[int] = ()
+    """Inodes that are mapped here already."""
+    fixed: Container[int] = ()
+    """Inodes whose pages must stay what they are: their files are not cut and not extended."""
+    owned: bool = True
+    """Those that other living processes would have back may be taken too."""
+
+
+ANY = Selection()
+
+
+class Counts(NamedTuple):
+    """Bytes of objects and temporary files; bytes and number of spares; how often spares came or went."""
+
+    charged: int
+    pooled_bytes: int
+    pooled_files: int
+    changes: int
+
+
+class Ledger:
+    """The counts, in a file. A crash may leave them too high, and a recount puts them right."""
+
+    _LAYOUT = struct.Struct("<4Q")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def close(self) -> None:
+        """Close the file; the next call opens it again."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def read(self) -> Counts:
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return Counts(*self._LAYOUT.unpack(os.pread(self._fd, self._LAYOUT.size, 0).ljust(self._LAYOUT.size, b"\0")))
+
+    def add(self, *, charged: int = 0, pooled_bytes: int = 0, pooled_files: int = 0) -> Counts:
+        """Add to the counts; returns the new ones."""
+        old = self.read()
+        new = Counts(
+            max(0, old.charged + charged),
+            max(0, old.pooled_bytes + pooled_bytes),
+            max(0, old.pooled_files + pooled_files),
+            old.changes + (pooled_files != 0),
+        )
+        assert self._fd is not None
+        os.pwrite(self._fd, self._LAYOUT.pack(*new), 0)
+        return new
+
+    def set(self, *, charged: int | None = None, pooled: list[Spare] | None = None) -> Counts:
+        """Replace what is given."""
+        now = self.read()
+        return self.add(
+            charged=0 if charged is None else charged - now.charged,
+            pooled_bytes=0 if pooled is None else sum(spare.nbytes for spare in pooled) - now.pooled_bytes,
+            pooled_files=0 if pooled is None else len(pooled) - now.pooled_files,
+        )
+
+
+class Spares:
+    """The files in ``folder``. Counted before they come and after they went, so that a count is never too low.
+
+    The directory is read anew only after another process has changed it, which the count of changes tells.
+    """
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        self.folder = folder
+        self._ledger = ledger
+        self._listed: dict[str, Spare] = {}
+        self._listed_at = -1  # that many changes there had been
+
+    def scan(self) -> list[Spare]:
+        """All spares, as they are in the directory. Files with other names are removed: they were never finished."""
+        self._listed.clear()
+        self._listed_at = self._ledger.read().changes
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                try:
+                    size, owner, _ = entry.name.split("-")
+                    self._listed[entry.name] = Spare(entry.name, int(size, 16), int(owner, 16), entry.inode())
+                except ValueError:
+                    (self.folder / entry.name).unlink()
+        return list(self._listed.values())
+
+    def list(self) -> list[Spare]:
+        """All spares."""
+        return list(self._listed.values()) if self._ledger.read().changes == self._listed_at else self.scan()
+
+    def path_for(self, nbytes: int, inode: int, owner: int = NOBODY) -> str:
+        """A name for a spare to be, which is counted already."""
+        spare = Spare(f"{nbytes:x}-{owner:x}-{secrets.token_hex(8)}", nbytes, owner, inode)
+        if self._ledger.add(pooled_bytes=nbytes, pooled_files=1).changes == self._listed_at + 1:
+            self._listed_at += 1
+            self._listed[spare.name] = spare
+        return self._path(spare)
+
+    def take(self, path: Path, at_least: int, at_most: int, selection: Selection) -> tuple[int, int] | None:
+        """Move the spare that is cheapest to make ``at_least`` to ``at_most`` bytes long to ``path``.
+
+        Returns its descriptor, locked exclusively, and its length; ``None`` where none is within a factor of two.
+        """
+        fits = []
+        for spare in self.list():
+            if at_least > 2 * spare.nbytes or spare.nbytes > 2 * at_most:
+                continue
+            others = spare.is_owned_elsewhere
+            if others and not selection.owned:
+                continue
+            if spare.inode in selection.fixed and not (
+                whole_pages(at_least) <= whole_pages(spare.nbytes) <= whole_pages(at_most)
+            ):
+                continue
+            cost = GROWTH_COST * max(0, at_least - spare.nbytes) + CUT_COST * max(0, spare.nbytes - at_least)
+            if spare.inode not in selection.known:
+                cost += (TRESPASS_COST if others else MAPPING_COST) * spare.nbytes
+            fits.append((cost, spare))
+        for _, spare in sorted(fits, key=lambda fit: fit[0]):
+            fd = self._open(spare)
+            if fd is None:
+                continue
+            if try_lock(fd) and self._is_whole(spare, fd):
+                Path(self._path(spare)).rename(path)
+                self._forget(spare)
+                return fd, spare.nbytes
+            unlock(fd)
+            os.close(fd)
+        return None
+
+    def evict(self, spare: Spare) -> int:
+        """Give the memory of the spare back; returns its bytes. Cut first: a mapping would hold the memory."""
+        fd = self._open(spare)
+        if fd is None:
+            return 0
+        try:
+            # With a second name it is an object, whose writer died before it took this one away.
+            if os.fstat(fd).st_nlink == 1 and try_lock(fd):
+                os.ftruncate(fd, 0)
+                unlock(fd)
+        finally:
+            os.close(fd)
+        self._remove(spare)
+        return spare.nbytes
+
+    def owned_elsewhere_bytes(self) -> int:
+        return sum(spare.nbytes for spare in self.list() if spare.is_owned_elsewhere)
+
+    def disown(self) -> None:
+        """Leave this process's spares to everybody."""
+        for spare in self.list():
+            if spare.owner == os.getpid():
+                Path(self._path(spare)).rename(self.path_for(spare.nbytes, spare.inode))
+                self._forget(spare)
+
+    def recount(self) -> None:
+        """Remove what may not be reused, and count the rest."""
+        for spare in self.scan():
+            if (fd := self._open(spare)) is not None:
+                try:
+                    self._is_whole(spare, fd)
+                finally:
+                    os.close(fd)
+        self._ledger.set(pooled=self.list())
+
+    def trim(self, bytes_max: int, files_max: int) -> None:
+        """Evict the oldest until no more than this is kept."""
+        counts = self._ledger.read()
+        if counts.pooled_bytes <= bytes_max and counts.pooled_files <= files_max:
+            return
+        spares = sorted(self.scan(), key=lambda spare: Path(self._path(spare)).lstat().st_mtime_ns)
+        surplus = self._ledger.set(pooled=spares).pooled_bytes - bytes_max
+        # A few more than asked for: looking through all of them at each further one would be slow.
+        files = len(spares) if len(spares) <= files_max else files_max * 7 // 8
+        for index, spare in enumerate(spares):
+            if surplus > 0 or len(spares) - index > files:
+                surplus -= self.evict(spare)
+
+    def _path(self, spare: Spare) -> str:
+        return f"{self.folder}/{spare.name}"
+
+    def _open(self, spare: Spare) -> int | None:
+        try:
+            return os.open(self._path(spare), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            self._forget(spare)  # counted, but its maker failed before it came
+            return None
+
+    def _is_whole(self, spare: Spare, fd: int) -> bool:
+        """Whether the file may be reused by who has its lock; otherwise it is removed."""
+        status = os.fstat(fd)
+        if status.st_nlink == 1 and status.st_size == spare.nbytes <= status.st_blocks * 512:
+            return True
+        if status.st_nlink == 1:
+            os.ftruncate(fd, 0)  # its writer died before all of it was backed
+        # Otherwise it is an object, whose writer died before it took this name away.
+        self._remove(spare)
+        return False
+
+    def _remove(self, spare: Spare) -> None:
+        Path(self._path(spare)).unlink()
+        self._forget(spare)
+
+    def _forget(self, spare: Spare) -> None:
+        if self._ledger.add(pooled_bytes=-spare.nbytes, pooled_files=-1).changes == self._listed_at + 1:
+            self._listed_at += 1
+            self._listed.pop(spare.name, None)
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes``, up to the next page boundary."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process; in doubt (one of another container) not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
