@@ -17,7 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,7 +29,7 @@ from tiercheck.agent.introduction import Introduction, peer_address
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, SaveError, TierCheckError
+from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExceeded, SaveError, TierCheckError
 from tiercheck.enlistment import Enlistment
 from tiercheck.generation import open_generation, propose
 from tiercheck.group import Group, SingleProcess
@@ -252,6 +252,21 @@ class Checkpointer:
                 f"{bytes_text(usage.limit_bytes)}: give it more, or lower base_every (now {self.config.base_every})",
                 tier=first.driver.url,
             )
+        self._prepare_memory([(base, bases), (self._stream.nbytes_max, differentials)], usage.limit_bytes // 2)
+
+    def _prepare_memory(self, wanted: Sequence[tuple[int, int]], room: int) -> None:
+        """Have the first tier's memory touched and mapped now, while nothing trains: (bytes, count) as far as ``room``
+        reaches, which is what a tier keeps ready beside its objects. What is not ready costs its first use more."""
+        sizes: list[tuple[int, int]] = []
+        for nbytes, count in wanted:
+            fits = min(count, room // nbytes)
+            sizes.append((nbytes, fits))
+            room -= nbytes * fits
+        first = self._opened().first
+        try:
+            self._call(first.driver.prepare_reservations(sizes), f"preparing the memory of {first.name}")
+        except (CapacityExceeded, DeadlineExceeded) as error:
+            log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
 
     def _begin(self, placed: Hierarchy) -> None:
         """Recover, then open a generation with a base of its own."""
