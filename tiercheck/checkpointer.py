@@ -29,8 +29,8 @@ from tiercheck.agent.introduction import Introduction, peer_address
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExceeded, SaveError, TierCheckError
 from tiercheck.enlistment import Enlistment
+from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExceeded, SaveError, TierCheckError
 from tiercheck.generation import open_generation, propose
 from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy

@@ -13,15 +13,17 @@ from tiercheck.tiers.registry import make_driver
 
 
 class TestNvme(TierDriverTests):
+    options = "io=auto"
+
     @pytest.fixture(autouse=True)
     def directory(self, tmp_path: Path) -> None:
         self.root = tmp_path / "some dir" / "tier"
 
     async def make_driver(self) -> TierDriver:
-        return make_driver(f"nvme://{self.root}")
+        return make_driver(f"nvme://{self.root}?{self.options}")
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
-        return make_driver(f"nvme://{self.root}?survives=rack")
+        return make_driver(f"nvme://{self.root}?survives=rack&{self.options}")
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / key
@@ -34,3 +36,17 @@ class TestNvme(TierDriverTests):
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch("tiercheck.tiers.directory.ObjectDirectory.replace", side_effect=Killed)
+
+
+class TestNvmeInManyBlocks(TestNvme):
+    """Every object goes past the page cache where it can, in many small blocks, by several threads."""
+
+    options = "block=64KiB&depth=3"
+
+    @pytest.fixture(autouse=True)
+    def no_object_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tiercheck.tiers.transfer.BLOCKS_BYTES_MIN", 1)
+
+
+class TestNvmeBuffered(TestNvme):
+    options = "io=buffered"

@@ -119,11 +119,10 @@ async def test_a_failing_call_leaves_nothing_behind(root: Path, failing: str, nu
 
 
 async def test_short_writes_are_continued(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writev = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [bytes(parts[0])[:3]]))
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:2]], offset))
+    writev, preadv = os.writev, os.preadv
     async with NvmeDriver(root) as driver:
+        monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [bytes(parts[0])[:3]]))
+        monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:2]], offset))
         await driver.put("a", [b"01234", b"", b"5", b"678901234567"])
         into = memoryview(bytearray(18))
         assert bytes(await driver.get("a", into=into)) == b"012345678901234567"

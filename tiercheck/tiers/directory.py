@@ -33,17 +33,26 @@ from tiercheck.tiers.files import (
     probe_stamp_step_ns,
     try_lock,
     unlock,
-    write_buffers,
 )
+from tiercheck.tiers.transfer import Sequential, Transfer
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
-__all__ = ["CONTROL", "ObjectDirectory", "Temporary"]
+__all__ = [
+    "CONTROL",
+    "HOST",
+    "ObjectDirectory",
+    "Temporary",
+    "check_condition",
+    "info_of",
+    "not_found",
+    "payload_bytes",
+]
 
 CONTROL = ".tiercheck"
 """The directory, beside the objects, that is TierCheck's own; no key may begin with it."""
 FOREIGN_DEBRIS_AGE_S = 24 * 3600
 """Another host's temporary file is debris once it is this old: its lock may not reach us."""
-_HOST = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64] or "host"
+HOST = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64] or "host"
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,29 @@ class Temporary:
     stamp_ns: int
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What a listing of a directory shows. ``status``: where the listing came with it."""
+
+    name: str
+    is_directory: bool
+    status: os.stat_result | None = None
+
+    def order(self) -> bytes:
+        # A directory sorts as its name with the slash: the order of keys, not of names.
+        return os.fsencode(self.name) + (b"/" if self.is_directory else b"")
+
+
 class ObjectDirectory:
-    """``durable``: what is published outlives the node's power, not only the process."""
+    """``durable``: what is published outlives the node's power, not only the process.
+
+    ``transfer`` moves the bytes; it may be replaced while nothing moves.
+    """
 
     def __init__(self, root: Path, *, durable: bool) -> None:
         self.root = root
         self.durable = durable
+        self.transfer: Transfer = Sequential()
         self.control = root / CONTROL
         self._stamp_step_ns = 1
 
@@ -90,9 +116,10 @@ class ObjectDirectory:
 
     def store(self, key: str, payload: Payload, mode: PutMode, check: Callable[[], None]) -> ObjectInfo:
         """Write the buffers and publish them under ``key``; ``check`` may raise to give up before that."""
-        temporary = self.create_temporary(sum(memoryview(buffer).nbytes for buffer in payload), check)
+        nbytes = payload_bytes(payload)
+        temporary = self.create_temporary(nbytes, check)
         try:
-            write_buffers(temporary.fd, payload, check)
+            self.transfer.write(temporary.fd, payload, nbytes, check)
             check()
             return self.publish(temporary, key, mode)
         finally:
@@ -129,9 +156,11 @@ class ObjectDirectory:
 
     def discard(self, temporary: Temporary) -> None:
         """Close the temporary file, and remove it where it was not published."""
-        temporary.path.unlink(missing_ok=True)
-        unlock(temporary.fd)
-        os.close(temporary.fd)
+        try:
+            temporary.path.unlink(missing_ok=True)
+            unlock(temporary.fd)
+        finally:
+            os.close(temporary.fd)
 
     def replace(self, source: Path, path: Path, current: os.stat_result | None) -> None:
         """Put ``source`` in the place of ``path``, whose file is ``current``; called under the lock."""
@@ -139,7 +168,7 @@ class ObjectDirectory:
         source.rename(path)
 
     def temporary_path(self) -> Path:
-        return self.control / "tmp" / f"{_HOST}-{os.getpid()}-{secrets.token_hex(8)}"
+        return self.control / "tmp" / f"{HOST}-{os.getpid()}-{secrets.token_hex(8)}"
 
     def next_stamp_ns(self, lock_fd: int) -> int:
         """A modification time that no other file of this directory ever had; called under the lock.
@@ -166,10 +195,18 @@ class ObjectDirectory:
             raise not_found(key)
         return fd
 
+    def unlock_object(self, fd: int) -> None:
+        """Let go of the lock that :meth:`open_object` may have taken; before ``fd`` is closed, see :func:`unlock`."""
+        unlock(fd)
+
+    def look_up(self, path: Path) -> os.stat_result:
+        """What has the name ``path`` now. Errors: ``FileNotFoundError``, ``NotADirectoryError``."""
+        return path.lstat()
+
     def info(self, key: str) -> ObjectInfo:
         """Size and etag. Errors: ``NotFound``."""
         try:
-            status = self.path_of(key).lstat()
+            status = self.look_up(self.path_of(key))
         except (FileNotFoundError, NotADirectoryError):
             raise not_found(key) from None
         if not stat.S_ISREG(status.st_mode):
@@ -190,26 +227,34 @@ class ObjectDirectory:
         yield from self._scan(folder, parent + slash, start, locked)
 
     def _scan(self, folder: Path, above: str, start: str, locked: bool) -> Iterator[ObjectInfo]:
-        found: list[tuple[bytes, str, bool]] = []
         try:
-            # Shared, since a rename onto a name that is being listed may show it twice, or not at all.
-            with self._names_at_rest(locked), os.scandir(folder) as entries:
-                for entry in entries:
-                    is_directory = entry.is_dir(follow_symlinks=False)
-                    if entry.name.startswith(start) and (is_directory or entry.is_file(follow_symlinks=False)):
-                        # A directory sorts as its name with the slash: the order of keys, not of names.
-                        order = os.fsencode(entry.name) + (b"/" if is_directory else b"")
-                        found.append((order, entry.name, is_directory))
+            found = self.entries(folder, start, locked)
         except (FileNotFoundError, NotADirectoryError):
             return
-        for _, name, is_directory in sorted(found):
-            if is_directory and not (above == "" and name == CONTROL):
-                yield from self._scan(folder / name, f"{above}{name}/", "", locked)
-            elif not is_directory:
+        for entry in sorted(found, key=Entry.order):
+            path = folder / entry.name
+            if entry.is_directory and path != self.control:
+                yield from self._scan(path, f"{above}{entry.name}/", "", locked)
+            elif not entry.is_directory:
                 try:
-                    yield self.info(above + name)
-                except (NotFound, ValueError):
+                    key = above + entry.name
+                    self.path_of(key)
+                    status = entry.status or path.lstat()
+                except (FileNotFoundError, NotADirectoryError, ValueError):
                     continue  # deleted meanwhile, or not named by a key
+                if stat.S_ISREG(status.st_mode):
+                    yield info_of(key, status)
+
+    def entries(self, folder: Path, start: str, locked: bool) -> list[Entry]:
+        """The directories and regular files in ``folder`` whose name begins with ``start``, in any order."""
+        # Under the lock, since a rename onto a name that is being listed may show it twice, or not at all.
+        with self._names_at_rest(locked), os.scandir(folder) as entries:
+            return [
+                Entry(entry.name, entry.is_dir(follow_symlinks=False))
+                for entry in entries
+                if entry.name.startswith(start)
+                and (entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False))
+            ]
 
     def held_bytes(self, *, locked: bool = False) -> int:
         """Bytes of the objects and of the temporary files. ``locked``: the caller holds the lock."""
@@ -244,7 +289,7 @@ class ObjectDirectory:
     def reclaim(self) -> None:
         """Remove temporary files whose writer is dead; called under the lock."""
         for path, status in files_in(self.control / "tmp"):
-            ours = path.name.rpartition("-")[0].rpartition("-")[0] == _HOST
+            ours = path.name.rpartition("-")[0].rpartition("-")[0] == HOST
             if ours or time.time() - status.st_mtime > FOREIGN_DEBRIS_AGE_S:
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
@@ -261,7 +306,7 @@ class ObjectDirectory:
 
     def _current(self, path: Path, key: str) -> os.stat_result | None:
         try:
-            status = path.lstat()
+            status = self.look_up(path)
         except FileNotFoundError:
             return None
         except NotADirectoryError:
@@ -318,6 +363,10 @@ def check_condition(mode: PutMode, key: str, current: os.stat_result | None) -> 
         found = None if current is None else info_of(key, current).etag
         if found != mode.etag:
             raise PreconditionFailed(f"the etag should be {mode.etag!r}, but it is {found!r}", key=key)
+
+
+def payload_bytes(payload: Payload) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in payload)
 
 
 def info_of(key: str, status: os.stat_result) -> ObjectInfo:

@@ -9,7 +9,7 @@ edge.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +63,14 @@ class TierDriver(abc.ABC):
     @abc.abstractmethod
     def capabilities(self) -> Capabilities:
         """What the driver can do. Constant while it is open."""
+
+    def facts(self) -> Mapping[str, str]:
+        """What the driver found out about its tier, for people: short names to short texts, no secrets.
+
+        Such as ``{"io": "buffered (tmpfs has no O_DIRECT)"}``. Empty where there is nothing to say, and before
+        the driver was first opened. Touches nothing, and raises nothing. A wrapper passes on what it wraps.
+        """
+        return {}
 
     @abc.abstractmethod
     async def open(self) -> None:
@@ -158,3 +166,14 @@ class TierDriver(abc.ABC):
         Errors: ``Unsupported`` without ``capabilities.mappable``; ``CapacityExceeded``.
         """
         raise Unsupported("the tier hands out no memory (capabilities.mappable is false)", tier=self.url, key=key)
+
+    async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Have memory ready for reservations to come, so that :meth:`reserve` need not make it.
+
+        ``sizes`` holds pairs: bytes of a reservation, and how many such there may be before any of them comes
+        back. A hint: this default does nothing, and a mappable driver may prepare. Meant for when nothing
+        waits, since it fills memory.
+        Idempotent: what is ready already is counted. Cancellation: some is ready and some is not; nothing is
+        lost. No object is removed. Errors: ``CapacityExceeded``; ``ValueError`` for a negative number.
+        """
+        del sizes

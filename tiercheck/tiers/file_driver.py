@@ -19,7 +19,7 @@ from typing import TypeVar
 from tiercheck.errors import Closed
 from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.files import map_os_errors, read_into, unlock
+from tiercheck.tiers.files import map_os_errors
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
 
 __all__ = ["Abandoned", "FileDriver"]
@@ -38,6 +38,9 @@ class Abandoned(Exception):
 
 class FileDriver(TierDriver):
     """A driver over an object directory; subclasses say where it is and what it survives."""
+
+    maps = True
+    """Whether a get maps the object's file instead of reading it."""
 
     def __init__(self, directory: ObjectDirectory, url: str, capabilities: Capabilities) -> None:
         self.directory = directory
@@ -75,6 +78,7 @@ class FileDriver(TierDriver):
         threads, self._threads = self._threads, None
         if threads is not None:
             await asyncio.to_thread(threads.shutdown)
+            await asyncio.to_thread(self.directory.transfer.close)
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         self.directory.path_of(key)
@@ -83,8 +87,8 @@ class FileDriver(TierDriver):
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         self.directory.path_of(key)
         if into is None:
-            return await self.run(lambda _: self._map(key, range), key)
-        nbytes = await self.run(lambda check: self._read(key, range, into, check), key)
+            return await self.run(lambda check: self.fetch(key, range, check), key)
+        nbytes = await self.run(lambda check: self.fetch_into(key, range, into, check), key)
         return into[:nbytes]
 
     async def stat(self, key: str) -> ObjectInfo:
@@ -170,33 +174,40 @@ class FileDriver(TierDriver):
                     undo(future.result())
             raise
 
-    def _map(self, key: str, range: ByteRange | None) -> memoryview:
+    def fetch(self, key: str, range: ByteRange | None, check: Callable[[], None]) -> memoryview:
+        """The bytes, mapped or read; runs in a thread."""
         fd = self.directory.open_object(key)
         try:
             nbytes = os.fstat(fd).st_size
             wanted = bounded(range, nbytes, key)
-            if len(wanted) <= COPIED_BYTES_MAX:
-                content = bytearray(len(wanted))
-                read_into(fd, wanted.start, memoryview(content), lambda: None)
-                unlock(fd)
-                return memoryview(content).toreadonly()
+            if len(wanted) <= COPIED_BYTES_MAX or not self.maps:
+                content = fresh_memory(len(wanted))
+                self.directory.transfer.read(fd, wanted.start, content, check)
+                self.directory.unlock_object(fd)
+                return content.toreadonly()
             # The mapping holds the open file, and with it the lock that keeps a segment from being recycled.
             return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ))[wanted.start : wanted.stop]
         finally:
             os.close(fd)
 
-    def _read(self, key: str, range: ByteRange | None, into: memoryview, check: Callable[[], None]) -> int:
+    def fetch_into(self, key: str, range: ByteRange | None, into: memoryview, check: Callable[[], None]) -> int:
+        """Fill ``into`` with the bytes, and count them; runs in a thread."""
         fd = self.directory.open_object(key)
         try:
             wanted = bounded(range, os.fstat(fd).st_size, key)
             if into.nbytes < len(wanted):
                 raise ValueError(f"into has {into.nbytes} bytes; {key!r} needs {len(wanted)}")
             with into[: len(wanted)] as part:
-                read_into(fd, wanted.start, part, check)
+                self.directory.transfer.read(fd, wanted.start, part, check)
             return len(wanted)
         finally:
-            unlock(fd)
+            self.directory.unlock_object(fd)
             os.close(fd)
+
+
+def fresh_memory(nbytes: int) -> memoryview:
+    """Writable memory; of many bytes it is page-aligned, and costs nothing before it is touched."""
+    return memoryview(mmap.mmap(-1, nbytes) if nbytes > COPIED_BYTES_MAX else bytearray(nbytes))
 
 
 def bounded(range: ByteRange | None, nbytes: int, key: str) -> ByteRange:

@@ -49,6 +49,9 @@ _ERRORS: dict[int, tuple[type[TierError], str]] = {
 _TRANSIENT = {
     errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EBUSY,
     errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENODEV,
+    # What clients of network file systems say of a connection that is lost, and of files opened over it.
+    errno.EBADFD, errno.ESHUTDOWN, errno.EREMOTEIO, errno.EPIPE, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED,
+    errno.ECONNABORTED,
 }  # fmt: skip
 
 

@@ -1,16 +1,26 @@
-"""Objects as files of a directory on a disk: ``nvme:///mnt/ssd/run[?survives=rack]``."""
+"""Objects as files of a directory on a disk: ``nvme:///mnt/ssd/run[?survives=rack][&io=direct]``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, Unsupported
+from tiercheck.tiers.direct import ALIGNMENT, direct_obstacle
 from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.file_driver import FileDriver
-from tiercheck.tiers.url import TierURL
+from tiercheck.tiers.mounts import mount_of
+from tiercheck.tiers.probe import CANDIDATES, Geometry, measure_geometry
+from tiercheck.tiers.transfer import Blocks, Sequential
+from tiercheck.tiers.url import TierURL, parse_size
 from tiercheck.types import Capabilities, Survives
 
-__all__ = ["NvmeDriver"]
+__all__ = ["NvmeDriver", "parse_block", "parse_depth", "parse_io"]
+
+DEPTH_MAX = 64
+BLOCK_BYTES_MAX = 256 << 20
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems that are a page cache: there is nothing to go past."""
 
 
 class NvmeDriver(FileDriver):
@@ -18,16 +28,32 @@ class NvmeDriver(FileDriver):
 
     A put returns once the file, its name and the directories above it are on the disk (fsync of each).
 
+    Objects of 1 MiB and more go past the page cache (``O_DIRECT``), several blocks at a time, with room for the
+    whole object allocated before its first byte is written. What is not aligned in memory takes the way through
+    bounce buffers, at most ``(depth + 4) x block`` bytes of them. ``get(into=...)`` reads the same way, unless the
+    page cache holds the object; ``get`` without it maps the file. ``io`` says whether: ``auto`` (the default: where
+    it works), ``direct`` (an error at open where it does not) or ``buffered``. ``block`` and ``depth`` are found
+    by a short trial when the first tier on a device is opened, unless given. :meth:`facts` says what was chosen.
+
     ``survives`` defaults to ``PROCESS``. The bytes outlive the node's power as well, but while the node is
     away nobody can read a local disk, and a node that fails for good takes it along: a recovery from a node
     failure must not count on it. A directory on shared storage (NFS, a parallel file system) may claim what
-    that storage outlives, with ``?survives=node``, ``rack`` or ``site``.
+    that storage outlives, with ``?survives=node``, ``rack`` or ``site``; where several nodes use it, ``lustre://`` is
+    the better driver for it: this one expects a mount to show at once what other nodes did.
 
     Conditional puts are atomic between the clients of one host, and between hosts as far as the file system
     carries flock (NFS does since version 4; Lustre with ``-o flock``).
     """
 
-    def __init__(self, root: Path, *, survives: Survives = Survives.PROCESS) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        survives: Survives = Survives.PROCESS,
+        io: str = "auto",
+        block: int | None = None,
+        depth: int | None = None,
+    ) -> None:
         if not root.is_absolute():
             raise ConfigurationError(f"nvme:// needs an absolute directory, such as nvme:///mnt/ssd/run, not {root}")
         super().__init__(
@@ -35,10 +61,78 @@ class NvmeDriver(FileDriver):
             TierURL("nvme", str(root)).text,
             Capabilities(survives=survives, mappable=False, conditional_put=True, parts_in_flight=4),
         )
+        self._io = io
+        self._block = block
+        self._depth = depth
+        self._facts: dict[str, str] = {}
 
     @classmethod
     def from_url(cls, url: TierURL) -> NvmeDriver:
         options = url.reader()
         survives = options.take("survives", Survives.parse, Survives.PROCESS)
+        io = options.take("io", parse_io, "auto")
+        block = options.take("block", parse_block, None)
+        depth = options.take("depth", parse_depth, None)
         options.finish()
-        return cls(Path(url.location), survives=survives)
+        return cls(Path(url.location), survives=survives, io=io, block=block, depth=depth)
+
+    def facts(self) -> Mapping[str, str]:
+        """``file system``: its type; ``io``: ``direct 4 MiB x 4``, or ``buffered`` and why."""
+        return dict(self._facts)
+
+    def prepare(self) -> None:
+        super().prepare()
+        kind = mount_of(self.directory.root).type
+        obstacle, geometry = self._examine(kind)
+        if obstacle is None:
+            self.directory.transfer = Blocks(block_bytes=geometry.block_bytes, depth=geometry.depth, direct=True)
+        elif self._io == "direct":
+            raise Unsupported(f"io=direct cannot be had here: {obstacle}; use io=auto")
+        else:
+            self.directory.transfer = Sequential()
+        self._facts = {
+            "file system": kind,
+            "io": f"direct {geometry}" if obstacle is None else f"buffered ({obstacle})",
+        }
+
+    def _examine(self, kind: str) -> tuple[str | None, Geometry]:
+        """What is in the way of direct transfers, and the geometry for them, from a file that is tried out."""
+        default = Geometry(self._block or CANDIDATES[0].block_bytes, self._depth or CANDIDATES[0].depth)
+        if self._io == "buffered":
+            return "as the URL asks", default
+        if kind in IN_MEMORY:
+            return f"{kind} has no O_DIRECT: it is memory", default
+        temporary = self.directory.create_temporary(0, lambda: None)
+        try:
+            obstacle = direct_obstacle(temporary.fd)
+            if obstacle is None and (self._block is None or self._depth is None):
+                found = measure_geometry(temporary.fd)
+                default = Geometry(self._block or found.block_bytes, self._depth or found.depth)
+            return (f"{kind} has {obstacle}" if obstacle == "no O_DIRECT" else obstacle), default
+        except OSError as error:
+            # Full, or read-only, or worse: a put will say so. Reading must go on all the same.
+            return f"the trial failed: {error.strerror}", default
+        finally:
+            self.directory.discard(temporary)
+
+
+def parse_io(text: str) -> str:
+    """``auto``, ``direct`` or ``buffered``; ``ValueError`` otherwise."""
+    if text not in ("auto", "direct", "buffered"):
+        raise ValueError(f"{text!r} is none of auto, direct and buffered")
+    return text
+
+
+def parse_depth(text: str) -> int:
+    """Transfers at a time, from 1 to 64."""
+    if not text.isdecimal() or not 1 <= int(text) <= DEPTH_MAX:
+        raise ValueError(f"{text!r} is no number from 1 to {DEPTH_MAX}")
+    return int(text)
+
+
+def parse_block(text: str) -> int:
+    """A size that is a multiple of 4096 bytes, 256 MiB at most."""
+    nbytes = parse_size(text)
+    if not ALIGNMENT <= nbytes <= BLOCK_BYTES_MAX or nbytes % ALIGNMENT:
+        raise ValueError(f"{text!r} is no multiple of {ALIGNMENT} bytes up to 256 MiB")
+    return nbytes

@@ -1,0 +1,125 @@
+"""The lustre driver passes the kit: on a local directory, and with two clients on two mounts of a GlusterFS."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.servers.gluster import Gluster, gluster  # noqa: F401  (a fixture)
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.faults import Killed
+from tiercheck.testing.stateful import DriverMachine
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.lustre import LustreDriver
+from tiercheck.tiers.mounts import Traits
+from tiercheck.tiers.registry import make_driver
+
+
+@contextlib.contextmanager
+def killed_before_a_name_appears() -> Iterator[None]:
+    directory = "tiercheck.tiers.shared_directory.SharedDirectory"
+    with mock.patch(f"{directory}.replace", side_effect=Killed), mock.patch(f"{directory}.link", side_effect=Killed):
+        yield
+
+
+class TestLustre(TierDriverTests):
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> None:
+        self.root = self.other_root = tmp_path / "some dir" / "tier"
+
+    async def make_driver(self) -> TierDriver:
+        return make_driver(f"lustre://{self.root}")
+
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        return make_driver(f"lustre://{self.other_root}")
+
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        path = self.root / key
+        return path.read_bytes() if path.is_file() else None
+
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
+        return killed_before_a_name_appears()
+
+
+class TestLustreOnAMountThatRemembers(TestLustre):
+    """Every name is looked up by listing, and names change one at a time; here that is merely slower."""
+
+    @pytest.fixture(autouse=True)
+    def forgetful(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: Traits(False, True, True))
+
+
+class TestLustreWithoutLocks(TestLustre):
+    """As on a Lustre that is mounted without ``-o flock``: puts know no conditions, and say so."""
+
+    @pytest.fixture(autouse=True)
+    def no_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(fd: int, operation: int) -> None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: Traits(True, False, False))
+        monkeypatch.setattr("fcntl.flock", refuse)
+
+
+@pytest.mark.cluster
+class TestLustreOnTwoMounts(TestLustre):
+    """Two clients of a networked file system; what a test reads and writes past the driver lies on the server."""
+
+    @pytest.fixture(autouse=True)
+    def directory(self, gluster: Gluster) -> Iterator[None]:  # noqa: F811
+        first, second = gluster.mounts
+        self.root = Path(tempfile.mkdtemp(dir=first)) / "tier"
+        self.other_root = second / self.root.relative_to(first)
+        self.brick_root = gluster.brick / self.root.relative_to(first)
+        yield
+        shutil.rmtree(self.root.parent)
+
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        path = self.brick_root / key
+        return path.read_bytes() if path.is_file() else None
+
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        path = self.other_root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+class LustreMachine(DriverMachine):
+    traits = Traits(True, True, False)
+
+    def make_driver(self) -> TierDriver:
+        self.root = getattr(self, "root", None) or Path(tempfile.mkdtemp())
+        with mock.patch("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits):
+            return LustreDriver(self.root)
+
+    def remove_tier(self) -> None:
+        shutil.rmtree(self.root)
+
+
+class RememberingMachine(LustreMachine):
+    traits = Traits(False, True, True)
+
+
+class LocklessMachine(LustreMachine):
+    traits = Traits(True, False, True)
+
+
+SETTINGS = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+TestLustreStateful = LustreMachine.TestCase
+TestLustreStateful.settings = SETTINGS
+TestRememberingStateful = RememberingMachine.TestCase
+TestRememberingStateful.settings = SETTINGS
+TestLocklessStateful = LocklessMachine.TestCase
+TestLocklessStateful.settings = SETTINGS

@@ -1,0 +1,71 @@
+"""Which file system a path lies on, and how it is mounted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Mount", "Traits", "mount_of", "parse_mounts", "traits_of"]
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of ``/proc/self/mountinfo``: where, of which type (``ext4``, ``fuse.glusterfs``), with which options."""
+
+    point: Path
+    type: str
+    options: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a mount promises to clients on several nodes."""
+
+    coherent: bool
+    """What one client has done, every other one sees in its next call; else it may remember old names for a while."""
+    locks: bool
+    """flock excludes the clients on other nodes too, as far as the mount's options say."""
+    inodes_unique: bool
+    """The number of an inode that is gone is not given out again."""
+
+
+_COHERENT = frozenset(
+    "lustre gpfs ceph ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay".split()  # noqa: SIM905
+)
+_INODES_UNIQUE = frozenset({"lustre", "ceph", "fuse.glusterfs", "fuse.juicefs"})
+_LOCAL_LOCKS = frozenset({"localflock", "nolock", "local_lock=flock", "local_lock=all"})
+
+UNKNOWN = Mount(Path("/"), "unknown", frozenset())
+
+
+def mount_of(path: Path) -> Mount:
+    """The mount that ``path`` lies on, or will lie on once it is made."""
+    table = Path("/proc/self/mountinfo")
+    mounts = parse_mounts(table.read_text()) if table.exists() else []
+    real = path.resolve()
+    # Of mounts on one point the last hides the others.
+    above = [mount for mount in mounts if real.is_relative_to(mount.point)]
+    return max(enumerate(above), key=lambda item: (len(item[1].point.parts), item[0]), default=(0, UNKNOWN))[1]
+
+
+def traits_of(mount: Mount) -> Traits:
+    """What is known of the file system's type. Of an unknown one only locks are expected, and those are tried."""
+    locks = not mount.options & _LOCAL_LOCKS
+    if mount.type == "lustre":
+        locks = (
+            locks and "flock" in mount.options
+        )  # without this option flock fails; with localflock it is the node's own
+    return Traits(mount.type in _COHERENT, locks, mount.type in _INODES_UNIQUE)
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The lines of ``mountinfo``; see proc_pid_mountinfo(5)."""
+    found = []
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        point, options = left.split()[4:6]
+        kind, _, super_options = right.split(" ", 2)
+        plain = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+        found.append(Mount(Path(plain), kind, frozenset(f"{options},{super_options}".split(","))))
+    return found
