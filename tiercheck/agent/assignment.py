@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tiercheck import keys, objects
+from tiercheck.agent.patient import PatientDriver
 from tiercheck.agent.throughput import Throughput
 from tiercheck.attempts import Attempts
-from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, TierCheckError, Transient
-from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, TierCheckError, TierError, Transient
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier
 from tiercheck.keys import LineageKey
 from tiercheck.mover import Mover, MoverStatus
 from tiercheck.nomination import Nomination
@@ -37,6 +38,7 @@ SILENT_S = 15.0
 """A trainer that has said nothing for so long is taken for dead, and what it left behind goes out as it is. One that
 was only slow loses nothing by it: a batch arrives in two pieces."""
 OPEN_S_MAX = 120.0
+CLOSE_S_MAX = 10.0
 
 
 class State(StrEnum):
@@ -199,16 +201,27 @@ class Assignment:
 
     async def _open_and_move(self) -> None:
         nomination = self.nomination
-        hierarchy = nomination.hierarchy.open(rank=nomination.rank)
-        await _within(OPEN_S_MAX, hierarchy.__aenter__(), f"opening the tiers of {self._where}")
+        hierarchy = patient(nomination.hierarchy).open()
+        await self._opened(hierarchy)
         try:
             lineage = await _within(OPEN_S_MAX, self._lineage(hierarchy), f"reading the lineage of {self._where}")
             self._begin(hierarchy, lineage)
             await self._keep_moving()
         finally:
             self._end_mover()
-            # A cancellation must not leave the drivers open.
-            await asyncio.shield(asyncio.ensure_future(hierarchy.__aexit__(None, None, None)))
+            await _unbroken(hierarchy.__aexit__(None, None, None))
+
+    async def _opened(self, hierarchy: OpenHierarchy) -> None:
+        opening = asyncio.ensure_future(hierarchy.__aenter__())
+        try:
+            await _within(OPEN_S_MAX, asyncio.shield(opening), f"opening the tiers of {self._where}")
+        except BaseException:
+            # Not broken off half way, where a driver would stay open, unless its store does not answer at all.
+            await asyncio.wait([opening], timeout=CLOSE_S_MAX)
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                await _unbroken(hierarchy.__aexit__(None, None, None))
+            opening.cancel()
+            raise
 
     def _begin(self, hierarchy: OpenHierarchy, lineage: Lineage) -> None:
         nomination = self.nomination
@@ -271,7 +284,7 @@ class Assignment:
         """Look after a running mover until it ends, pauses or rests."""
         while not (running.done() or self._paused or self._resting):
             self.throughput.note(_now(), self.status.copied_bytes)
-            if self.silent_s > SILENT_S and not self._brought_home:
+            if self.silent_s > min(SILENT_S, self._rest_s) and not self._brought_home:
                 await self._bring_home()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -290,19 +303,25 @@ class Assignment:
         self._brought_home = done and self._heard_at == heard_at
 
     async def _lineage(self, hierarchy: OpenHierarchy) -> Lineage:
-        """The chain that ends in the nominated generation, as the tiers tell it."""
-        branches: set[Branch] = set()
+        """The chain that ends in the nominated generation, as the tiers tell it.
+
+        A tier that is away may be done without, where the others know the chain to its beginning. Errors: that
+        tier's, where they do not.
+        """
+        branches: dict[int, Branch] = {}
+        away: list[TierError] = []
         for tier in hierarchy.tiers:
-            names = [info.key async for info in tier.driver.list("lineage/")]
-            for name in names:
-                key = keys.parse(name)
-                if not isinstance(key, LineageKey) or key.generation > self.nomination.generation:
-                    continue
-                try:
-                    branches.add(Branch.from_object(objects.unpack(await tier.driver.get(name))))
-                except ValueError as error:
-                    raise Corruption(str(error), tier=tier.name, key=name) from error
-        return Lineage.of(branches)
+            try:
+                for branch in await read_branches(tier):
+                    branches.setdefault(branch.generation, branch)
+            except TierError as error:
+                away.append(error)
+        generation = self.nomination.generation
+        while generation in branches:
+            generation = branches[generation].parent
+        if away and generation != 0:
+            raise away[0]
+        return Lineage.of(each for each in branches.values() if each.generation <= self.nomination.generation)
 
     async def _perform(self, work: Callable[[Mover, float], Awaitable[T]], deadline_s: float, what: str) -> T:
         """``work``, which is given the open mover and the seconds that are left."""
@@ -363,8 +382,36 @@ class Assignment:
                     await self._changed.wait()
 
 
+def patient(hierarchy: Hierarchy) -> Hierarchy:
+    """The same, that opens even where a store is away; not the first tier, without which there is nothing to move."""
+    first, *others = hierarchy.tiers
+    return replace(hierarchy, tiers=(first, *(replace(tier, wrap=PatientDriver) for tier in others)))
+
+
+async def read_branches(tier: OpenTier) -> list[Branch]:
+    """The lineage records of one tier. Errors: ``TierError``."""
+    branches = []
+    for name in [info.key async for info in tier.driver.list("lineage/")]:
+        if isinstance(keys.parse(name), LineageKey):
+            try:
+                branches.append(Branch.from_object(objects.unpack(await tier.driver.get(name))))
+            except ValueError as error:
+                raise Corruption(str(error), tier=tier.name, key=name) from error
+    return branches
+
+
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def _unbroken(closing: Coroutine[Any, Any, None]) -> None:
+    """Wait for the end of ``closing`` even where the caller is cancelled meanwhile, but not for ever."""
+    task = asyncio.ensure_future(closing)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=CLOSE_S_MAX)
+        raise
 
 
 async def _within(deadline_s: float, work: Awaitable[T], what: str) -> T:

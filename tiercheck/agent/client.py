@@ -156,6 +156,7 @@ class AgentClient:
             except BaseException as error:
                 await connection.close()
                 if isinstance(error, AgentGone) and loop.time() < until:
+                    await asyncio.sleep(AGAIN_S)  # it is still starting, perhaps
                     continue
                 raise
             if self._hello is not None and hello.incarnation != self._hello.incarnation:
@@ -177,7 +178,7 @@ class AgentClient:
                 await start_detached(self._run, self._settings, max(1.0, until - loop.time()))
 
     async def _agent_lives(self, wanted: bool, until: float) -> bool:
-        """Wait until one runs, or none; whether it came to that in time. Only the lock's state tells, so it is polled."""
+        """Wait until one runs, or none; whether it came to that in time. The lock tells, and has to be asked."""
         while self._run.agent_lives() != wanted:
             if asyncio.get_running_loop().time() > until:
                 return False

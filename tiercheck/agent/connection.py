@@ -32,10 +32,15 @@ class AgentGone(Transient):
 
 
 class Connection:
-    """Requests and their replies, over one socket. Any number of requests may wait at a time."""
+    """Requests and their replies, over one socket. Any number of requests may wait at a time.
+
+    The socket finds an agent that has taken another's place by itself. What was asked of the other is lost then, and
+    what it said of itself no longer true: so a connection is one to the agent that it began with.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
+        self._incarnation = run.incarnation()
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._context = zmq.asyncio.Context(io_threads=1)
@@ -51,6 +56,7 @@ class Connection:
 
         Errors: the request's own; :class:`AgentGone`; ``DeadlineExceeded`` where the agent lives and says nothing.
         """
+        self._check()
         identifier = next(self._ids)
         waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = waiting
@@ -88,9 +94,14 @@ class Connection:
                     f"{request.deadline_s:g} s; its log is {self._run.log}"
                 )
             await asyncio.wait([waiting], timeout=min(LOOK_S, left_s))
-            if not waiting.done() and not self._run.agent_lives():
-                raise AgentGone(f"the agent of node {self._run.node!r} has ended before it answered")
+            if not waiting.done():
+                self._check()
         return waiting.result()
+
+    def _check(self) -> None:
+        """Errors: :class:`AgentGone` where this agent is no more, or another one is in its place."""
+        if self._incarnation is None or self._run.incarnation() != self._incarnation:
+            raise AgentGone(f"the agent of node {self._run.node!r} has ended before it answered")
 
     async def _receive(self) -> None:
         while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 
 __all__ = ["HttpServer", "View"]
 
@@ -16,10 +15,10 @@ HEAD_BYTES_MAX = 8 << 10
 REQUEST_S_MAX = 5.0
 ANSWER_S_MAX = 30.0
 CONNECTIONS_MAX = 32
+"""More at a time are closed at once."""
 _REASONS = {
     **{200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed"},
     **{408: "Request Timeout", 431: "Request Header Fields Too Large", 500: "Internal Server Error"},
-    503: "Service Unavailable",
 }
 # The page brings its style and script along, and fetches from nowhere else.
 _HEADERS = (
@@ -51,7 +50,7 @@ class HttpServer:
     def __init__(self, views: Mapping[str, View]) -> None:
         self._views = dict(views)
         self._server: asyncio.Server | None = None
-        self._connections = 0
+        self._answering: set[asyncio.Future[None]] = set()
 
     @property
     def url(self) -> str:
@@ -65,18 +64,26 @@ class HttpServer:
 
     async def start(self, port: int = 0) -> None:
         """Listen (0: at any free port). Errors: ``OSError`` where the port is taken."""
-        self._server = await asyncio.start_server(self._connected, HOST, port, limit=HEAD_BYTES_MAX)
+        self._server = await asyncio.start_server(self._accept, HOST, port, limit=HEAD_BYTES_MAX)
 
     async def close(self) -> None:
         server, self._server = self._server, None
-        if server is not None:
-            server.close()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REQUEST_S_MAX):
-                    await server.wait_closed()
+        if server is None:
+            return
+        server.close()
+        for answering in self._answering:
+            answering.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._answering) >= CONNECTIONS_MAX:
+            writer.transport.abort()
+            return
+        answering = asyncio.ensure_future(self._answer(reader, writer))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             writer.write(await self._respond(reader))
             async with asyncio.timeout(ANSWER_S_MAX):
@@ -84,13 +91,10 @@ class HttpServer:
         except (ConnectionError, TimeoutError):
             log.debug("a browser went away")
         finally:
-            self._connections -= 1
             writer.close()
 
     async def _respond(self, reader: asyncio.StreamReader) -> bytes:
         try:
-            if self._connections > CONNECTIONS_MAX:
-                raise Refused(503, "too many connections at once")
             view, has_body = await self._read(reader)
             kind, content = await view()
         except Refused as refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import logging.handlers
 import os
@@ -37,6 +38,8 @@ def run_agent(settings: AgentSettings, *, ready: Callable[[], None] | None = Non
     # Its movers reach the neighbours' servers with the same keys.
     if settings.keys is not None:
         os.environ.setdefault("TIERCHECK_KEYS", settings.keys)
+    if settings.bind:
+        importlib.import_module("tiercheck.tiers.peer")  # what is to be loaded is loaded before standing back
     log.info("standing back: %s", stand_back())
     try:
         asyncio.run(_live(settings, ready))

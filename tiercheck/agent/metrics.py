@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -60,7 +60,7 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
         for one in State:
             state.add_metric([*_labels(each), one.value], float(each.state is one))
     yield state
-    gauges = {
+    gauges: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "generation": ("The generation nominated.", lambda r: r.generation),
         "watermark_version": (
             "The newest base committed in the tier that survives most; -1 for none.",
@@ -74,9 +74,9 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
     for name, (help_text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"tiercheck_rank_{name}", help_text, labels=RANK_LABELS)
         for each in ranks:
-            gauge.add_metric(_labels(each), float(value(each)))
+            gauge.add_metric(_labels(each), value(each))
         yield gauge
-    counters = {
+    counters: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "copied_bytes": ("Bytes copied to slower tiers.", lambda r: r.mover.copied_bytes),
         "copied_objects": ("Objects copied to slower tiers.", lambda r: r.mover.copied_objects),
         "deleted_objects": ("Objects deleted since nothing needed them any more.", lambda r: r.mover.deleted_objects),
@@ -84,7 +84,7 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
     for name, (help_text, value) in counters.items():
         counter = CounterMetricFamily(f"tiercheck_rank_{name}", help_text, labels=RANK_LABELS)
         for each in ranks:
-            counter.add_metric(_labels(each), float(value(each)))
+            counter.add_metric(_labels(each), value(each))
         yield counter
 
 

@@ -14,6 +14,7 @@ body { margin: 0; background: var(--ground); color: var(--text); font: 15px/1.5 
 main { max-width: 1180px; margin: 0 auto; padding: 28px 24px 48px; }
 header { display: flex; flex-wrap: wrap; align-items: baseline; gap: 6px 14px; margin-bottom: 20px; }
 h1 { font-size: 24px; margin: 0; letter-spacing: -.01em; }
+h1 .mono { font-size: .82em; }
 h2 { font-size: 17px; margin: 0; }
 h3 { font-size: 12px; margin: 0 0 6px; color: var(--faint); font-weight: 600; letter-spacing: .05em;
   text-transform: uppercase; }
@@ -39,11 +40,13 @@ table.matrix { border-collapse: separate; border-spacing: 0 6px; }
   white-space: nowrap; font-weight: 600; position: sticky; left: 0; background: var(--card); z-index: 1; }
 .matrix tbody th small { display: block; font-weight: 400; color: var(--faint); font-size: 12px; line-height: 1.25; }
 .matrix td { padding: 0; width: 15px; min-width: 15px; height: 26px; position: relative; }
-.matrix td i { position: absolute; inset: 9px 0; background: var(--cell); }
-.matrix td.record i { background: var(--record); inset: 6px 0; }
-.matrix td.opens i { border-radius: 4px 0 0 4px; left: 1px; } .matrix td.ends i { border-radius: 0 4px 4px 0; right: 1px; }
+.matrix td i { position: absolute; inset: calc(50% - 4px) 0; background: var(--cell); }
+.matrix td.record i { background: var(--record); inset: calc(50% - 9px) 0; }
+.matrix td.opens i { border-radius: 4px 0 0 4px; left: 1px; }
+.matrix td.ends i { border-radius: 0 4px 4px 0; right: 1px; }
 .matrix td.opens.ends i { border-radius: 4px; }
-.matrix td b { position: absolute; width: 13px; height: 13px; left: 1px; top: 6.5px; border-radius: 50%;
+.matrix td b { position: absolute; width: 13px; height: 13px; left: 1px; top: calc(50% - 6.5px);
+  border-radius: 50%;
   background: var(--card); border: 3px solid var(--base); }
 .matrix td.committed b { background: var(--committed); border-color: var(--committed); }
 .matrix td.gap { color: var(--faint); text-align: center; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,6 +23,7 @@ __all__ = ["Roster"]
 log = logging.getLogger(__name__)
 
 ASSIGNMENTS_MAX = 4096
+FORGET_S = 86400.0
 MOUNTS = Path("/proc/self/mounts")
 
 Place = tuple[str, int]
@@ -41,7 +42,9 @@ class Roster:
         self._changing: dict[Place, asyncio.Lock] = {}
 
     def __iter__(self) -> Iterator[Assignment]:
-        return iter([self._assignments[place] for place in sorted(self._assignments)])
+        """By rank."""
+        places = sorted(self._assignments, key=lambda place: (place[1], place[0]))
+        return iter([self._assignments[place] for place in places])
 
     def __len__(self) -> int:
         return len(self._assignments)
@@ -64,33 +67,46 @@ class Roster:
         contradicts itself; ``JobConflict`` where a newer generation has been nominated already; ``TierError``.
         """
         place = place_of(namespace, rank)
-        async with self._changing.setdefault(place, asyncio.Lock()):
+        async with self._alone_with(place):
             nomination = await read_nomination(namespace, rank)
             if nomination.node != self.node:
                 raise ConfigurationError(
                     f"the nomination of rank {rank} in {namespace} is for the agent {nomination.node!r}, not for "
                     f"{self.node!r}"
                 )
+            nomination.hierarchy.open()  # refuses what can never be opened, before anything is replaced
             return await self._take_up(place, nomination)
 
     async def withdraw(self, namespace: str, rank: int) -> None:
         """Forget the nomination and delete its record. Errors: ``TierError``."""
         place = place_of(namespace, rank)
-        async with self._changing.setdefault(place, asyncio.Lock()):
+        async with self._alone_with(place):
             async with make_driver(namespace) as first:
                 await first.delete([str(NominationKey(rank))])
             await self._drop(place)
 
     async def take_up_all(self) -> None:
-        """Look through this user's namespaces on this node for nominations to this agent: what a restart begins
-        with."""
+        """Look through this user's namespaces on this node for nominations to this agent: what a restart begins with.
+
+        What cannot be read is in :attr:`unreadable` afterwards. What is known already is left as it is.
+        """
+        self.unreadable = {}
         for namespace in await asyncio.to_thread(nominating_namespaces):
             for rank in await self._ranks_in(namespace):
                 with self._noting(f"{namespace} rank {rank}"):
                     nomination = await read_nomination(namespace, rank)
-                    if nomination.node == self.node:
-                        # By the URL that the nomination gives: it has the options that the trainer chose.
-                        await self._take_up(place_of(nomination.tiers[0][1], rank), nomination)
+                    # By the URL that the nomination gives: it has the options that the trainer chose.
+                    place = place_of(nomination.tiers[0][1], rank)
+                    if nomination.node == self.node and place not in self._assignments:
+                        await self._take_up(place, nomination)
+
+    async def tidy(self) -> None:
+        """Forget what nobody has needed for long: a trainer that comes back nominates again."""
+        for place, assignment in list(self._assignments.items()):
+            if not assignment.needed and assignment.silent_s > FORGET_S:
+                async with self._alone_with(place):
+                    if self._assignments.get(place) is assignment:
+                        await self._drop(place)
 
     async def close(self) -> None:
         """Stop all movers and close their tiers."""
@@ -107,6 +123,17 @@ class Roster:
                     if isinstance(key, NominationKey):
                         ranks.append(key.rank)
         return ranks
+
+    @contextlib.asynccontextmanager
+    async def _alone_with(self, place: Place) -> AsyncIterator[None]:
+        """Inside, nobody else changes what is assigned there."""
+        lock = self._changing.setdefault(place, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and place not in self._assignments:
+                self._changing.pop(place, None)
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -131,7 +158,6 @@ class Roster:
                 return known
         elif len(self._assignments) >= ASSIGNMENTS_MAX:
             raise CapacityExceeded(f"the agent of node {self.node!r} moves for {ASSIGNMENTS_MAX} ranks already")
-        nomination.hierarchy.open(rank=nomination.rank)  # refuses what can never be opened, before anything is replaced
         await self._drop(place)
         assignment = self._assignments[place] = Assignment(nomination, rest_s=self._rest_s)
         assignment.start()

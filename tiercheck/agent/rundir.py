@@ -96,11 +96,15 @@ class RunDirectory:
 
     def agent_lives(self) -> bool:
         """Whether some agent of this name is running, or starting."""
+        return self.incarnation() is not None
+
+    def incarnation(self) -> str | None:
+        """Which agent of this name is running: each has another one. Empty while it starts; ``None`` for none."""
         descriptor = lock_file(self.lock, shared=True)
         if descriptor is None:
-            return True
+            return self.lock.read_text()
         os.close(descriptor)
-        return False
+        return None
 
     def log_tail(self, lines: int = 12) -> str:
         """The end of the agent's log, for a message."""

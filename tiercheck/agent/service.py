@@ -14,6 +14,7 @@ from typing import Any, Self
 import zmq.asyncio
 
 from tiercheck.agent.assignment import Assignment
+from tiercheck.agent.client import connect_agent
 from tiercheck.agent.http import HttpServer
 from tiercheck.agent.messages import (
     Cycle,
@@ -55,6 +56,8 @@ LOCK_S_MAX = 10.0
 LOCK_AGAIN_S = 0.05
 TICK_S = 1.0
 OBSERVE_S_MAX = 10.0
+LOOK_AGAIN_S = 30.0
+"""How often nominations that could not be read are tried again."""
 
 
 class Agent:
@@ -80,7 +83,7 @@ class Agent:
         self._answering: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._started_at = self._needed_at = _now()
+        self._started_at = self._needed_at = self._looked_at = _now()
         self._traffic: dict[str, int] = {}
         try:
             await self._take_lock()
@@ -90,6 +93,8 @@ class Agent:
             await self.roster.take_up_all()
             self._router = Router(self._context, self.run.address, self._handle)
             self._answering = asyncio.create_task(self._router.run())
+            assert self._lock is not None
+            os.pwrite(self._lock, self._incarnation.encode(), 0)
             self._write_info()
         except BaseException:
             await self.close()
@@ -106,6 +111,10 @@ class Agent:
             if self.settings.detached and self.unneeded_s() > self.settings.linger_s:
                 log.info("nobody has needed this agent for %g s: it ends", self.settings.linger_s)
                 return
+            await self.roster.tidy()
+            if self.roster.unreadable and _now() - self._looked_at > LOOK_AGAIN_S:
+                self._looked_at = _now()
+                await self.roster.take_up_all()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self.ending.wait()
@@ -248,6 +257,8 @@ class Agent:
 
     async def _take_lock(self) -> None:
         """Be the one agent of this name. A trainer that looks whether one lives may hold the lock for a moment."""
+        if not self.settings.detached:
+            await self._relieve()
         until = _now() + LOCK_S_MAX
         while (lock := lock_file(self.run.lock)) is None:
             if _now() > until:
@@ -257,6 +268,19 @@ class Agent:
                 )
             await asyncio.sleep(LOCK_AGAIN_S)
         self._lock = lock
+        os.ftruncate(lock, 0)
+
+    async def _relieve(self) -> None:
+        """Where a trainer was first, and started one: the platform's takes over."""
+        if not self.run.agent_lives():
+            return
+        try:
+            async with await connect_agent(self.settings.node, deadline_s=LOCK_S_MAX) as other:
+                if other.hello.detached:
+                    log.info("taking over from process %d, which a trainer started", other.hello.pid)
+                    await other.stop(drain=False, deadline_s=LOCK_S_MAX)
+        except TierCheckError as error:
+            log.warning("the agent that runs could not be relieved: %s", error)
 
     async def _start_peer_server(self) -> PeerService | None:
         """At the port it had before, where that is free: the neighbours know it."""

@@ -1,0 +1,101 @@
+"""A training whose mover lives in the node's agent: it saves, is killed, comes back, and so does the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training import Training, memory
+from tiercheck.agent.client import connect_agent
+from tiercheck.agent.rundir import RunDirectory
+from tiercheck.demo.nodes import remove_when_released
+from tiercheck.errors import ConfigurationError, NotFound
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import CommitKey, NominationKey
+from tiercheck.tiers.registry import make_driver
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the job, and of its node's agent, which is ended afterwards."""
+    name = f"agent-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TIERCHECK_AGENT_NODE", name)
+    yield name
+    if RunDirectory.of(name).agent_lives():
+        asyncio.run(end(name))
+    with contextlib.suppress(NotFound):
+        remove_when_released(name)
+
+
+async def end(node: str) -> None:
+    async with await connect_agent(node) as client:
+        await client.stop(drain=False)
+
+
+def agent_pid(node: str) -> int:
+    return int(json.loads(RunDirectory.of(node).info.read_text())["pid"])
+
+
+def tiers(name: str, tmp_path: Path) -> Hierarchy:
+    return Hierarchy.of(f"shm://{name}?size=64MiB", f"nvme://{tmp_path}/durable?survives=rack")
+
+
+async def held(url: str) -> list[str]:
+    async with make_driver(url) as driver:
+        return [info.key async for info in driver.list()]
+
+
+def test_the_agent_brings_everything_home(name: str, tmp_path: Path) -> None:
+    training = Training()
+    with training.attach(tiers(name, tmp_path), mover="agent", base_every=4, batch=2) as checkpointer:
+        for version in range(1, 8):
+            training.step(version)
+        checkpointer.flush()
+        assert checkpointer.stats.mover.watermark == 4
+        assert checkpointer.stats.mover.copied_objects > 0
+    durable = asyncio.run(held(f"nvme://{tmp_path}/durable"))
+    assert str(CommitKey(1, 4)) in durable
+    assert any("000000000007" in key for key in durable), "the incomplete batch goes at the end"
+    assert str(NominationKey(0)) not in asyncio.run(held(f"shm://{name}")), "it is withdrawn at a clean end"
+
+
+def test_what_a_dead_trainer_left_goes_on_its_way_and_a_killed_agent_comes_back(name: str, tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = training.attach(tiers(name, tmp_path), mover="agent", base_every=4, batch=2)
+    for version in range(1, 4):
+        training.step(version)
+    os.kill(agent_pid(name), signal.SIGKILL)
+    for version in range(4, 7):
+        training.step(version)
+    checkpointer.flush()
+    assert checkpointer.stats.mover.watermark == 4
+    checkpointer.abort()
+    first = agent_pid(name)
+    again = Training()
+    with again.attach(tiers(name, tmp_path), mover="agent", base_every=4, batch=2) as checkpointer:
+        assert checkpointer.version == 6
+        assert again.parameters() == training.states[6]
+        assert agent_pid(name) == first, "the agent has outlived the trainer"
+        again.step(7)
+    assert str(CommitKey(2, 6)) in asyncio.run(held(f"nvme://{tmp_path}/durable"))
+
+
+def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="shm://NAME, not memory"):
+        Training().attach(Hierarchy.of(memory()), mover="agent")
+    wrapped = Hierarchy.of(f"shm://{name}", Tier(f"nvme://{tmp_path}", wrap=lambda driver: driver))
+    with pytest.raises(ConfigurationError, match="the tier nvme has a wrapper"):
+        Training().attach(wrapped, mover="agent")
+    with pytest.raises(ConfigurationError, match="leave mover at 'auto'"):
+        Training().attach(Hierarchy.of(f"shm://{name}", f"peer://{name}"), mover="trainer")

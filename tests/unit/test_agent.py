@@ -1,0 +1,386 @@
+"""The agent in this process: it takes up nominations, moves them, and answers for each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from tests.servers.agents import (
+    Node,
+    base,
+    capture,
+    fake_peer,
+    held,
+    node,
+    open_generation,
+    record,
+    shard,
+)
+from tiercheck import objects
+from tiercheck.agent.client import AgentClient, connect_agent
+from tiercheck.agent.messages import Look, RankReply
+from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.service import Agent
+from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, NotFound, Transient
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import CommitKey, LineageKey, NominationKey, ShardKey
+from tiercheck.mover import Moving
+from tiercheck.nomination import Nomination
+from tiercheck.policy.lineage import Branch
+from tiercheck.tiers.registry import make_driver
+
+__all__ = ["node"]
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that a test can sit out."""
+    monkeypatch.setattr("tiercheck.attempts.RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr("tiercheck.mover.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("tiercheck.attempts.RETRY_MAX_S", 0.02)
+    monkeypatch.setattr("tiercheck.agent.patient.OPEN_S", 0.1)
+    monkeypatch.setattr("tiercheck.agent.assignment.TICK_S", 0.05)
+    monkeypatch.setattr("tiercheck.agent.assignment.RETRY_FIRST_S", 0.02)
+    monkeypatch.setattr("tiercheck.agent.assignment.RETRY_MAX_S", 0.05)
+    monkeypatch.setattr("tiercheck.agent.moving.REFRESH_S", 0.05)
+    monkeypatch.setattr("tiercheck.agent.service.TICK_S", 0.02)
+    monkeypatch.setattr("tiercheck.agent.service.LOCK_S_MAX", 0.2)
+
+
+class Clock:
+    """The agent's time, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("tiercheck.agent.assignment._now", clock)
+    monkeypatch.setattr("tiercheck.agent.service._now", clock)
+    return clock
+
+
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not condition():  # noqa: ASYNC110  (what is waited for tells nobody)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"{what} did not come about within {deadline_s:g} s")
+
+
+@asynccontextmanager
+async def running(node: Node, **changes: object) -> AsyncIterator[Agent]:
+    async with Agent(node.settings(**changes), make_peer_server=fake_peer) as agent:
+        yield agent
+
+
+@asynccontextmanager
+async def trainer(node: Node, nomination: Nomination) -> AsyncIterator[tuple[AgentMover, OpenHierarchy, AgentClient]]:
+    """One rank's tiers and mover, as its trainer holds them; the generation is open."""
+    async with AsyncExitStack() as stack:
+        hierarchy = await stack.enter_async_context(node.open(nomination))
+        client = await stack.enter_async_context(await connect_agent(node.name))
+        await open_generation(hierarchy, nomination.generation)
+        yield AgentMover(client, hierarchy.first.driver, nomination), hierarchy, client
+
+
+async def test_what_is_nominated_is_moved(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node), trainer(node, nomination) as (mover, hierarchy, _):
+        await mover.nominate()
+        await capture(hierarchy, base(0), record(1), record(2), record(3))
+        assert await mover.cycle()
+        assert str(CommitKey(1, 0)) in await held(hierarchy)
+        assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
+        assert (mover.status.watermark, mover.status.undrained_bases) == (0, 0)
+        await mover.room_for_base(5)
+        await mover.drain(10, closing=True)
+        assert str(ShardKey.differential(1, 3, 3, 0)) in await held(hierarchy)
+        moving: Moving = mover
+        assert moving.conflict is None
+
+
+async def test_it_moves_without_being_told_and_goes_on_without_a_trainer(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node) as agent:
+        async with trainer(node, nomination) as (mover, hierarchy, _):
+            await mover.nominate()
+            await capture(hierarchy, base(0), record(1))
+        (assignment,) = agent.roster
+        async with node.open(nomination) as hierarchy:
+            await until(lambda: assignment.status.watermark == 0, "the base's commit")
+            await capture(hierarchy, record(2))
+            await until(lambda: assignment.status.copied_objects == 2, "the batch")
+            assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
+
+
+async def test_what_a_dead_trainer_left_goes_out_as_it_is(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.agent.assignment.SILENT_S", 0.1)
+    nomination = node.nomination(node.shm(), batch=5)
+    async with running(node, linger_s=0.3) as agent, node.open(nomination) as hierarchy:
+        async with trainer(node, nomination) as (mover, _, _):
+            await mover.nominate()
+            await capture(hierarchy, base(0), record(1), record(2), record(3))
+        (assignment,) = agent.roster
+        await until(lambda: not assignment.needed, "the end of what there was to do")
+        assert str(ShardKey.differential(1, 1, 3, 0)) in await held(hierarchy)
+        await until(lambda: assignment.state == "resting", "rest")
+        await capture(hierarchy, record(4))
+        async with await connect_agent(node.name) as client:
+            await AgentMover(client, hierarchy.first.driver, nomination).drain(10, closing=True)
+        assert str(ShardKey.differential(1, 4, 4, 0)) in await held(hierarchy)
+
+
+async def test_a_restart_takes_everything_up_again(node: Node) -> None:
+    firsts = [node.shm() for _ in range(2)]
+    nominations = [node.nomination(first, rank=rank, world_size=2) for rank, first in enumerate(firsts)]
+    async with running(node):
+        for nomination in nominations:
+            async with trainer(node, nomination) as (mover, _, _):
+                await mover.nominate()
+    async with AsyncExitStack() as stack:
+        hierarchies = [await stack.enter_async_context(node.open(nomination)) for nomination in nominations]
+        for rank, hierarchy in enumerate(hierarchies):
+            await capture(hierarchy, base(0, rank), record(1, rank), record(2, rank))
+        async with running(node) as agent:
+            assert [each.nomination for each in agent.roster] == nominations
+            await until(lambda: all(each.status.watermark == 0 for each in agent.roster), "both ranks' commit")
+        durable = await held(hierarchies[0])
+        assert {str(ShardKey.differential(1, 1, 2, rank)) for rank in range(2)} <= set(durable)
+
+
+async def test_each_agent_takes_up_only_what_is_meant_for_it(node: Node) -> None:
+    mine, other = node.nomination(node.shm()), node.nomination(node.shm(), node="n1")
+    for nomination in (mine, other):
+        async with node.open(nomination) as hierarchy:
+            await hierarchy.first.driver.put(str(NominationKey(0)), [objects.pack(nomination.to_object())])
+    async with running(node) as agent:
+        assert [each.nomination for each in agent.roster] == [mine]
+        async with await connect_agent(node.name) as client:
+            with pytest.raises(ConfigurationError, match="for the agent 'n1', not for 'n-"):
+                await client.nominate(other.tiers[0][1], 0)
+
+
+async def test_a_store_that_is_down_stops_nobody_else_and_is_shown(node: Node) -> None:
+    (node.folder / "notadir").write_text("in the way")
+    bad = node.nomination(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
+    good = node.nomination(node.shm())
+    async with running(node) as agent, trainer(node, good) as (sound, _, client):
+        async with make_driver(bad.tiers[0][1]) as first:
+            await first.put(str(LineageKey(1)), [objects.pack(Branch(1, 0, 0, 1, "ab" * 8).to_object())])
+            troubled = AgentMover(client, first, bad)
+            await troubled.nominate()
+            await sound.nominate()
+            await first.put(str(base(0)), shard(base(0)))
+            await first.put(str(base(10)), shard(base(10)))
+            await sound.drain(10, closing=True)
+            assert not await troubled.cycle()
+            assert "notadir" in troubled.status.errors["nvme"]
+            with pytest.raises(DeadlineExceeded, match=r"2 bases have not reached the durable tier .*notadir"):
+                await troubled.room_for_base(0.2)
+            (node.folder / "notadir").unlink()
+            await troubled.drain(20, closing=True)
+            assert troubled.status.errors == {}
+            assert troubled.status.watermark == 10
+        assert len(agent.roster) == 2
+
+
+async def test_a_middle_tier_that_is_away_keeps_nothing_from_the_durable_one(node: Node) -> None:
+    """Such as the memory of a neighbour that has failed, when this node's agent starts anew."""
+    (node.folder / "notadir").write_text("in the way")
+    first = node.shm()
+    whole = node.nomination(first)
+    middle = ("middle", f"nvme://{node.folder}/notadir/x?survives=node")
+    nomination = replace(whole, tiers=(whole.tiers[0], middle, whole.tiers[1]))
+    async with running(node), trainer(node, whole) as (_, hierarchy, client):
+        mover = AgentMover(client, hierarchy.first.driver, nomination)
+        await mover.nominate()
+        await capture(hierarchy, base(0))
+        assert not await mover.cycle()
+        assert mover.status.watermark == 0
+        assert set(mover.status.errors) == {"middle"}
+        (node.folder / "notadir").unlink()
+        await mover.drain(20, closing=True)
+        assert (node.folder / "notadir" / "x" / str(base(0))).exists()
+
+
+async def test_a_chain_that_nobody_knows_to_its_beginning_is_waited_for(node: Node) -> None:
+    """Without it, what an older generation left would count as another future."""
+    first = node.shm()
+    nomination = node.nomination(first, generation=2)
+    async with node.open(nomination) as hierarchy:
+        await open_generation(hierarchy)
+        await hierarchy.first.driver.delete([str(LineageKey(1))])
+        await hierarchy.first.driver.put(str(LineageKey(2)), [objects.pack(Branch(2, 1, 7, 1, "ab" * 8).to_object())])
+    node.durable.rename(node.folder / "aside")
+    node.durable.write_text("in the way")
+    async with running(node) as agent, await connect_agent(node.name) as client, make_driver(first) as driver:
+        await AgentMover(client, driver, nomination).nominate()
+        (assignment,) = agent.roster
+        await until(lambda: assignment.trouble is not None, "the trouble")
+        assert assignment.state == "opening"
+        with pytest.raises(DeadlineExceeded, match="durable"):
+            await assignment.room_for_base(0.2)
+        node.durable.unlink()
+        (node.folder / "aside").rename(node.durable)
+        await until(lambda: assignment.state == "moving", "the mover")
+        assert assignment.trouble is None
+
+
+async def test_a_record_that_cannot_be_read_is_shown_and_stops_nobody(node: Node) -> None:
+    first, good = node.shm(), node.nomination(node.shm())
+    async with node.open(good) as hierarchy:
+        await hierarchy.first.driver.put(str(NominationKey(0)), [objects.pack(good.to_object())])
+    async with node.open(node.nomination(first)) as hierarchy:
+        await hierarchy.first.driver.put(str(NominationKey(0)), [b"\xc1 nonsense"])
+        await hierarchy.first.driver.put(str(NominationKey(1)), [objects.pack({"tiers": []})])
+        await hierarchy.first.driver.put(str(NominationKey(2)), [objects.pack(good.to_object())])
+    async with running(node) as agent:
+        assert [each.nomination for each in agent.roster] == [good]
+        name = first.partition("?")[0]
+        assert set(agent.roster.unreadable) == {f"{name} rank {rank}" for rank in range(3)}
+        async with await connect_agent(node.name) as client:
+            with pytest.raises(NotFound):
+                await client.nominate(first, 7)
+            with pytest.raises(ConfigurationError, match="cannot be read"):
+                await client.nominate(first, 1)
+            with pytest.raises(ConfigurationError, match="speaks of rank 0"):
+                await client.nominate(first, 2)
+
+
+async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Clock) -> None:
+    first, unknown = node.shm(), node.shm()
+    nomination = node.nomination(first)
+    async with node.open(nomination) as hierarchy:
+        await open_generation(hierarchy)
+        await hierarchy.first.driver.put(str(NominationKey(0)), [b"half of it"])
+        odd = node.nomination(unknown, durable="nonsense://x")
+    async with make_driver(unknown) as driver:
+        await driver.put(str(NominationKey(0)), [objects.pack(odd.to_object())])
+    async with running(node) as agent:
+        serving = asyncio.create_task(agent.serve())
+        (troubled,) = agent.roster
+        await until(lambda: troubled.trouble is not None, "the trouble")
+        assert "no driver for nonsense://" in str(troubled.trouble)
+        assert len(agent.roster.unreadable) == 1
+        async with make_driver(first) as driver:
+            await driver.put(str(NominationKey(0)), [objects.pack(nomination.to_object())])
+        clock.ahead_s += 60
+        await until(lambda: len(agent.roster) == 2 and not agent.roster.unreadable, "another look")
+        agent.drain_first = False
+        agent.ending.set()
+        await serving
+
+
+async def test_memory_of_one_process_cannot_be_nominated(node: Node) -> None:
+    async with running(node), await connect_agent(node.name) as client:
+        with pytest.raises(ConfigurationError, match="sees nothing of memory://"):
+            await client.nominate("memory://mine", 0)
+        with pytest.raises(ConfigurationError, match="no driver for nonsense://"):
+            await client.nominate("nonsense://mine", 0)
+
+
+async def test_a_newer_generation_replaces_the_older_one(node: Node) -> None:
+    first = node.shm()
+    old, new = node.nomination(first), node.nomination(first, generation=2)
+    async with running(node) as agent, trainer(node, old) as (older, hierarchy, client):
+        await older.nominate()
+        await capture(hierarchy, base(0))
+        await older.drain(10, closing=False)
+        await open_generation(hierarchy, 2, parent=1, left_at=0)
+        newer = AgentMover(client, hierarchy.first.driver, new)
+        await newer.nominate()
+        assert [each.nomination.generation for each in agent.roster] == [2]
+        await capture(hierarchy, base(0, generation=2))
+        await newer.drain(10, closing=True)
+        assert str(CommitKey(2, 0)) in await held(hierarchy)
+        with pytest.raises(JobConflict, match="has been nominated already"):
+            await older.nominate()
+
+
+async def test_a_superseded_mover_tells_its_trainer_and_closes_its_tiers(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, _):
+        await mover.nominate()
+        await mover.drain(10, closing=False)
+        life = asyncio.create_task(mover.run())
+        await hierarchy.tiers[-1].driver.put(str(LineageKey(2)), [b"another job's"])
+        async with asyncio.timeout(10):
+            await life
+        assert "generation 2 of this job has opened" in str(mover.conflict)
+        with pytest.raises(JobConflict):
+            await mover.room_for_base(1)
+        (assignment,) = agent.roster
+        assert (assignment.state, assignment.needed) == ("superseded", False)
+
+
+async def test_while_a_trainer_recovers_nothing_moves(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await mover.drain(10, closing=False)
+        await client.pause(nomination.tiers[0][1], 0, pause_s=60)
+        (assignment,) = agent.roster
+        assert assignment.state == "paused"
+        await capture(hierarchy, base(0))
+        with pytest.raises(DeadlineExceeded, match="its nomination is paused"):
+            await mover.drain(0.3, closing=False)
+        assert await held(hierarchy) == []
+        await mover.nominate()
+        await mover.drain(10, closing=False)
+        assert str(CommitKey(1, 0)) in await held(hierarchy)
+
+
+async def test_a_pause_ends_by_itself_and_breaks_off_what_waits(node: Node) -> None:
+    nomination = node.nomination(node.shm(), world_size=2)
+    async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await capture(hierarchy, base(0), base(10))
+        (assignment,) = agent.roster
+        await until(lambda: assignment.state == "moving", "the mover")
+        (node.durable / "g000001").mkdir(exist_ok=True)
+        waiting = asyncio.create_task(client_waits(mover))
+        await client.pause(nomination.tiers[0][1], 0, pause_s=0.3)
+        await until(lambda: assignment.state == "moving", "the end of the pause")
+        await waiting
+        await client.pause("shm://nobody", 3)
+
+
+async def client_waits(mover: AgentMover) -> None:
+    """Whether it is done before the pause comes is chance."""
+    try:
+        await mover.drain(20, closing=True)
+    except Transient as error:
+        assert "broken off" in str(error)
+
+
+async def test_what_is_withdrawn_is_forgotten(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await mover.withdraw()
+        await mover.withdraw()
+        assert len(agent.roster) == 0
+        assert [info async for info in hierarchy.first.driver.list("nominations/")] == []
+        with pytest.raises(NotFound, match="knows no nomination of rank 0"):
+            await client.request(Look(5.0, nomination.tiers[0][1], nomination.rank), RankReply)
+
+
+async def test_a_mover_nominates_again_where_the_agent_has_forgotten(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node), trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await client.withdraw(nomination.tiers[0][1], 0)
+        await capture(hierarchy, base(0))
+        await mover.drain(10, closing=True)
+        assert mover.status.watermark == 0

@@ -1,0 +1,180 @@
+"""How an agent begins and ends: one of a name, for as long as somebody needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.servers.agents import FakePeer, FakeStatistics, Node, base, capture, fake_peer, held, node, record
+from tests.unit.test_agent import Clock, brisk, clock, running, trainer, until
+from tiercheck.agent.client import connect_agent
+from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.service import Agent
+from tiercheck.errors import JobConflict
+from tiercheck.keys import ShardKey
+from tiercheck.tiers.registry import make_driver
+
+__all__ = ["brisk", "clock", "node"]
+
+
+async def test_two_agents_of_one_name_cannot_run(node: Node) -> None:
+    async with running(node):
+        with pytest.raises(JobConflict, match=r"an agent of node .* runs already"):
+            async with running(node):
+                pass
+    async with running(node):
+        pass
+
+
+async def test_the_platforms_agent_relieves_one_that_a_trainer_started(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with AsyncExitStack() as stack:
+        older = await stack.enter_async_context(running(node, detached=True))
+        mover, hierarchy, client = await stack.enter_async_context(trainer(node, nomination))
+        await mover.nominate()
+
+        async def serve_and_close() -> None:
+            await older.serve()
+            await older.close()
+
+        serving = asyncio.create_task(serve_and_close())
+        newer = await stack.enter_async_context(running(node, detached=False))
+        await serving
+        assert [each.nomination for each in newer.roster] == [nomination]
+        await capture(hierarchy, base(0))
+        await mover.drain(10, closing=True)
+        assert client.hello.incarnation == newer.hello().incarnation
+
+
+async def test_a_detached_agent_ends_when_nobody_needs_it(node: Node, clock: Clock) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node, linger_s=600.0) as agent:
+        serving = asyncio.create_task(agent.serve())
+        async with trainer(node, nomination) as (mover, hierarchy, _):
+            await mover.nominate()
+            await capture(hierarchy, base(0))
+            (assignment,) = agent.roster
+            life = asyncio.create_task(mover.run())
+            for _ in range(5):
+                clock.ahead_s += 400
+                await until(lambda: assignment.silent_s < 300, "a word of the trainer's")
+                assert agent.unneeded_s() < 1
+            assert not serving.done(), "its trainer lives"
+            life.cancel()
+            await asyncio.wait([life])
+        clock.ahead_s += 1000
+        assert agent.unneeded_s() < 1, "what the trainer left has not been looked after"
+        await until(lambda: not assignment.needed, "the end of what there was to do")
+        clock.ahead_s += 500
+        assert agent.unneeded_s() < 600
+        await asyncio.wait([serving], timeout=0.1)
+        assert not serving.done()
+        clock.ahead_s += 200
+        async with asyncio.timeout(10):
+            await serving
+        assert assignment.status.watermark == 0, "it ended before everything was where it belongs"
+
+
+async def test_the_platforms_agent_stays(node: Node, clock: Clock) -> None:
+    async with running(node, linger_s=0.0, detached=False) as agent:
+        serving = asyncio.create_task(agent.serve())
+        clock.ahead_s += 10_000
+        await asyncio.wait([serving], timeout=0.1)
+        assert not serving.done()
+        agent.ending.set()
+        await serving
+
+
+async def test_what_nobody_has_needed_for_a_day_is_forgotten(node: Node, clock: Clock) -> None:
+    nomination = node.nomination(node.shm())
+    async with (
+        running(node, detached=False, linger_s=60.0) as agent,
+        trainer(node, nomination) as (mover, hierarchy, _),
+    ):
+        serving = asyncio.create_task(agent.serve())
+        await mover.nominate()
+        (assignment,) = agent.roster
+        clock.ahead_s += 100
+        await until(lambda: assignment.state == "resting", "rest")
+        await asyncio.sleep(0.05)
+        assert len(agent.roster) == 1
+        clock.ahead_s += 100_000
+        await until(lambda: len(agent.roster) == 0, "its being forgotten")
+        await capture(hierarchy, base(0))
+        await mover.drain(10, closing=True)  # which nominates again
+        assert mover.status.watermark == 0
+        agent.ending.set()
+        await serving
+
+
+async def test_neighbours_keep_a_detached_agent(node: Node) -> None:
+    peers: list[FakePeer] = []
+
+    def make(settings: object, open_namespace: object, bind: str) -> FakePeer:
+        peers.append(FakePeer(bind))
+        return peers[-1]
+
+    async with Agent(node.settings(bind="tcp://127.0.0.1:0"), make_peer_server=make) as agent:
+        (peer,) = peers
+        assert peer.running
+        agent._needed_at = -1e9
+        peer.statistics = FakeStatistics(objects_put=1)
+        assert agent.unneeded_s() < 1
+        agent._needed_at = -1e9
+        assert agent.unneeded_s() > 1e8
+    assert not peer.running
+
+
+async def test_the_peer_server_comes_back_to_its_port(node: Node) -> None:
+    binds = []
+
+    def make(settings: object, open_namespace: object, bind: str) -> object:
+        binds.append(bind)
+        return fake_peer(settings, open_namespace, bind)  # type: ignore[arg-type]
+
+    for _ in range(2):
+        async with Agent(node.settings(bind="tcp://127.0.0.1:0"), make_peer_server=make) as agent:  # type: ignore[arg-type]
+            assert agent.hello().peer_endpoint == "127.0.0.1:7070"
+    assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7070"]
+
+
+async def test_the_end_drains(node: Node) -> None:
+    nomination = node.nomination(node.shm(), batch=5)
+    async with running(node, drain_s=20) as agent:
+        serving = asyncio.create_task(agent.serve())
+        async with trainer(node, nomination) as (mover, hierarchy, _):
+            await mover.nominate()
+            await capture(hierarchy, base(0), record(1), record(2))
+            agent.ending.set()
+            await serving
+            assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
+
+
+async def test_the_end_does_not_wait_for_a_store_that_is_down(node: Node) -> None:
+    (node.folder / "notadir").write_text("in the way")
+    bad = node.nomination(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
+    async with running(node, drain_s=0.2) as agent, await connect_agent(node.name) as client:
+        async with make_driver(bad.tiers[0][1]) as first:
+            await AgentMover(client, first, bad).nominate()
+        agent.ending.set()
+        async with asyncio.timeout(10):
+            await agent.serve()
+
+
+async def test_the_status_says_everything(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node), trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await capture(hierarchy, base(0), record(1), record(2))
+        await mover.drain(10, closing=True)
+        status = await client.status()
+        (rank,) = status["ranks"]
+        assert (rank["state"], rank["rank"], rank["generation"]) == ("moving", 0, 1)
+        assert rank["mover"]["watermark"] == 0
+        assert rank["tiers"][1]["holds"]["committed"] == [0]
+        assert rank["tiers"][1]["holds"]["batches"] == [[1, 2]]
+        info = json.loads((node.folder / "run" / f"agent-{node.name}.json").read_text())
+        assert (info["pid"], info["http"]) == (client.hello.pid, client.hello.http)
