@@ -4,7 +4,6 @@ import ast
 import importlib
 import inspect
 import re
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -103,10 +102,10 @@ def test_the_reference_names_every_option_and_every_driver() -> None:
 
     from tiercheck.config import CheckpointConfig
     from tiercheck.streams.codecs import CODECS
+    from tiercheck.tiers import registry
 
     reference = (ROOT / "docs" / "reference.md").read_text()
     wanted = [each.name for each in fields(CheckpointConfig)] + list(CODECS)
     assert not [name for name in wanted if f"`{name}`" not in reference]
-    schemes = {entry.name for entry in entry_points(group="tiercheck.tiers")}
-    documented = set(re.findall(r"^\| `([a-z0-9+]+)://", reference, re.MULTILINE))
-    assert {"memory", "nvme", "shm"} <= documented <= schemes
+    documented = set(re.findall(r"^\| \[?`([a-z0-9]+)(?:\+PROTOCOL)?://", reference, re.MULTILINE))
+    assert documented == {scheme for scheme, provider in registry.schemes().items() if provider == "tiercheck"}

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -178,6 +178,12 @@ class FaultyDriver(TierDriver):
     @property
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
+
+    def facts(self) -> Mapping[str, str]:
+        return self.inner.facts()
+
+    async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
+        await self._call("prepare_reservations", None, self.inner.prepare_reservations(sizes))
 
     async def open(self) -> None:
         await self._call("open", None, self.inner.open(), undo=lambda _: self.inner.close())

@@ -17,7 +17,9 @@ __all__ = ["OptionReader", "TierURL", "parse_size"]
 T = TypeVar("T")
 
 _SCHEME = re.compile(r"[a-z][a-z0-9.+-]*\Z")
-_SECRET = re.compile(r"secret|password|passwd|token|credential|sas|signature|(^|_)key\Z|(^|_)key_id\Z")
+_SECRET = re.compile(r"secret|pass|token|credential|connection_string|sas|signature|(^|[_.])key\Z|(^|[_.])key_id\Z")
+_PUBLIC = {"server_key"}
+"""A public key: the peer server's."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\Z", re.IGNORECASE)
 _HIDDEN = "***"
 
@@ -63,7 +65,7 @@ class TierURL:
             authority = f"{_HIDDEN}@{authority.rpartition('@')[2]}"
         location = quote(authority + slash + path, safe="/:@*[]")
         query = "&".join(
-            f"{quote(name)}={_HIDDEN if _SECRET.search(name.lower()) else quote(value, safe='/:')}"
+            f"{quote(name)}={_HIDDEN if is_secret(name) else quote(value, safe='/:')}"
             for name, value in self.options.items()
         )
         return f"{self.scheme}://{location}" + (f"?{query}" if query else "")
@@ -107,7 +109,7 @@ class OptionReader:
         try:
             return convert(value)
         except ValueError as error:
-            reason = "" if _SECRET.search(name.lower()) else f": {error}"
+            reason = "" if is_secret(name) else f": {error}"
             message = f"the option {name!r} of {self._url.text} cannot be used{reason}"
         raise ConfigurationError(message)
 
@@ -120,6 +122,11 @@ class OptionReader:
         close = [match for name in self._left for match in difflib.get_close_matches(name, self._known, 1)]
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ConfigurationError(f"{self._url.scheme}:// does not know the option {unknown} (it knows: {known}){hint}")
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name looks like one whose value must not be shown."""
+    return name not in _PUBLIC and _SECRET.search(name.lower()) is not None
 
 
 def parse_size(text: str) -> int:
