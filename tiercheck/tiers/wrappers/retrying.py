@@ -1,0 +1,226 @@
+"""Another try for what failed but may pass: exponential waits with full jitter, bounded in number and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tiercheck.errors import AlreadyExists, Closed, NotFound, PreconditionFailed, TierError, Transient
+from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver, WrappingReservation, payload_bytes
+from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
+
+__all__ = ["RetryPolicy", "RetryingDriver"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """At most ``attempts`` tries, none begun once ``deadline_s`` have passed since the first.
+
+    Before try n + 1 (from n = 1) the wait is drawn evenly from 0 to ``wait_s * 2**(n - 1)``, or to ``wait_s_max``
+    where that is less.
+
+    Source: M. Brooker, "Exponential Backoff and Jitter" (AWS Architecture Blog, 2015), "full jitter".
+    """
+
+    attempts: int = 6
+    wait_s: float = 0.1
+    wait_s_max: float = 10.0
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts must be at least 1, not {self.attempts}")
+        for label in ("wait_s", "wait_s_max", "deadline_s"):
+            if not 0 <= getattr(self, label) < float("inf"):
+                raise ValueError(f"{label} must be finite and not negative, not {getattr(self, label)}")
+
+    def wait_max_s(self, failures: int) -> float:
+        """The longest wait after so many failures (from 1)."""
+        return min(self.wait_s_max, self.wait_s * 2.0 ** min(failures - 1, 64))
+
+
+class RetryingDriver(WrappingDriver):
+    """``driver``, with another try where it raises ``Transient``, and nothing else. Capabilities are its own.
+
+    A listing goes on behind the last object that was handed out. A publish is repeated only while the reservation
+    still has its memory, hence was not published.
+
+    A conditional put is not blindly repeated, for the try that failed may have done its work, or may still do it.
+    The tier is looked at first. Where the condition still holds, the put is tried again. Where the object is, byte
+    for byte, what was to be put, that is the success it looks like; so a writer that must know whether *it* won puts
+    something of its own into the content, such as its name. Otherwise another client has won: ``AlreadyExists`` or
+    ``PreconditionFailed``.
+
+    The last failure is raised as it came, with a note on the tries. ``uniform()`` gives 0..1; ``clock`` (s) and
+    ``sleep`` (s) may be virtual.
+    """
+
+    def __init__(
+        self,
+        driver: TierDriver,
+        policy: RetryPolicy | None = None,
+        *,
+        uniform: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        super().__init__(driver)
+        self.policy = policy or RetryPolicy()
+        self._uniform = uniform
+        self._clock = clock
+        self._sleep = sleep
+
+    async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
+        if call.operation is Operation.CLOSE:
+            return await work()
+        tries = self.tries(call.operation)
+        while True:
+            try:
+                return await work()
+            except Transient as error:
+                await tries.failed(error)
+
+    def tries(self, operation: Operation) -> _Tries:
+        return _Tries(operation, self.policy, self._uniform, self._clock, self._sleep)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if not mode.conditional:
+            return await super().put(key, payload, mode=mode)
+        tries = self.tries(Operation.PUT)
+        while True:
+            try:
+                return await self.inner.put(key, payload, mode=mode)
+            except Transient as error:
+                await tries.failed(error)
+                if (done := await self._outcome(key, payload, mode, error)) is not None:
+                    return done
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        tries = self.tries(Operation.LIST)
+        last: bytes | None = None
+        while True:
+            try:
+                async for item in self.inner.list(prefix):
+                    order = item.key.encode()
+                    if last is not None and order <= last:
+                        continue
+                    last = order
+                    tries = self.tries(Operation.LIST)
+                    yield item
+            except Transient as error:
+                await tries.failed(error)
+            else:
+                return
+
+    async def reserve(self, key: str, nbytes: int) -> Reservation:
+        reservation = await self.around(Call(Operation.RESERVE, key), lambda: self.inner.reserve(key, nbytes))
+        return _RetryingReservation(self, reservation)
+
+    async def _outcome(self, key: str, payload: Payload, mode: PutMode, error: Transient) -> ObjectInfo | None:
+        """What a conditional put that failed has led to: the object it made, or ``None`` where it did nothing so far.
+
+        Errors: ``AlreadyExists`` and ``PreconditionFailed`` where another client's object is there; ``error`` where
+        the object changes each time it is looked at.
+        """
+        for _ in range(self.policy.attempts):
+            try:
+                found = await self.stat(key)
+                if mode.kind == "update" and found.etag == mode.etag:
+                    return None
+                same = found.nbytes == payload_bytes(payload) and await self._holds(key, payload)
+                # What was compared is what was found only if nobody has put another object meanwhile.
+                if await self.stat(key) != found:
+                    continue
+            except NotFound:
+                if mode.kind == "create":
+                    return None
+                raise PreconditionFailed(
+                    f"the etag should be {mode.etag!r}, but there is no object", tier=self.url, key=key
+                ) from None
+            if same:
+                return found
+            if mode.kind == "create":
+                raise AlreadyExists("there is an object under this key already", tier=self.url, key=key)
+            raise PreconditionFailed(
+                f"the etag should be {mode.etag!r}, but it is {found.etag!r}", tier=self.url, key=key
+            )
+        raise error
+
+    async def _holds(self, key: str, payload: Payload) -> bool:
+        """Whether the object's bytes are those of ``payload``, which is as long; read by the part where possible."""
+        whole = None if self.capabilities.ranged_get else await self.get(key)
+        step = self.capabilities.part_bytes
+        at = 0
+        for buffer in payload:
+            for start in range(0, len(buffer), step):
+                nbytes = min(step, len(buffer) - start)
+                part = ByteRange(at, at + nbytes)
+                try:
+                    found = await self.get(key, range=part) if whole is None else whole[part.start : part.stop]
+                except ValueError:  # another object, a shorter one, is there by now
+                    return False
+                with memoryview(buffer) as view, view[start : start + nbytes] as expected:
+                    if found != expected:
+                        return False
+                at += nbytes
+        return True
+
+
+class _RetryingReservation(WrappingReservation):
+    driver: RetryingDriver
+
+    async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        tries = self.driver.tries(Operation.PUBLISH)
+        while True:
+            try:
+                return await self.inner.publish(nbytes, mode=mode)
+            except Transient as error:
+                if not is_live(self.inner):
+                    raise
+                await tries.failed(error)
+
+
+class _Tries:
+    """The tries of one call."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        policy: RetryPolicy,
+        uniform: Callable[[], float],
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[object]],
+    ) -> None:
+        self._operation = operation
+        self._policy = policy
+        self._uniform = uniform
+        self._clock = clock
+        self._sleep = sleep
+        self._start_s = clock()
+        self._failures = 0
+
+    async def failed(self, error: TierError) -> None:
+        """Wait before another try, or raise ``error`` where there is none left."""
+        self._failures += 1
+        wait_s = self._uniform() * self._policy.wait_max_s(self._failures)
+        passed_s = self._clock() - self._start_s
+        late = passed_s + wait_s > self._policy.deadline_s
+        if late or self._failures >= self._policy.attempts:
+            error.add_note(f"{self._operation} was tried {self._failures} times in {passed_s:.1f} s")
+            raise error
+        await self._sleep(wait_s)
+
+
+def is_live(reservation: Reservation) -> bool:
+    """Whether the reservation still has its memory: it is neither published nor dropped."""
+    try:
+        return reservation.buffer is not None
+    except (RuntimeError, Closed):
+        return False
