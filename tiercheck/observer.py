@@ -66,9 +66,7 @@ class Observer:
         asked_at = asyncio.get_running_loop().time()
         await asyncio.gather(*(self._list(tier, asked_at, tier.index in fresh) for tier in self._hierarchy.tiers))
         contents = tuple(
-            Contents.of(
-                (key, nbytes) for key, nbytes in known.objects.items() if (tier.index, key) not in self.damaged
-            )
+            Contents.of((key, nbytes) for key, nbytes in known.objects.items() if (tier.index, key) not in self.damaged)
             for tier, known in zip(self._hierarchy.tiers, self._known, strict=True)
         )
         return Observation(

@@ -1,0 +1,86 @@
+"""The peer driver passes the kit, before a server whose memory can be mapped and before one whose cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.peer import PeerServer
+from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.types import Capabilities, Survives
+
+
+class UnmappedDriver(MemoryDriver):
+    """Hands out no memory of its own, as a driver for a remote store."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(survives=Survives.NOTHING, conditional_put=True)
+
+    async def reserve(self, key: str, nbytes: int) -> Reservation:
+        raise AssertionError("a driver that is not mappable is not asked for memory")
+
+
+class PeerKit(TierDriverTests):
+    @pytest_asyncio.fixture(autouse=True)
+    async def server(self) -> AsyncIterator[None]:
+        self.name = f"test-{secrets.token_hex(6)}"
+        self.stores: dict[str, TierDriver] = {}
+        self.clients = 0
+
+        async def open_namespace(namespace: str) -> TierDriver:
+            driver = self.make_store(namespace)
+            await driver.open()
+            self.stores[namespace] = driver
+            return driver
+
+        async with PeerServer(open_namespace) as self.running:
+            yield
+        self.remove_store()
+
+    def make_store(self, namespace: str) -> TierDriver:
+        raise NotImplementedError
+
+    def remove_store(self) -> None:
+        raise NotImplementedError
+
+    async def make_driver(self) -> TierDriver:
+        return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10")
+
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10&connections=2")
+
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        return await self.content(self.stores[self.name], key)
+
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        await self.stores[self.name].put(key, [content])
+
+    def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object] | None:
+        return None  # the server does both; tests/cluster kills it
+
+
+class TestPeerOverSharedMemory(PeerKit):
+    def make_store(self, namespace: str) -> TierDriver:
+        return ShmDriver(namespace, size=64 << 20)
+
+    def remove_store(self) -> None:
+        if self.stores:
+            remove_namespace(self.name)
+
+
+class TestPeerOverUnmappedStore(PeerKit):
+    """Objects are buffered by the server, and read range by range."""
+
+    def make_store(self, namespace: str) -> TierDriver:
+        return UnmappedDriver(namespace)
+
+    def remove_store(self) -> None:
+        MemoryDriver.forget(self.name)

@@ -1,0 +1,306 @@
+"""The peer driver and its server together: addresses, keys, limits, errors, statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tiercheck.errors import (
+    AlreadyExists,
+    CapacityExceeded,
+    Closed,
+    ConfigurationError,
+    NotFound,
+    TierError,
+    Transient,
+    Unauthorized,
+)
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
+from tiercheck.tiers.registry import make_driver
+from tiercheck.types import ObjectInfo, Payload, PutMode, Survives
+
+Serve = Callable[..., AbstractAsyncContextManager[PeerServer]]
+CHUNK = 1 << 16
+
+
+@asynccontextmanager
+async def serving(
+    factory: Callable[[str], TierDriver] | None = None,
+    *,
+    keys: PeerKeys | None = None,
+    limits: PeerLimits | None = None,
+    bind: str = "tcp://127.0.0.1:0",
+) -> AsyncIterator[PeerServer]:
+    async def open_namespace(name: str) -> TierDriver:
+        driver = factory(name) if factory else MemoryDriver()
+        await driver.open()
+        return driver
+
+    async with PeerServer(open_namespace, keys=keys, limits=limits, bind=bind) as server:
+        yield server
+
+
+def small(server: PeerServer, name: str = "n", **options: object) -> PeerDriver:
+    return PeerDriver(name, server.endpoint, chunk_bytes=CHUNK, credit_bytes=4 * CHUNK, **options)  # type: ignore[arg-type]
+
+
+# URLs and addresses.
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("peer://run", "Checkpointer"),
+        ("peer://?at=a:1", "namespace"),
+        ("peer://a/b?at=a:1", "slash"),
+        ("peer://..?at=a:1", "plain"),
+        ("peer://run?at=nowhere", "no address"),
+        ("peer://run?at=host:0", "no address"),
+        ("peer://run?at=host:70000", "no address"),
+        ("peer://run?at=a:1&connections=0", "1 to 16"),
+        ("peer://run?at=a:1&deadline=0", "seconds"),
+        ("peer://run?at=a:1&deadline=nan", "seconds"),
+        ("peer://run?at=a:1&credit=many", "size"),
+        ("peer://run?at=a:1&survives=war", "failure class"),
+        ("peer://run?at=a:1&servr_key=1", "did you mean 'server_key'"),
+        ("peer://run?at=a:1&server_key=" + "ab" * 32, "no keys of its own"),
+        ("peer://run?at=a:1&keys=/does/not/exist", "tiercheck keys"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_said(url: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIERCHECK_KEYS", raising=False)
+    with pytest.raises(ConfigurationError, match=expected):
+        make_driver(url)
+
+
+def test_options_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    PeerKeys.generate(tmp_path / "keys")
+    monkeypatch.setenv("TIERCHECK_KEYS", str(tmp_path / "keys"))
+    driver = make_driver(f"peer://run?at=[::1]:7&credit=8MiB&survives=rack&server_key={'ab' * 32}&connections=2")
+    assert driver.url == "peer://run?at=%5B::1%5D:7"
+    assert driver.capabilities.survives is Survives.RACK
+    assert make_driver("peer://run?at=h:1").capabilities.survives is Survives.NODE
+
+
+@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.1.2.3:0", "tcp://eth0:0", "tcp://[::]:0"])
+def test_without_keys_only_loopback_is_bound(bind: str) -> None:
+    with pytest.raises(ConfigurationError, match="tiercheck keys DIRECTORY"):
+        PeerServer(opened, bind=bind)
+
+
+@pytest.mark.parametrize("bind", ["ipc:///tmp/x", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://:1", "udp://a:1"])
+def test_other_addresses_are_refused(bind: str) -> None:
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
+        PeerServer(opened, bind=bind)
+
+
+async def opened(name: str) -> TierDriver:
+    driver = MemoryDriver()
+    await driver.open()
+    return driver
+
+
+async def test_starting_without_keys_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving(bind="tcp://localhost:0") as server:
+            assert server.server_key is None
+            with pytest.raises(RuntimeError, match="running already"):
+                await server.start()
+    assert "without keys: loopback only" in caplog.text
+    with pytest.raises(RuntimeError, match="not running"):
+        _ = server.endpoint
+    await server.close()
+
+
+async def test_a_port_in_use_is_a_configuration_error() -> None:
+    async with serving() as server:
+        with pytest.raises(ConfigurationError, match="cannot bind"):
+            await PeerServer(opened, bind=f"tcp://{server.endpoint}").start()
+
+
+async def test_ipv6() -> None:
+    async with serving(bind="tcp://[::1]:0") as server:
+        assert server.endpoint.startswith("[::1]:")
+        async with small(server) as driver:
+            await driver.put("a", [b"six"])
+            assert await driver.get("a") == b"six"
+
+
+# Keys.
+
+
+async def test_listed_clients_get_in_and_nobody_else(tmp_path: Path) -> None:
+    keys, strangers = PeerKeys.generate(tmp_path / "keys"), PeerKeys.generate(tmp_path / "strangers")
+    async with serving(keys=keys, bind="tcp://0.0.0.0:0") as server:
+        assert server.server_key == keys.server_public
+        at = server.endpoint.replace("0.0.0.0", "127.0.0.1")
+        data = bytes(range(256)) * 5000
+        async with PeerDriver("n", at, keys=keys, chunk_bytes=CHUNK) as driver:
+            await driver.put("a", [data])
+            assert await driver.get("a") == data
+        refused = {
+            "clients.allowed": PeerDriver("n", at, keys=strangers, server_key=keys.server_public),
+            "server_key": PeerDriver("n", at, keys=keys, server_key=strangers.server_public),
+            "TIERCHECK_KEYS": PeerDriver("n", at),
+        }
+        for hint, driver in refused.items():
+            with pytest.raises(Unauthorized, match=hint) as caught:
+                await driver.open()
+            assert at in str(caught.value)
+        assert server.statistics.dropped["not listed"] >= 1
+        assert server.statistics.objects_got == 1
+        async with PeerDriver("n", at, keys=keys) as driver:
+            assert await driver.get("a") == data
+
+
+async def test_a_client_with_keys_learns_that_the_server_has_none(tmp_path: Path) -> None:
+    keys = PeerKeys.generate(tmp_path / "keys")
+    async with serving() as server:
+        with pytest.raises(Unauthorized, match="has no keys"):
+            await PeerDriver("n", server.endpoint, keys=keys).open()
+
+
+# Peers that are away.
+
+
+async def test_a_peer_that_is_away_is_transient_and_named() -> None:
+    async with serving() as server:
+        endpoint = server.endpoint
+    started = time.monotonic()
+    with pytest.raises(Transient, match=endpoint):
+        await PeerDriver("n", endpoint, deadline_s=0.5).open()
+    assert time.monotonic() - started < 5
+
+
+async def test_a_call_outlives_a_restart_of_the_server() -> None:
+    store = MemoryDriver()
+
+    async def open_namespace(name: str) -> TierDriver:
+        await store.open()
+        return store
+
+    server = PeerServer(open_namespace)
+    await server.start()
+    endpoint = server.endpoint
+    driver = small(server)
+    await driver.open()
+    await driver.put("a", [b"1"])
+    await server.close()
+    getting = asyncio.create_task(driver.get("a"))
+    putting = asyncio.create_task(driver.put("b", [bytes(10 * CHUNK)]))
+    server = PeerServer(open_namespace, bind=f"tcp://{endpoint}")
+    await server.start()
+    assert await getting == b"1"
+    assert (await putting).nbytes == 10 * CHUNK
+    with pytest.raises(AlreadyExists):
+        await driver.put("a", [b"2"], mode=PutMode.CREATE)
+    await server.close()
+    pending = asyncio.create_task(driver.stat("a"))
+    await asyncio.sleep(0)
+    await driver.close()
+    with pytest.raises(Closed):
+        await pending
+
+
+# Limits.
+
+
+async def test_memory_bytes_bounds_all_namespaces_together() -> None:
+    limits = PeerLimits(memory_bytes=10 * CHUNK, chunk_bytes=CHUNK, in_flight_bytes=2 * CHUNK)
+    async with serving(limits=limits) as server, small(server, "one") as one, small(server, "two") as two:
+        await one.put("a", [bytes(6 * CHUNK)])
+        for nbytes in (5 * CHUNK, 11 * CHUNK):
+            with pytest.raises(CapacityExceeded, match=r"PeerLimits\.memory_bytes"):
+                await two.put("b", [bytes(nbytes)])
+        await two.put("b", [bytes(4 * CHUNK)])
+        with pytest.raises(CapacityExceeded, match=r"PeerLimits\.memory_bytes"):
+            await two.put("c", [b"x"])
+        usage = await two.usage()
+        assert (usage.used_bytes, usage.free_bytes) == (4 * CHUNK, 0)
+        await one.delete(["a"])
+        await two.put("c", [bytes(6 * CHUNK)])
+        assert server.statistics.bytes_in_flight == 0
+
+
+async def test_namespaces_are_opened_once_and_bounded() -> None:
+    names: list[str] = []
+
+    def factory(name: str) -> TierDriver:
+        names.append(name)
+        return MemoryDriver()
+
+    async with serving(factory, limits=PeerLimits(namespaces=2)) as server:
+        for name in ("a", "b", "a"):
+            async with small(server, name) as driver:
+                await driver.put(name, [b"x"])
+        with pytest.raises(CapacityExceeded, match=r"PeerLimits\.namespaces"):
+            await small(server, "c").open()
+    assert names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory_bytes": 0}, {"chunk_bytes": 1}, {"in_flight_bytes": 1}, {"idle_s": 0}, {"transfers": 0}]
+)
+def test_impossible_limits(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match=f"PeerLimits.{next(iter(wrong))}"):
+        PeerLimits(**wrong)  # type: ignore[arg-type]
+
+
+# Errors.
+
+
+class FailingDriver(MemoryDriver):
+    error: Exception = RuntimeError("secret detail")
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (RuntimeError("secret detail"), TierError, "RuntimeError"),
+        (NotFound("its words", tier="inner://x", key="k"), NotFound, "its words"),
+        (CapacityExceeded("full " * 1000), CapacityExceeded, "full"),
+        (Transient("later\ud800"), Transient, "later"),
+    ],
+)
+async def test_errors_of_the_servers_driver_travel(error: Exception, kind: type[TierError], text: str) -> None:
+    driver = FailingDriver()
+    driver.error = error
+    async with serving(lambda _: driver) as server, small(server) as client:
+        with pytest.raises(kind, match=text) as caught:
+            await client.put("a", [b"x"])
+        assert type(caught.value) is kind
+        assert (caught.value.tier, caught.value.key) == (client.url, "a")
+        assert "secret" not in str(caught.value)
+        assert "inner" not in str(caught.value)
+        await client.usage()
+
+
+async def test_statistics_count() -> None:
+    async with serving() as server:
+        async with small(server) as one, small(server) as two:
+            await one.put("a", [bytes(3 * CHUNK)])
+            await two.get("a")
+            seen = server.statistics
+        assert (seen.objects_put, seen.bytes_put) == (1, 3 * CHUNK)
+        assert (seen.objects_got, seen.bytes_got) == (1, 3 * CHUNK)
+        assert seen.clients == 2
+        assert dict(seen.dropped) == {}
+
+
+async def test_gathered_and_whole_buffers_give_the_same_object() -> None:
+    async with serving() as server, small(server) as driver:
+        data = bytes(range(251)) * 600
+        for cut in (11, 77, 1000, CHUNK - 1, CHUNK, CHUNK + 1, len(data)):
+            await driver.put("a", [data[at : at + cut] for at in range(0, len(data), cut)])
+            assert await driver.get("a") == data

@@ -1,0 +1,270 @@
+"""Objects in a neighbour node's memory: ``peer://NAMESPACE?at=HOST:PORT``.
+
+Options: ``server_key`` (64 hex digits; default: the one in ``keys``), ``keys`` (a directory; default: the environment
+variable ``TIERCHECK_KEYS``; neither: no encryption, which only a server on loopback takes), ``connections``,
+``credit`` (bytes under way at once), ``deadline`` (seconds without progress before a call fails), ``survives``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
+
+from tiercheck.errors import Closed, ConfigurationError, PreconditionFailed, TierError
+from tiercheck.keys import validate_key
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.peer.calling import Call, ClientSettings, Operation
+from tiercheck.tiers.peer.content import PayloadChunks
+from tiercheck.tiers.peer.getting import Getting
+from tiercheck.tiers.peer.keys import KEYS_VARIABLE, PeerKeys, parse_public_key
+from tiercheck.tiers.peer.limits import CHUNK_BYTES, CREDIT_BYTES
+from tiercheck.tiers.peer.link import Link
+from tiercheck.tiers.peer.messages import (
+    KEYS_MAX,
+    BadFrame,
+    Delete,
+    Done,
+    Hello,
+    Info,
+    ListPage,
+    MeasureUsage,
+    Message,
+    Page,
+    Stat,
+    UsageIs,
+    Welcome,
+)
+from tiercheck.tiers.peer.putting import Putting
+from tiercheck.tiers.peer.store import check_namespace
+from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
+
+__all__ = ["PeerDriver"]
+
+CONNECTIONS = 1
+DEADLINE_S = 30.0
+CONNECT_S_MAX = 10.0
+"""A peer that cannot be reached in that time is away: :meth:`PeerDriver.open` does not wait for its return."""
+PREFIX_BYTES_MAX = 1024
+_AT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z", re.ASCII)
+
+
+T = TypeVar("T")
+
+
+class PeerDriver(TierDriver):
+    """The client of a :class:`~tiercheck.tiers.peer.PeerServer`, one namespace of it.
+
+    Survives a failure of this node, the one that writes. Not mappable; puts are conditional where asked, atomically
+    among all clients. A broken transfer goes on where it was, across reconnections, for as long as it moves on at
+    least once every ``deadline_s`` seconds. ``CREATE`` and ``UPDATE`` are told apart from their own repetition; only
+    where the server itself was restarted between storing and answering is the outcome unknown, which is
+    ``Transient``.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        at: str,
+        *,
+        keys: PeerKeys | None = None,
+        server_key: str | None = None,
+        connections: int = CONNECTIONS,
+        credit_bytes: int = CREDIT_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
+        deadline_s: float = DEADLINE_S,
+        survives: Survives = Survives.NODE,
+    ) -> None:
+        self._namespace = namespace
+        self._at = at
+        self._keys = keys
+        self._server_key = server_key or (keys.server_public if keys is not None else None)
+        self._connections = connections
+        self._credit_bytes = credit_bytes
+        self._chunk_bytes = chunk_bytes
+        self._deadline_s = deadline_s
+        self._url = TierURL("peer", namespace, {"at": at}).text
+        self._capabilities = Capabilities(
+            survives=survives,
+            conditional_put=True,
+            part_bytes=chunk_bytes,
+            parts_in_flight=max(1, credit_bytes // chunk_bytes),
+        )
+        self._link: Link | None = None
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> PeerDriver:
+        """Errors: ``ConfigurationError``, also without ``at`` and for keys that cannot be read."""
+        options = url.reader()
+        at = options.take("at", parse_at, None)
+        server_key = options.take("server_key", parse_public_key, None)
+        directory = options.take("keys", str, os.environ.get(KEYS_VARIABLE))
+        connections = options.take("connections", parse_count, CONNECTIONS)
+        credit_bytes = options.take("credit", parse_size, CREDIT_BYTES)
+        deadline_s = options.take("deadline", parse_seconds, DEADLINE_S)
+        survives = options.take("survives", Survives.parse, Survives.NODE)
+        options.finish()
+        try:
+            check_namespace(url.location)
+        except ValueError as error:
+            raise ConfigurationError(f"peer:// needs a namespace, as in peer://run?at=HOST:PORT: {error}") from None
+        if at is None:
+            raise ConfigurationError(
+                f"{url.text} does not say where the peer is: a Checkpointer that opens a hierarchy fills its "
+                f"address in; elsewhere give it, as in peer://{url.location}?at=HOST:PORT"
+            )
+        if server_key is not None and not directory:
+            raise ConfigurationError(
+                f"{url.text} names a server_key, but this client has no keys of its own: give keys=DIRECTORY or set "
+                f"{KEYS_VARIABLE} (make them with: tiercheck keys DIRECTORY)"
+            )
+        return cls(
+            url.location,
+            at,
+            keys=PeerKeys.load(directory) if directory else None,
+            server_key=server_key,
+            connections=connections,
+            credit_bytes=credit_bytes,
+            deadline_s=deadline_s,
+            survives=survives,
+        )
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def open(self) -> None:
+        """Errors: ``Transient`` where the peer does not answer within the deadline (10 s at most);
+        ``Unauthorized``, which says which key is missing; what opening the namespace there raises.
+        """
+        if self._link is not None:
+            raise RuntimeError(f"{self._url} is open already")
+        connect_s = min(self._deadline_s, CONNECT_S_MAX)
+        settings = ClientSettings(self._at, self._chunk_bytes, self._credit_bytes, connect_s)
+        link = self._link = Link(settings, connections=self._connections, keys=self._keys, server_key=self._server_key)
+        try:
+            welcome = await self._call(Call(Hello(self._namespace), reader(Welcome)), Welcome)
+        except BaseException:
+            await self.close()
+            raise
+        link.settle(
+            incarnation=welcome.incarnation,
+            chunk_bytes=min(self._chunk_bytes, welcome.chunk_bytes_max),
+            deadline_s=self._deadline_s,
+        )
+
+    async def close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        validate_key(key)
+        if mode.etag is not None and len(mode.etag.encode(errors="replace")) > PREFIX_BYTES_MAX:
+            raise PreconditionFailed("no object has an etag of that length", tier=self._url, key=key)
+        chunks = PayloadChunks(payload)
+        try:
+            return await self._call(Putting(self._namespace, key, chunks, mode, new_transfer), ObjectInfo)
+        finally:
+            chunks.release()
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        validate_key(key)
+        return await self._call(Getting(self._namespace, key, range, into, new_transfer), memoryview)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        validate_key(key)
+        info = await self._call(Call(Stat(self._namespace, key), reader(Info), key), Info)
+        return ObjectInfo(key, info.nbytes, info.etag)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        if len(prefix.encode(errors="replace")) > PREFIX_BYTES_MAX or not is_unicode(prefix):
+            self._opened()
+            return  # no key starts like that
+        after = ""
+        while True:
+            page = await self._call(Call(ListPage(self._namespace, prefix, after), reader(Page)), Page)
+            for key, nbytes, etag in page.entries:
+                yield ObjectInfo(key, nbytes, etag)
+            if not page.more:
+                return
+            after = page.entries[-1][0]
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        checked = [validate_key(key) for key in keys]
+        self._opened()
+        for start in builtins.range(0, len(checked), KEYS_MAX):
+            batch = tuple(checked[start : start + KEYS_MAX])
+            await self._call(Call(Delete(new_transfer(), self._namespace, batch), reader(Done)), Done)
+
+    async def usage(self) -> Usage:
+        usage = await self._call(Call(MeasureUsage(self._namespace), reader(UsageIs)), UsageIs)
+        return Usage(usage.used_bytes, usage.limit_bytes if usage.limited else None)
+
+    def _opened(self, key: str | None = None) -> Link:
+        if self._link is None:
+            raise Closed("the driver is not open", tier=self._url, key=key)
+        return self._link
+
+    async def _call(self, operation: Operation, kind: type[T]) -> T:
+        """The operation's result, its errors naming this tier."""
+        try:
+            result = await self._opened(operation.key).run(operation)
+        except TierError as error:
+            error.tier = self._url
+            error.key = error.key or operation.key
+            raise
+        assert isinstance(result, kind)
+        return result
+
+
+def reader(kind: type[T]) -> Callable[[Message], T]:
+    """Takes an answer for what it must be; another one is dropped, and the question asked again."""
+
+    def read(message: Message) -> T:
+        if not isinstance(message, kind):
+            raise BadFrame("unasked", f"{type(message).__name__} is no answer to this")
+        return message
+
+    return read
+
+
+def new_transfer() -> bytes:
+    """An id that nobody guesses, and that comes once."""
+    return secrets.token_bytes(16)
+
+
+def is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_at(text: str) -> str:
+    match = _AT.match(text)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError(f"{text!r} is no address; write it like 10.0.0.2:7070 or [fd00::2]:7070")
+    return text
+
+
+def parse_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 16:
+        raise ValueError(f"{text!r} is no number from 1 to 16")
+    return int(text)
+
+
+def parse_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 86400:
+        raise ValueError(f"{text!r} is no number of seconds above 0 (a day at most)")
+    return seconds

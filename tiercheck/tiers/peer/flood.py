@@ -1,0 +1,89 @@
+"""Cuts connections that send more than is ever read from them.
+
+ZeroMQ bounds a frame's size and the number of messages that wait, but not the frames of one message: it collects them
+until the last has come, and a client that never sends the last one would fill the memory. So the kernel's count of
+what each connection has received is compared with what was handled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+__all__ = ["FloodWatch"]
+
+FRAME_OVERHEAD_BYTES = 64
+"""More than ZMTP and CURVE add to a frame."""
+HEARTBEAT_BYTES_PER_S = 1024
+BYTES_RECEIVED_OFFSET = 128
+"""Of ``tcpi_bytes_received`` in Linux's ``struct tcp_info`` (since 4.1)."""
+
+
+@dataclass
+class _Connection:
+    handled: int
+    swept: float
+
+
+class FloodWatch:
+    """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``port``: the server's own."""
+
+    def __init__(self, port: int, unread_bytes_max: int) -> None:
+        self._port = port
+        self._unread_bytes_max = unread_bytes_max
+        self._connections: dict[int, _Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def accepted(self, fd: int) -> None:
+        self._connections[fd] = _Connection(0, time.monotonic())
+
+    def disconnected(self, fd: int) -> None:
+        self._connections.pop(fd, None)
+
+    def handled(self, fd: int, frames: int, nbytes: int) -> None:
+        """A message that came over ``fd`` was taken off the queue."""
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.handled += nbytes + frames * FRAME_OVERHEAD_BYTES
+
+    def sweep(self) -> int:
+        """Cut those over the bound; returns how many."""
+        cut = 0
+        now = time.monotonic()
+        for fd, connection in list(self._connections.items()):
+            received = self._received_bytes(fd)
+            if received is None:
+                continue
+            connection.handled += int((now - connection.swept) * HEARTBEAT_BYTES_PER_S) + 1
+            connection.swept = now
+            # No credit is kept for what the overhead was overrated by.
+            connection.handled = min(connection.handled, received)
+            if received - connection.handled > self._unread_bytes_max:
+                cut += self._cut(fd)
+        return cut
+
+    def _received_bytes(self, fd: int) -> int | None:
+        """``None`` where ``fd`` is no connection of ours any more: it may have been closed and opened as another."""
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.getsockname()[1] != self._port:
+                    return None
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_OFFSET + 8)
+        except OSError:
+            return None
+        if len(info) < BYTES_RECEIVED_OFFSET + 8:
+            return None  # an old kernel does not count
+        return int(struct.unpack_from("Q", info, BYTES_RECEIVED_OFFSET)[0])
+
+    def _cut(self, fd: int) -> int:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return 0  # it went by itself
+        return 1

@@ -1,0 +1,206 @@
+"""The client's side of a get, without I/O: it asks for chunks, as many at once as it has credit for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tiercheck.errors import CapacityExceeded, TierError
+from tiercheck.tiers.peer.calling import Caller, Operation, error_of
+from tiercheck.tiers.peer.messages import (
+    CHUNKS_MAX,
+    BadFrame,
+    BeginGet,
+    Data,
+    EndGet,
+    Failure,
+    Forgotten,
+    GetChunk,
+    GetState,
+    Message,
+    checksum,
+)
+from tiercheck.types import Buffer, ByteRange
+
+__all__ = ["Getting"]
+
+
+class Getting(Operation):
+    """Fetches an object, or ``wanted`` of it, into ``into`` or into memory of its own (the result either way)."""
+
+    def __init__(
+        self,
+        namespace: str,
+        key: str,
+        wanted: ByteRange | None,
+        into: memoryview | None,
+        new_transfer: Callable[[], bytes],
+    ) -> None:
+        super().__init__()
+        self.key = key
+        self.what = f"getting {key!r}"
+        self.transfer = new_transfer()
+        self._new_transfer = new_transfer
+        self._namespace = namespace
+        self._wanted = wanted
+        self._into = into
+        self._target: memoryview | None = None
+        self._etag: str | None = None
+        self._nbytes = 0
+        self._count = 0
+        self._next = 0
+        self._arrived: set[int] = set()
+        self._lost: deque[int] = deque()
+        self._outstanding: dict[int, tuple[int, int]] = {}
+        """Chunk to the link and the request that asked for it."""
+
+    def start(self, caller: Caller, now: float) -> None:
+        links = {link for link, _ in self._outstanding.values() if link in caller.links}
+        link = caller.next_link()
+        if link is None:
+            return
+        for each in sorted(links) or [link]:
+            wanted = ByteRange(0, 0) if self._wanted is None else self._wanted
+            begin = BeginGet(
+                transfer=self._id(),
+                namespace=self._namespace,
+                key=self.key or "",
+                whole=self._wanted is None,
+                start=wanted.start,
+                stop=wanted.stop,
+                chunk_bytes=caller.settings.chunk_bytes,
+            )
+            caller.send(self, each, begin)
+
+    def _id(self) -> bytes:
+        assert self.transfer is not None
+        return self.transfer
+
+    def receive(
+        self, caller: Caller, link: int, request_id: int, message: Message, data: Buffer | None, now: float
+    ) -> None:
+        match message:
+            case Data():
+                self._take(caller, message, data, now)
+            case GetState():
+                self._opened(caller, link, request_id, message, data, now)
+            case Failure():
+                caller.finish(self, error_of(message, self.key))
+            case Forgotten():
+                # Another object may be there by now; the answer's etag will tell.
+                self._give_back(caller)
+                caller.rename(self, self._new_transfer())
+                self.start(caller, now)
+            case _:
+                raise BadFrame("unasked", f"{type(message).__name__} answers no get")
+
+    def _opened(
+        self, caller: Caller, link: int, request_id: int, state: GetState, data: Buffer | None, now: float
+    ) -> None:
+        if self._wanted is not None and state.nbytes != len(self._wanted):
+            raise BadFrame("malformed", "a range has another length than was asked for")
+        if data is not None and (memoryview(data).nbytes != state.nbytes or checksum(data) != state.checksum):
+            raise BadFrame("corrupt", "an object's checksum is not that of its bytes")
+        if state.etag != self._etag or self._target is None or data is not None:
+            if not self._prepare(caller, state):
+                return
+            self.moved(now)
+        if data is not None:
+            assert self._target is not None
+            self._target[:] = data
+            self._finish(caller)
+            return
+        for index, (carrier, sent) in list(self._outstanding.items()):
+            if carrier not in caller.links or (carrier == link and sent <= request_id):
+                del self._outstanding[index]
+                caller.return_credit(self._length(caller, index))
+                self._lost.append(index)
+        self.pump(caller, now)
+
+    def _prepare(self, caller: Caller, state: GetState) -> bool:
+        """Room for an object that is new to us. False where there is none, and the get is over."""
+        self._give_back(caller)
+        self._arrived.clear()
+        self._lost.clear()
+        self._etag, self._nbytes, self._next = state.etag, state.nbytes, 0
+        self._count = -(-state.nbytes // caller.settings.chunk_bytes)
+        if self._count > CHUNKS_MAX:
+            caller.finish(self, CapacityExceeded(f"{state.nbytes} bytes are too many for one get", key=self.key))
+            return False
+        if self._into is not None:
+            if self._into.nbytes < state.nbytes:
+                message = f"into has {self._into.nbytes} bytes; {self.key!r} needs {state.nbytes}"
+                caller.finish(self, ValueError(message))
+                return False
+            self._target = self._into[: state.nbytes]
+            return True
+        try:
+            self._target = memoryview(bytearray(state.nbytes))
+        except (MemoryError, OverflowError):
+            error = CapacityExceeded(f"this process has no memory for {state.nbytes} bytes", key=self.key)
+            caller.finish(self, error)
+            return False
+        return True
+
+    def _take(self, caller: Caller, message: Data, data: Buffer | None, now: float) -> None:
+        index = message.index
+        if index not in self._outstanding or self._target is None:
+            raise BadFrame("unasked", f"chunk {index} was not asked for, or has arrived")
+        nbytes = self._length(caller, index)
+        del self._outstanding[index]
+        caller.return_credit(nbytes)
+        if data is None or memoryview(data).nbytes != nbytes or checksum(data) != message.checksum:
+            self._lost.append(index)
+            self.pump(caller, now)
+            raise BadFrame("corrupt", f"chunk {index} is not what was sent; it is asked for again")
+        start = index * caller.settings.chunk_bytes
+        self._target[start : start + nbytes] = data
+        self._arrived.add(index)
+        self.moved(now)
+        if len(self._arrived) == self._count:
+            self._finish(caller)
+        else:
+            self.pump(caller, now)
+
+    def pump(self, caller: Caller, now: float) -> None:
+        """Ask for as much as the client has credit for."""
+        while True:
+            index = self._lost.popleft() if self._lost else self._next
+            if index >= self._count:
+                return
+            if index == self._next:
+                self._next += 1
+            link = caller.next_link()
+            if link is None or not caller.take_credit(self._length(caller, index)):
+                self._lost.appendleft(index)
+                caller.starve(self)
+                return
+            self._outstanding[index] = (link, caller.send(self, link, GetChunk(self._id(), index)))
+
+    def lost(self, caller: Caller, link: int, now: float) -> None:
+        self.start(caller, now)
+
+    def cancel(self, caller: Caller, now: float) -> None:
+        caller.finish(self, TierError("cancelled"))
+
+    def release(self, caller: Caller) -> None:
+        self._give_back(caller)
+        link = caller.next_link()
+        if self._count > 1 and link is not None:
+            caller.send(self, link, EndGet(self._id()))
+        self._target = self._into = None
+
+    def _finish(self, caller: Caller) -> None:
+        assert self._target is not None
+        caller.finish(self, self._target if self._into is not None else self._target.toreadonly())
+
+    def _give_back(self, caller: Caller) -> None:
+        """Nothing is under way any more; what was will be asked for again."""
+        for index in self._outstanding:
+            caller.return_credit(self._length(caller, index))
+            self._lost.append(index)
+        self._outstanding.clear()
+
+    def _length(self, caller: Caller, index: int) -> int:
+        start = index * caller.settings.chunk_bytes
+        return min(start + caller.settings.chunk_bytes, self._nbytes) - start

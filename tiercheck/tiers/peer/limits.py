@@ -1,0 +1,73 @@
+"""What a peer server allows, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["CHUNK_BYTES", "CHUNK_BYTES_MAX", "CHUNK_BYTES_MIN", "CREDIT_BYTES", "PeerLimits", "PeerStatistics"]
+
+CHUNK_BYTES = 2 << 20
+"""The size of a chunk unless somebody asks for another. Below it the cost of a message shows; far above it memory is
+no longer found in the cache when it is checked and copied."""
+CHUNK_BYTES_MIN = 64 << 10
+CHUNK_BYTES_MAX = 16 << 20
+CREDIT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class PeerLimits:
+    """Upper bounds of a :class:`~tiercheck.tiers.peer.PeerServer`. Bytes and seconds."""
+
+    memory_bytes: int = 1 << 60
+    """Objects and half-received objects of all namespaces together; more raises ``CapacityExceeded``."""
+    in_flight_bytes: int = 256 << 20
+    """What senders may have under way at once, all together: the credit that the server has to give."""
+    buffer_bytes: int = 1 << 30
+    """Copies of objects on their way to or from drivers whose memory cannot be mapped."""
+    chunk_bytes: int = 8 << 20
+    """The largest frame taken; a longer one ends its connection."""
+    namespaces: int = 64
+    connections: int = 256
+    transfers: int = 1024
+    """Puts under way at once, and gets: another put is refused, another get ends the one that is silent longest."""
+    calls: int = 128
+    """Operations of the drivers at once; while there are that many nothing more is read from the network."""
+    outcomes: int = 4096
+    """Finished puts and deletes that are remembered for a client that has lost the answer."""
+    idle_s: float = 60.0
+    """A transfer whose client is silent for that long is dropped, and with it what it had reserved."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "buffer_bytes", "namespaces", "connections", "transfers", "calls", "outcomes"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"PeerLimits.{name} must be at least 1, not {getattr(self, name)}")
+        if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
+            raise ConfigurationError(
+                f"PeerLimits.chunk_bytes must be {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX} bytes, not {self.chunk_bytes}"
+            )
+        if self.in_flight_bytes < self.chunk_bytes:
+            raise ConfigurationError("PeerLimits.in_flight_bytes must hold at least one chunk (chunk_bytes)")
+        if self.idle_s <= 0:
+            raise ConfigurationError(f"PeerLimits.idle_s must be more than 0, not {self.idle_s}")
+
+
+@dataclass(frozen=True)
+class PeerStatistics:
+    """What a server has done since it started; a snapshot."""
+
+    objects_put: int = 0
+    bytes_put: int = 0
+    objects_got: int = 0
+    bytes_got: int = 0
+    clients: int = 0
+    """Connections that are open now."""
+    bytes_in_flight: int = 0
+    """Credit that senders hold now, and copies that wait to be sent."""
+    transfers: int = 0
+    """Puts and gets under way now."""
+    dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Frames that were counted and dropped, by reason."""

@@ -1,0 +1,215 @@
+"""The client's side of a put, without I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tiercheck.errors import TierError, Transient
+from tiercheck.tiers.peer.calling import Caller, Operation, error_of
+from tiercheck.tiers.peer.content import PayloadChunks
+from tiercheck.tiers.peer.messages import (
+    AbortPut,
+    BadFrame,
+    BeginPut,
+    ChunkTaken,
+    Done,
+    Failure,
+    Forgotten,
+    Message,
+    PutChunk,
+    PutState,
+    checksum,
+)
+from tiercheck.types import Buffer, ObjectInfo, PutMode
+
+__all__ = ["Putting"]
+
+
+class Putting(Operation):
+    """Sends an object chunk by chunk, as the server's credit allows. ``new_transfer`` draws an id of 16 bytes."""
+
+    def __init__(
+        self, namespace: str, key: str, chunks: PayloadChunks, mode: PutMode, new_transfer: Callable[[], bytes]
+    ) -> None:
+        super().__init__()
+        self.key = key
+        self.what = f"putting {key!r}"
+        self.transfer = new_transfer()
+        self._new_transfer = new_transfer
+        self._namespace = namespace
+        self._chunks = chunks
+        self._mode = mode
+        self._cancelling = False
+        self._incarnation = 0
+        self._began = 0.0
+        self._begins = 0
+        self._credit = 0
+        self._next = 0
+        self._lost: deque[int] = deque()
+        self._taken: set[int] = set()
+        self._outstanding: dict[int, tuple[int, int]] = {}
+        """Chunk to the link and the request it went with."""
+
+    def start(self, caller: Caller, now: float) -> None:
+        """Begin; or ask on every link that carries chunks what has arrived; or abort."""
+        links = {link for link, _ in self._outstanding.values() if link in caller.links}
+        link = caller.next_link()
+        if link is None:
+            return
+        for each in sorted(links) or [link]:
+            if self._cancelling:
+                caller.send(self, each, AbortPut(self._id()))
+            else:
+                self._begin(caller, each, now)
+
+    def _id(self) -> bytes:
+        assert self.transfer is not None
+        return self.transfer
+
+    def _begin(self, caller: Caller, link: int, now: float) -> None:
+        chunks, settings = self._chunks, caller.settings
+        if not self._begins:
+            self._began, self._incarnation = now, caller.incarnation
+        data = chunks.chunk(0, chunks.nbytes) if chunks.nbytes <= settings.chunk_bytes else None
+        begin = BeginPut(
+            transfer=self._id(),
+            namespace=self._namespace,
+            key=self.key or "",
+            nbytes=chunks.nbytes,
+            mode=self._mode.kind,
+            etag=self._mode.etag or "",
+            chunk_bytes=settings.chunk_bytes,
+            credit=max(1, settings.credit_bytes // settings.chunk_bytes),
+            incarnation=self._incarnation,
+            age_ms=max(1, int((now - self._began) * 1000)) if self._begins else 0,
+            checksum=0 if data is None else checksum(data),
+        )
+        self._begins += 1
+        if data is not None:
+            self._next = 1
+        caller.send(self, link, begin, data)
+
+    def receive(
+        self, caller: Caller, link: int, request_id: int, message: Message, data: Buffer | None, now: float
+    ) -> None:
+        match message:
+            case ChunkTaken(_, index):
+                if self._outstanding.pop(index, None) is not None:
+                    caller.return_credit(self._nbytes(caller, index))
+                    self._taken.add(index)
+                    self.moved(now)
+                    self.pump(caller, now)
+            case PutState():
+                self._compare(caller, link, request_id, message, now)
+            case Done():
+                caller.finish(self, ObjectInfo(self.key or "", message.nbytes, message.etag))
+            case Failure():
+                caller.finish(self, error_of(message, self.key))
+            case Forgotten():
+                self._begin_anew(caller, message, now)
+            case _:
+                raise BadFrame("unasked", f"{type(message).__name__} answers no put")
+
+    def _compare(self, caller: Caller, link: int, request_id: int, state: PutState, now: float) -> None:
+        """What was sent over that link before the question, or over a link that broke, and is not there, is lost."""
+        if len(state.received) != (self._count(caller) + 7) // 8:
+            raise BadFrame("malformed", "a put's state has another number of chunks")
+        if not self._credit and state.credit:
+            self.moved(now)
+        self._credit = state.credit
+        caller.incarnation = state.incarnation
+        for index, (carrier, sent) in list(self._outstanding.items()):
+            arrived = state.received[index >> 3] >> (index & 7) & 1
+            if arrived or carrier not in caller.links or (carrier == link and sent <= request_id):
+                del self._outstanding[index]
+                caller.return_credit(self._nbytes(caller, index))
+                if arrived:
+                    self._taken.add(index)
+                    self.moved(now)
+                else:
+                    self._lost.append(index)
+        self.pump(caller, now)
+
+    def _begin_anew(self, caller: Caller, answer: Forgotten, now: float) -> None:
+        """The server knows nothing of this put: it was restarted, or has dropped it."""
+        is_whole = self._chunks.nbytes <= caller.settings.chunk_bytes
+        all_sent = self._next >= self._count(caller)
+        caller.incarnation = answer.incarnation
+        if self._cancelling:
+            caller.finish(self, TierError("cancelled"))
+        elif self._mode.conditional and all_sent and not (is_whole and self._begins == 1):
+            caller.finish(
+                self,
+                Transient(
+                    f"peer {caller.settings.peer} was restarted before it could answer: the object may have been "
+                    f"stored or not; look before another {self._mode.kind}",
+                    key=self.key,
+                ),
+            )
+        else:
+            self._give_back(caller)
+            self._next, self._begins, self._credit = 0, 0, 0
+            self._lost.clear()
+            self._taken.clear()
+            caller.rename(self, self._new_transfer())
+            self.start(caller, now)
+
+    def pump(self, caller: Caller, now: float) -> None:
+        """Send what credit, the server's and the client's own, allows."""
+        while not self._cancelling and len(self._outstanding) < self._credit:
+            index = self._following(caller)
+            link = caller.next_link()
+            if index is None or link is None:
+                return
+            start, stop = self._range(caller, index)
+            if not caller.take_credit(stop - start):
+                self._lost.appendleft(index)
+                caller.starve(self)
+                return
+            data = self._chunks.chunk(start, stop)
+            request_id = caller.send(self, link, PutChunk(self._id(), index, checksum(data)), data)
+            self._outstanding[index] = (link, request_id)
+
+    def _following(self, caller: Caller) -> int | None:
+        """The next chunk to send: a lost one, or one that was never sent."""
+        while self._lost:
+            index = self._lost.popleft()
+            if index not in self._taken:
+                return index
+        if self._next < self._count(caller):
+            self._next += 1
+            return self._next - 1
+        return None
+
+    def lost(self, caller: Caller, link: int, now: float) -> None:
+        # Nothing more is sent before the server has said what arrived.
+        self._credit = 0
+        self.start(caller, now)
+
+    def cancel(self, caller: Caller, now: float) -> None:
+        self._cancelling = True
+        if self._begins:
+            self.start(caller, now)
+        else:
+            caller.finish(self, TierError("cancelled"))
+
+    def release(self, caller: Caller) -> None:
+        self._give_back(caller)
+        # The chunks' buffers are released by whoever sent the last of them.
+
+    def _give_back(self, caller: Caller) -> None:
+        for index in self._outstanding:
+            caller.return_credit(self._nbytes(caller, index))
+        self._outstanding.clear()
+
+    def _count(self, caller: Caller) -> int:
+        return max(1, -(-self._chunks.nbytes // caller.settings.chunk_bytes))
+
+    def _range(self, caller: Caller, index: int) -> tuple[int, int]:
+        start = index * caller.settings.chunk_bytes
+        return start, min(start + caller.settings.chunk_bytes, self._chunks.nbytes)
+
+    def _nbytes(self, caller: Caller, index: int) -> int:
+        start, stop = self._range(caller, index)
+        return stop - start

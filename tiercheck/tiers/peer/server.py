@@ -1,0 +1,352 @@
+"""A peer server: objects of other nodes in this node's memory, served over ZeroMQ.
+
+The protocol runs in one thread of the server's own, so that frames are checked and copied without holding up the
+event loop; the namespaces' drivers run in the loop that started the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tiercheck.errors import ConfigurationError, TierCheckError
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.peer.flood import FloodWatch
+from tiercheck.tiers.peer.heap import keep_frame_memory
+from tiercheck.tiers.peer.keys import PeerKeys
+from tiercheck.tiers.peer.limits import PeerLimits, PeerStatistics
+from tiercheck.tiers.peer.mailbox import Mailbox
+from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX
+from tiercheck.tiers.peer.serving import ServerProtocol
+from tiercheck.tiers.peer.store import NamespaceStore
+from tiercheck.tiers.peer.work import Reply, Work
+
+__all__ = ["PeerServer", "split_endpoint"]
+
+log = logging.getLogger(__name__)
+
+IO_THREADS = 2
+TICK_S = 0.25
+HANDSHAKE_MS = 5000
+"""A client that takes longer to greet is cut off."""
+HEARTBEAT_MS = 3000
+FRAMES_QUEUED_MAX = 8
+"""Messages of one connection that wait to be handled; then its TCP window closes."""
+SOCKET_BYTES_MAX = 32 << 20
+"""Bytes of one connection that lie in the kernel or are half read."""
+SWEEP_S = 0.1
+"""How often connections are looked at for floods."""
+REPLIES_QUEUED_MAX = 256
+"""Replies that wait for one connection; the next is dropped, and its client asks again."""
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class PeerServer:
+    """Serves the namespaces that ``open_namespace`` opens (once each; :meth:`close` closes them).
+
+    ``bind``: ``tcp://HOST:PORT``, port 0 for a free one. Without ``keys`` only a loopback address is allowed; with
+    them only clients whose public key is listed get in, and all traffic is encrypted. Runs inside the event loop
+    that calls :meth:`start`; call :meth:`close` from the same one.
+    """
+
+    def __init__(
+        self,
+        open_namespace: Callable[[str], Awaitable[TierDriver]],
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        keys: PeerKeys | None = None,
+        limits: PeerLimits | None = None,
+    ) -> None:
+        self._host, self._port = check_bind(bind, with_keys=keys is not None)
+        self._keys = keys
+        self._limits = limits or PeerLimits()
+        self._open_namespace = open_namespace
+        self._running: _Running | None = None
+        self._last = PeerStatistics()
+
+    @property
+    def endpoint(self) -> str:
+        """``HOST:PORT`` with the port that was bound. ``RuntimeError`` before :meth:`start`."""
+        if self._running is None:
+            raise RuntimeError("the peer server is not running")
+        return self._running.endpoint
+
+    @property
+    def server_key(self) -> str | None:
+        """The public key that clients must know the server by, 64 hex digits; ``None`` without keys."""
+        return self._keys.server_public if self._keys else None
+
+    @property
+    def statistics(self) -> PeerStatistics:
+        return self._running.statistics if self._running is not None else self._last
+
+    async def start(self) -> None:
+        """Bind and serve. Errors: ``ConfigurationError`` where the address cannot be bound; ``RuntimeError`` twice."""
+        if self._running is not None:
+            raise RuntimeError("the peer server is running already")
+        store = NamespaceStore(self._open_namespace, self._limits)
+        self._running = _Running(f"tcp://{self._host}:{self._port}", self._keys, self._limits, store)
+        if self._keys is None:
+            log.warning("peer server at %s without keys: loopback only", self.endpoint)
+        else:
+            log.info("peer server at %s for %d listed clients", self.endpoint, len(self._keys.allowed))
+
+    async def close(self) -> None:
+        """Stop serving and close the drivers. What was not published is dropped. Idempotent."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._last = replace(running.statistics, clients=0, bytes_in_flight=0, transfers=0)
+            await running.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _Running:
+    """From bind to close: the thread with its sockets, and the tasks in the loop."""
+
+    def __init__(self, bind: str, keys: PeerKeys | None, limits: PeerLimits, store: NamespaceStore) -> None:
+        self._keys = keys
+        self._limits = limits
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._mailbox: Mailbox[tuple[int, object] | None] = Mailbox()
+        self._protocol = ServerProtocol(limits, secrets.randbits(63))
+        self._shell_dropped: dict[str, int] = {}
+        self._copies: deque[tuple[zmq.MessageTracker, int]] = deque()
+        keep_frame_memory()
+        self._context = zmq.Context(io_threads=IO_THREADS)
+        # Bound before the router is, so that no connection is taken unasked.
+        self._zap = self._context.socket(zmq.ROUTER)
+        self._zap.bind(ZAP_ADDRESS)
+        self._router = self._make_router(bind)
+        self._monitor = self._router.get_monitor_socket(MONITORED)
+        try:
+            self._router.bind(bind)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ConfigurationError(f"the peer server cannot bind {bind}: {error.strerror}") from error
+        self.endpoint = split_endpoint(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        unread_bytes_max = FRAMES_QUEUED_MAX * limits.chunk_bytes + SOCKET_BYTES_MAX
+        self._watched = FloodWatch(int(self.endpoint.rpartition(":")[2]), unread_bytes_max)
+        self._thread = threading.Thread(target=self._serve, name=f"tiercheck peer server {self.endpoint}", daemon=True)
+        self._thread.start()
+
+    def _make_router(self, bind: str) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, max(self._limits.chunk_bytes, HEAD_BYTES_MAX))
+        router.setsockopt(zmq.RCVHWM, FRAMES_QUEUED_MAX)
+        router.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        router.setsockopt(zmq.ZAP_DOMAIN, b"tiercheck")
+        if "[" in bind:
+            router.setsockopt(zmq.IPV6, 1)
+        if self._keys is not None:
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(self._keys.server_secret))
+            router.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._keys.server_public))
+        return router
+
+    # In the event loop.
+
+    @property
+    def statistics(self) -> PeerStatistics:
+        counted = self._protocol.statistics(len(self._watched))
+        return replace(counted, dropped=MappingProxyType({**counted.dropped, **self._shell_dropped}))
+
+    async def close(self) -> None:
+        self._mailbox.post(None)
+        await asyncio.to_thread(self._thread.join)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._mailbox.close()
+        await self._store.close()
+
+    def _spawn(self, work: Work) -> None:
+        task = self._loop.create_task(self._do(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _do(self, work: Work) -> None:
+        outcome: object
+        try:
+            outcome = await self._store.do(work.task)
+        except (TierCheckError, ValueError) as error:
+            outcome = error
+        except Exception as error:
+            log.exception("peer server at %s: %s failed", self.endpoint, type(work.task).__name__)
+            outcome = error
+        self._mailbox.post((work.number, outcome))
+
+    # In the thread.
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for reader in (self._zap, self._monitor, self._mailbox.fd):
+            poller.register(reader, zmq.POLLIN)
+        next_tick = time.monotonic() + TICK_S
+        next_sweep = 0.0
+        reading = False
+        try:
+            while True:
+                if reading == self._protocol.saturated:
+                    reading = not reading
+                    poller.register(self._router, zmq.POLLIN if reading else 0)
+                ready = dict(
+                    poller.poll(
+                        math.ceil(
+                            max(0.0, (next_tick if not len(self._watched) else next_sweep) - time.monotonic()) * 1000
+                        )
+                    )
+                )
+                if self._zap in ready:
+                    self._admit()
+                if self._monitor in ready:
+                    self._watch()
+                if self._mailbox.fd in ready:
+                    for letter in self._mailbox.take():
+                        if letter is None:
+                            return
+                        self._act(self._protocol.done(*letter, time.monotonic()))
+                if self._router in ready:
+                    self._receive()
+                now = time.monotonic()
+                if now >= next_sweep:
+                    next_sweep = now + SWEEP_S
+                    for _ in range(self._watched.sweep()):
+                        self._drop("flood")
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self._act(self._protocol.tick(now))
+                while self._copies and self._copies[0][0].done:
+                    self._protocol.gets.copied_bytes -= self._copies.popleft()[1]
+        except Exception:
+            log.exception("the peer server at %s stopped", self.endpoint)
+            raise
+        finally:
+            self._close_sockets()
+
+    def _receive(self) -> None:
+        """A few messages, so that neither a busy client nor the loop's answers have to wait long."""
+        for _ in range(FRAMES_QUEUED_MAX):
+            if self._protocol.saturated:
+                return
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer, *rest = frames
+            if rest:
+                self._watched.handled(rest[0].get(zmq.SRCFD), len(rest), sum(map(len, rest)))
+            self._act(self._protocol.receive(peer.bytes, [frame.buffer for frame in rest], time.monotonic()))
+
+    def _act(self, effects: list[Reply | Work]) -> None:
+        for effect in effects:
+            if isinstance(effect, Work):
+                self._loop.call_soon_threadsafe(self._spawn, effect)
+            else:
+                self._send(effect)
+
+    def _send(self, reply: Reply) -> None:
+        tracker: zmq.MessageTracker | None = None
+        try:
+            self._router.send(reply.peer, zmq.NOBLOCK | zmq.SNDMORE)
+            if reply.data is None:
+                self._router.send(reply.head, zmq.NOBLOCK)
+            else:
+                self._router.send(reply.head, zmq.NOBLOCK | zmq.SNDMORE)
+                tracker = self._router.send(reply.data, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._drop("reply not taken" if error.errno == zmq.EAGAIN else "client gone")
+        if reply.copied_bytes:
+            if tracker is None:
+                self._protocol.gets.copied_bytes -= reply.copied_bytes
+            else:
+                self._copies.append((tracker, reply.copied_bytes))
+
+    def _admit(self) -> None:
+        """Answer libzmq's question whether a connection may be (RFC 27, ZAP)."""
+        frames = self._zap.recv_multipart()
+        envelope, request = frames[: frames.index(b"") + 1], frames[frames.index(b"") + 1 :]
+        status, reason = b"400", b"not listed"
+        if len(self._watched) > self._limits.connections:
+            reason = b"too many connections"
+            self._drop("too many connections")
+        elif self._keys is None:
+            status, reason = b"200", b"loopback"
+        elif len(request) == 7 and request[5] == b"CURVE" and request[6].hex() in self._keys.allowed:
+            status, reason = b"200", b"listed"
+        else:
+            self._drop("not listed")
+        self._zap.send_multipart([*envelope, b"1.0", request[1], status, reason, b"", b""])
+
+    def _watch(self) -> None:
+        message = recv_monitor_message(self._monitor)
+        if message["event"] == zmq.EVENT_ACCEPTED:
+            self._watched.accepted(message["value"])
+        elif message["event"] == zmq.EVENT_DISCONNECTED:
+            self._watched.disconnected(message["value"])
+        else:
+            self._drop("handshake")
+
+    def _drop(self, reason: str) -> None:
+        self._shell_dropped[reason] = self._shell_dropped.get(reason, 0) + 1
+
+    def _close_sockets(self) -> None:
+        self._router.disable_monitor()
+        for socket in (self._monitor, self._router, self._zap):
+            socket.close(linger=0)
+        self._context.term()
+
+
+def check_bind(bind: str, *, with_keys: bool) -> tuple[str, int]:
+    """Host (in brackets, if IPv6) and port. ``ConfigurationError`` for no address, or one that needs keys."""
+    host, separator, port = bind.removeprefix("tcp://").rpartition(":")
+    if not bind.startswith("tcp://") or not separator or not port.isdecimal() or int(port) > 65535 or not host:
+        raise ConfigurationError(f"a peer server binds to tcp://HOST:PORT (port 0: any that is free), not to {bind!r}")
+    if host == "localhost":
+        host = "127.0.0.1"
+    try:
+        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = False  # an interface or a wildcard
+    if not with_keys and not is_loopback:
+        raise ConfigurationError(
+            f"without keys a peer server binds to loopback only, not to {bind!r}: anybody who reaches it could read "
+            f"and replace checkpoints; make keys with 'tiercheck keys DIRECTORY', copy the directory to every node, "
+            f"and give it by keys= or TIERCHECK_KEYS"
+        )
+    return host, int(port)
+
+
+def split_endpoint(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://")
