@@ -1,0 +1,213 @@
+"""One aiobotocore client: every request of a driver goes through here, with retries, deadlines and error mapping."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import aiobotocore.session
+import botocore.loaders
+from aiobotocore.config import AioConfig
+from botocore import exceptions as boto
+from botocore.handlers import add_expect_header
+
+from tiercheck.errors import Closed, ConfigurationError
+from tiercheck.tiers.s3.failures import FOREIGN, classify
+from tiercheck.tiers.s3.payload import Body, Buffers
+from tiercheck.tiers.s3.settings import S3Settings
+from tiercheck.tiers.s3.waiting import settled
+
+__all__ = ["COMPLETION_PATIENCE", "SMALL_REQUESTS", "Answer", "Progress", "S3Client"]
+
+T = TypeVar("T")
+Answer = dict[str, Any]
+
+SMALL_REQUESTS = 16
+"""Requests without a body of ours that are under way at once, beside the transfers."""
+CAUGHT: tuple[type[Exception], ...] = (*FOREIGN, RuntimeError)
+TRIES_MAX = 30
+BACKOFF_S = 0.1
+BACKOFF_S_MAX = 5.0
+EXPECT_BYTES_MIN = 1 << 20
+COMPLETION_PATIENCE = 10
+"""Completing a large upload takes the server minutes: so many times the usual timeout."""
+
+
+@functools.cache
+def service_models(path: str | None) -> Any:
+    """botocore's description of S3, read once a process: it takes a fifth of a second."""
+    return botocore.loaders.create_loader(path)
+
+
+def ask_first(params: dict[str, Any], **_: object) -> None:
+    """``Expect: 100-continue`` where it pays: a condition that fails is then told before a large body is sent, and not
+    by breaking the connection in the middle of it. Elsewhere it would cost each part a round trip."""
+    conditional = {"If-None-Match", "If-Match"} & set(params["headers"])
+    body = params["body"]
+    if conditional and isinstance(body, Body) and len(body) >= EXPECT_BYTES_MIN:
+        params["headers"]["Expect"] = "100-continue"
+
+
+class Progress:
+    """A deadline that moves on with the signs of life, a tenth of the timeout at a time: moving it is not free."""
+
+    def __init__(self, scope: asyncio.Timeout, timeout_s: float) -> None:
+        self._scope = scope
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._moved_at = self._loop.time()
+
+    def __call__(self) -> None:
+        now = self._loop.time()
+        if now - self._moved_at > self._timeout_s / 10 and not self._scope.expired():
+            self._moved_at = now
+            # A request whose scope has ended may still be winding down.
+            with contextlib.suppress(RuntimeError):
+                self._scope.reschedule(now + self._timeout_s)
+
+
+class S3Client:
+    """Requests to one endpoint. ``tier`` is the URL that errors name."""
+
+    def __init__(self, settings: S3Settings, tier: str) -> None:
+        self.settings = settings
+        self.tier = tier
+        self.retries = 0
+        """Tries beyond the first, since the driver was made."""
+        self._client: Any = None
+        self._context: Any = None
+        self._transfers = asyncio.Semaphore(settings.parts_in_flight)
+        self._small = asyncio.Semaphore(SMALL_REQUESTS)
+
+    async def open(self) -> None:
+        """Errors: ``ConfigurationError`` for a profile or an endpoint that botocore does not accept."""
+        settings = self.settings
+        addressing = settings.addressing
+        if addressing == "auto" and settings.endpoint_url is not None:
+            addressing = "path"  # a private store seldom has a wildcard name in DNS
+        config = AioConfig(
+            connect_timeout=min(settings.timeout_s, 10.0),
+            read_timeout=settings.timeout_s * COMPLETION_PATIENCE,
+            max_pool_connections=settings.parts_in_flight + SMALL_REQUESTS,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            # The checksum below is signed and covers the body: hashing it once more would cost more than sending it.
+            s3={"addressing_style": addressing, "payload_signing_enabled": False},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        try:
+            session = aiobotocore.session.AioSession(profile=settings.profile)
+            session.register_component("data_loader", service_models(session.get_config_variable("data_path")))
+            region = settings.region or session.get_config_variable("region") or "us-east-1"
+            self._context = session.create_client(
+                "s3", region_name=region, endpoint_url=settings.endpoint_url, config=config
+            )
+            self._client = await self._context.__aenter__()
+        except (boto.BotoCoreError, ValueError) as error:
+            raise ConfigurationError(f"{settings.place} cannot be used: {error}") from error
+        events = self._client.meta.events
+        events.unregister("before-call.s3", add_expect_header)
+        events.register("before-call.s3.PutObject", ask_first)
+
+    async def close(self) -> None:
+        context, self._context, self._client = self._context, None, None
+        if context is not None:
+            await context.__aexit__(None, None, None)
+
+    @property
+    def is_open(self) -> bool:
+        return self._client is not None
+
+    def check_open(self, key: str | None = None) -> None:
+        if self._client is None:
+            raise Closed("the driver is not open", tier=self.tier, key=key)
+
+    async def ask(self, operation: str, key: str | None = None, *, patience: int = 1, **arguments: Any) -> Answer:
+        """A request without a body to speak of. ``key`` is the object's, for errors."""
+
+        async def once() -> Answer:
+            async with self._small, asyncio.timeout(self.settings.timeout_s * patience):
+                return await self._send(operation, arguments)
+
+        return await self.retrying(once, key)
+
+    async def send(self, operation: str, key: str, buffers: Buffers, start: int, stop: int, **arguments: Any) -> Answer:
+        """A request with ``[start, stop)`` of the payload as its body.
+
+        Cancellation stops it where the server cannot have the whole body, and waits for the answer where it may:
+        afterwards the server acts on it no more.
+        """
+
+        async def once() -> Answer:
+            async with self._transfers:
+                bodies: list[Body] = []
+
+                async def transfer() -> Answer:
+                    async with asyncio.timeout(self.settings.timeout_s) as scope:
+                        body = Body(buffers, start, stop, Progress(scope, self.settings.timeout_s))
+                        bodies.append(body)
+                        return await self._send(operation, {**arguments, "Body": body if len(body) else b""})
+
+                return await settled(transfer(), lambda: not bodies or not bodies[0].handed_over)
+
+        return await self.retrying(once, key)
+
+    @contextlib.asynccontextmanager
+    async def receiving(self) -> AsyncIterator[Progress]:
+        """A slot for one answer with a body, and the progress to report while it is read."""
+        async with self._transfers, asyncio.timeout(self.settings.timeout_s) as scope:
+            yield Progress(scope, self.settings.timeout_s)
+
+    async def begin_get(self, **arguments: Any) -> Answer:
+        """``GetObject`` without retries or mapping; the caller reads the body and closes it."""
+        return await self._send("GetObject", arguments)
+
+    async def retrying(self, attempt: Callable[[], Awaitable[T]], key: str | None) -> T:
+        """``attempt`` until it succeeds, or fails for good, or the deadline has passed.
+
+        Waits a random time up to a bound that doubles. Source: Brooker, "Exponential Backoff And Jitter" (AWS
+        Architecture Blog, 2015), "full jitter".
+        """
+        deadline = asyncio.get_running_loop().time() + self.settings.deadline_s
+        for tries in itertools.count(1):
+            self.check_open(key)
+            try:
+                return await attempt()
+            except CAUGHT as error:
+                self.check_open(key)  # what was under way when the driver was closed fails in many ways
+                if isinstance(error, RuntimeError):
+                    raise
+                failure = classify(error, self.settings.timeout_s)
+                pause = random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S * 2**tries))
+                late = asyncio.get_running_loop().time() + pause >= deadline
+                if not failure.retryable or tries >= TRIES_MAX or late:
+                    raise failure.error(self.tier, key, tries) from error
+            self.retries += 1
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable: the tries have a bound")
+
+    async def _send(self, operation: str, arguments: dict[str, Any]) -> Answer:
+        self.check_open()
+        method = getattr(self._client, METHODS[operation])
+        answer: Answer = await method(Bucket=self.settings.bucket, **arguments)
+        return answer
+
+
+METHODS = {
+    "AbortMultipartUpload": "abort_multipart_upload",
+    "CompleteMultipartUpload": "complete_multipart_upload",
+    "CreateMultipartUpload": "create_multipart_upload",
+    "DeleteObjects": "delete_objects",
+    "GetObject": "get_object",
+    "HeadObject": "head_object",
+    "ListMultipartUploads": "list_multipart_uploads",
+    "ListObjectsV2": "list_objects_v2",
+    "ListParts": "list_parts",
+    "PutObject": "put_object",
+    "UploadPart": "upload_part",
+}

@@ -1,0 +1,266 @@
+"""Getting an object: parts in parallel, each written where it belongs, and the whole verified.
+
+The first request asks for the whole object, since its size is not known yet, and goes on reading from the front; the
+others fetch parts from the back, until they meet. So a small object is one request, and a large one needs no request
+ahead of the others. All requests after the first ask for the ETag of the first, so that the bytes are of one put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import mmap
+import re
+from collections import deque
+from typing import Any
+
+from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsupported
+from tiercheck.tiers.s3.checksums import Checksum, stored_checksum
+from tiercheck.tiers.s3.client import Answer, Progress, S3Client
+from tiercheck.tiers.s3.failures import Refused
+from tiercheck.tiers.s3.names import Etags
+from tiercheck.tiers.s3.payload import INLINE_BYTES_MAX
+from tiercheck.tiers.s3.waiting import settled, together
+from tiercheck.types import ByteRange
+
+__all__ = ["Download"]
+
+READS_MAX = 5
+"""An object that is overwritten while it is read is read again, so many times."""
+MAPPED_BYTES_MIN = 1 << 20
+
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
+
+
+class Changed(Exception):
+    """The object is no longer the one whose first bytes were read; never leaves the driver."""
+
+
+class Download:
+    """One get of ``name``; errors speak of ``key``."""
+
+    def __init__(self, client: S3Client, etags: Etags, key: str, name: str) -> None:
+        self._client = client
+        self._etags = etags
+        self._key = key
+        self._name = name
+
+    async def run(self, range: ByteRange | None, into: memoryview | None) -> memoryview:
+        if range is not None and len(range) == 0:
+            return await self._nothing(range, into)
+        damaged: Corruption | None = None
+        for _ in itertools.repeat(None, READS_MAX):
+            try:
+                return await _Read(self, range, into).run()
+            except Changed:
+                continue
+            except Corruption as error:
+                # Once more: it may have happened on the way. Twice the same is the object.
+                if damaged is not None:
+                    raise
+                damaged = error
+            except Refused as error:
+                if error.code != "InvalidRange" or range is None:
+                    raise
+                raise self.past_the_end(range, await self._size()) from None
+        raise Transient(
+            f"the object was overwritten {READS_MAX} times while it was read", tier=self._client.tier, key=self._key
+        )
+
+    async def _nothing(self, range: ByteRange, into: memoryview | None) -> memoryview:
+        nbytes = await self._size()
+        if range.stop > nbytes:
+            raise self.past_the_end(range, nbytes)
+        return memoryview(b"") if into is None else into[:0]
+
+    async def _size(self) -> int:
+        return int((await self._client.ask("HeadObject", self._key, Key=self._name))["ContentLength"])
+
+    def past_the_end(self, range: ByteRange, nbytes: int) -> ValueError:
+        return ValueError(f"{range} reaches past the end of {self._key!r}, which has {nbytes} bytes")
+
+    @property
+    def client(self) -> S3Client:
+        return self._client
+
+    @property
+    def key(self) -> str:
+        return self._key
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def note(self, answer: Answer) -> None:
+        self._etags.note_answer(self._name, answer)
+
+
+class _Read:
+    """One try at reading all of it. ``_learn`` sets up the parts once the first answer has told the size."""
+
+    def __init__(self, download: Download, range: ByteRange | None, into: memoryview | None) -> None:
+        self._of = download
+        self._client = download.client
+        self._range = range
+        self._into = into
+        self._target: memoryview | None = None
+        self._start = 0
+        self._etag = ""
+        self._expected: tuple[Checksum, str] | None = None
+        self._parts: list[tuple[int, int]] = []
+        self._left: deque[int] = deque()
+        self._sums: dict[int, int] = {}
+        self._learnt = asyncio.Event()
+
+    async def run(self) -> memoryview:
+        workers = self._client.settings.parts_in_flight - 1
+        await together(self._front(), *(self._back() for _ in range(workers)))
+        target = self._target
+        assert target is not None
+        try:
+            self._verify()
+        except Corruption:
+            target.release()
+            raise
+        return target if self._into is not None else target.toreadonly()
+
+    async def _front(self) -> None:
+        """The first request, read from the front; after a failure on the way, a worker like the others."""
+        try:
+            await self._client.retrying(self._read_front, self._of.key)
+        finally:
+            self._learnt.set()
+        await self._back()
+
+    async def _read_front(self) -> None:
+        if self._target is not None:
+            return
+        arguments: dict[str, Any] = {"Key": self._of.name, "ChecksumMode": "ENABLED"}
+        if self._range is not None:
+            stop = min(self._range.stop, self._range.start + self._client.settings.part_bytes)
+            arguments["Range"] = f"bytes={self._range.start}-{stop - 1}"
+        async with self._client.receiving() as progress:
+            answer = await self._client.begin_get(**arguments)
+            async with answer["Body"] as body:
+                stream = Stream(body)
+                self._learn(answer)
+                streamed = len(self._parts) if self._range is None else 1
+                for index in range(streamed):
+                    if not self._left or self._left[0] != index:
+                        break
+                    self._left.popleft()
+                    try:
+                        await self._fill(index, stream, progress)
+                    except BaseException:
+                        self._left.appendleft(index)
+                        raise
+
+    def _learn(self, answer: Answer) -> None:
+        """Size, ETag and checksum from the first answer, and from them where the bytes go."""
+        self._of.note(answer)
+        nbytes = int(answer["ContentLength"])
+        if self._range is not None:
+            _, _, nbytes = self._content_range(answer)
+            if self._range.stop > nbytes:
+                raise self._of.past_the_end(self._range, nbytes)
+        wanted = ByteRange(0, nbytes) if self._range is None else self._range
+        if self._into is not None and self._into.nbytes < len(wanted):
+            raise ValueError(f"into has {self._into.nbytes} bytes; {self._of.key!r} needs {len(wanted)}")
+        self._target = self._into[: len(wanted)] if self._into is not None else allocated(len(wanted))
+        self._start = wanted.start
+        self._etag = answer["ETag"]
+        self._expected = stored_checksum(answer) if len(wanted) == nbytes else None
+        size = self._client.settings.part_bytes
+        self._parts = [(at, min(at + size, len(wanted))) for at in range(0, len(wanted), size)]
+        self._left.extend(range(len(self._parts)))
+        self._learnt.set()
+
+    async def _back(self) -> None:
+        """Fetch the last part that nobody has taken, until none is left."""
+        await self._learnt.wait()
+        while self._left:
+            index = self._left.pop()
+            try:
+                await self._client.retrying(lambda index=index: self._read_part(index), self._of.key)  # type: ignore[misc]
+            except PreconditionFailed:
+                raise Changed from None
+
+    async def _read_part(self, index: int) -> None:
+        start, stop = (self._start + at for at in self._parts[index])
+        async with self._client.receiving() as progress:
+            answer = await self._client.begin_get(
+                Key=self._of.name, Range=f"bytes={start}-{stop - 1}", IfMatch=self._etag
+            )
+            async with answer["Body"] as body:
+                if self._content_range(answer)[:2] != (start, stop):
+                    raise ConnectionError(f"the server sent {answer['ContentRange']}, not {start}-{stop - 1}")
+                await self._fill(index, Stream(body), progress)
+
+    async def _fill(self, index: int, stream: Stream, progress: Progress) -> None:
+        """One part from an answer's body to where it belongs, and its checksum."""
+        assert self._target is not None
+        start, stop = self._parts[index]
+        at = start
+        while at < stop:
+            chunk = await stream.take(stop - at)
+            if not chunk:
+                raise ConnectionError(f"the answer ended {stop - at} bytes early")
+            self._target[at : at + len(chunk)] = chunk
+            at += len(chunk)
+            progress()
+        if self._expected is not None:
+            self._sums[index] = await self._sum(self._expected[0], start, stop)
+
+    async def _sum(self, checksum: Checksum, start: int, stop: int) -> int:
+        assert self._target is not None
+        with self._target[start:stop] as part:
+            if part.nbytes <= INLINE_BYTES_MAX:
+                return checksum.update(part, 0)
+            return await settled(asyncio.to_thread(checksum.update, part, 0))
+
+    def _verify(self) -> None:
+        """The parts' checksums, put together, against the one the server holds for the object."""
+        if self._expected is None:
+            return
+        checksum, expected = self._expected
+        value = 0
+        for index, (start, stop) in enumerate(self._parts):
+            value = checksum.combine(value, self._sums[index], stop - start)
+        if checksum.encode(value) != expected:
+            raise Corruption(
+                f"the {checksum.name} of what arrived is {checksum.encode(value)}, and the server holds {expected}",
+                tier=self._client.tier,
+                key=self._of.key,
+            )
+
+    def _content_range(self, answer: Answer) -> tuple[int, int, int]:
+        """``start``, ``stop`` (past the end) and the object's size."""
+        match = _CONTENT_RANGE.match(answer.get("ContentRange") or "")
+        if match is None:
+            raise Unsupported(
+                "the server answers a range with something else", tier=self._client.tier, key=self._of.key
+            )
+        return int(match[1]), int(match[2]) + 1, int(match[3])
+
+
+class Stream:
+    """An answer's body in pieces as they arrived, so that each byte is copied once, to where it is wanted."""
+
+    def __init__(self, body: Any) -> None:
+        self._content = body.raw_stream.content
+        self._left = memoryview(b"")
+
+    async def take(self, nbytes_max: int) -> memoryview:
+        """The next bytes, at most ``nbytes_max``; none at the end."""
+        if not self._left:
+            piece, _ = await self._content.readchunk()
+            self._left = memoryview(piece)
+        taken, self._left = self._left[:nbytes_max], self._left[nbytes_max:]
+        return taken
+
+
+def allocated(nbytes: int) -> memoryview:
+    """Memory of one's own; for a large object straight from the kernel, which need not be zeroed a second time."""
+    if nbytes < MAPPED_BYTES_MIN:
+        return memoryview(bytearray(nbytes))
+    return memoryview(mmap.mmap(-1, nbytes))

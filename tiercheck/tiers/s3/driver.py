@@ -1,0 +1,204 @@
+"""The S3 driver: the protocol's calls, each handed to the module that knows how."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterable
+
+from tiercheck.errors import TierError, Unauthorized, Unsupported
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.s3.client import S3Client
+from tiercheck.tiers.s3.download import Download
+from tiercheck.tiers.s3.failures import Refused, to_open_error
+from tiercheck.tiers.s3.listing import Listing
+from tiercheck.tiers.s3.names import Etags, Names
+from tiercheck.tiers.s3.payload import Buffers
+from tiercheck.tiers.s3.probe import check_layout, delete_names, probe, sweep
+from tiercheck.tiers.s3.settings import S3Settings
+from tiercheck.tiers.s3.upload import Upload
+from tiercheck.tiers.url import TierURL
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+
+__all__ = ["S3Driver"]
+
+log = logging.getLogger(__name__)
+
+BUFFERED_BYTES_A_TRANSFER = 1 << 20
+"""A chunk, its copy in the connection's own buffer, and the HTTP client's read buffers; a part's size is no factor."""
+BUFFERED_BYTES = 8 << 20
+"""A page of a listing, the known etags' first thousands, idle connections."""
+
+
+class S3Driver(TierDriver):
+    """``s3://bucket/prefix?option=value&...``: S3 and whatever speaks its protocol. Needs ``tiercheck[s3]``.
+
+    Credentials come from where every AWS tool finds them, and never from the URL: the environment
+    (``AWS_ACCESS_KEY_ID``...), a profile, a container's or an instance's role.
+
+    ============================ ==========================================================================
+    option (default)             meaning
+    ============================ ==========================================================================
+    ``endpoint_url`` (AWS)       ``https://host:port`` of another store
+    ``region`` (environment's,   the bucket's region
+    else ``us-east-1``)
+    ``profile`` (environment's)  a profile of the AWS configuration
+    ``addressing`` (``auto``)    ``path``, ``virtual``, or ``auto``: path where there is an ``endpoint_url``
+    ``survives`` (``rack``)      ``rack``, or ``site`` where the bucket is replicated elsewhere
+    ``part`` (``16MiB``)         unit of transfer; larger objects go in parts, in parallel. At least 5 MiB
+    ``parts_in_flight`` (8)      transfers at once, of all calls together
+    ``conditional`` (``auto``)   ``on``, ``off``, or ``auto``: tried at open
+    ``listing`` (``auto``)       ``flat`` (the server lists in byte order), ``tree``, or ``auto``: tried at open
+    ``access`` (``write``)       ``read``: nothing is tried (``auto``: ``tree``) or swept, puts and deletes are refused
+    ``shards`` (1)               names begin with one of so many prefixes; all clients must agree on it
+    ``storage_class``            of new objects, such as ``EXPRESS_ONEZONE``
+    ``sse``, ``sse_kms_key``     encryption at rest: ``AES256`` or ``aws:kms``
+    ``timeout`` (``60s``)        a request without progress for so long is tried again
+    ``deadline`` (``120s``)      so long it is tried again
+    ``abandoned_after``          an upload nobody has added to for so long is aborted by whoever opens the tier
+    (``24h``)                    next
+    ============================ ==========================================================================
+
+    Memory: ``memory_bytes`` beyond the caller's buffers, whatever the size of the objects: payloads are sent from
+    where they lie, and gets arrive where they are wanted.
+
+    Integrity: each request's body carries a CRC32C (CRC32 where the ``crc32c`` package is missing), which the server
+    verifies; a multipart object that of the whole. A whole get verifies what the server holds, where it says so.
+
+    Conditional puts are one request, so they hold at most 5 GiB. Where the server ignores conditions,
+    ``capabilities.conditional_put`` is false once the driver is open, and ``CREATE`` and ``UPDATE`` raise
+    ``Unsupported``. The condition of an ``UPDATE`` is S3's, on content, and a check of the put's own token just before:
+    of two clients that race to put *the same bytes* that are there already, both may be told that they won.
+
+    A listing asks for the metadata of objects that this driver has not met before (their etag is in it), once each.
+    """
+
+    def __init__(self, settings: S3Settings, url: str | None = None) -> None:
+        self.settings = settings
+        self._url = url or f"s3://{settings.bucket}" + (f"/{settings.prefix}" if settings.prefix else "")
+        self._names = Names(settings)
+        self._etags = Etags()
+        self._client = S3Client(settings, self._url)
+        self._opened = False
+        self._listing = Listing(self._client, self._names, self._etags, flat=False)
+        self._conditions = settings.conditional != "off" and settings.access == "write"
+        self.swept = 0
+        """Uploads and probes of dead clients that the last open removed."""
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> S3Driver:
+        return cls(S3Settings.from_url(url), url.text)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Before the first open, what ``auto`` is hoped to find."""
+        return Capabilities(
+            survives=self.settings.survives,
+            conditional_put=self._conditions,
+            part_bytes=self.settings.part_bytes,
+            parts_in_flight=self.settings.parts_in_flight,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that a put or a get of any size takes beside the caller's buffers and a new result."""
+        return BUFFERED_BYTES + self.settings.parts_in_flight * BUFFERED_BYTES_A_TRANSFER
+
+    @property
+    def retries(self) -> int:
+        """Requests that had to be repeated since the driver was made."""
+        return self._client.retries
+
+    async def open(self) -> None:
+        """Connect, check, try out what ``auto`` leaves open, and abort what dead clients left.
+
+        Errors: ``ConfigurationError`` (bucket, region, endpoint, profile, another number of shards),
+        ``Unauthorized``, ``Transient`` where the endpoint does not answer in time.
+        """
+        if self._opened:
+            raise RuntimeError(f"{self._url} is open already")
+        try:
+            await self._client.open()
+            await check_layout(self._client, self._names)
+            await self._find_out()
+        except TierError as error:
+            await self._client.close()
+            raise to_open_error(error, self.settings, self._url) from error
+        except BaseException:
+            await self._client.close()
+            raise
+        self._opened = True
+
+    async def _find_out(self) -> None:
+        settings = self.settings
+        conditions, flat = settings.conditional == "on", settings.listing == "flat"
+        if settings.access == "write":
+            if "auto" in (settings.conditional, settings.listing):
+                found = await probe(self._client, self._names)
+                conditions = found.conditions if settings.conditional == "auto" else conditions
+                flat = found.ordered if settings.listing == "auto" else flat
+            await self._sweep()
+        self._conditions = conditions and settings.access == "write"
+        self._listing = Listing(self._client, self._names, self._etags, flat=flat)
+
+    async def _sweep(self) -> None:
+        """To abort uploads takes rights that to write does not; who lacks them is told, and works on."""
+        try:
+            self.swept = await sweep(self._client, self._names)
+        except (Unauthorized, Refused) as error:
+            log.warning(
+                "%s: abandoned uploads are left lying (%s); allow ListBucketMultipartUploads, ListMultipartUploadParts "
+                "and AbortMultipartUpload, or give the bucket a lifecycle rule that aborts them",
+                self._url,
+                error.message,
+            )
+
+    async def close(self) -> None:
+        self._opened = False
+        await self._client.close()
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        name = self._names.name(key)
+        self._check_writable(key)
+        if mode.conditional and not self._conditions:
+            raise Unsupported("the server has no conditional writes, or they are off", tier=self._url, key=key)
+        with Buffers(payload) as buffers:
+            etag = await Upload(self._client, self._etags, key, name, buffers).run(mode)
+            return ObjectInfo(key, buffers.nbytes, etag)
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        name = self._names.name(key)
+        self._client.check_open(key)
+        return await Download(self._client, self._etags, key, name).run(range, into)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        name = self._names.name(key)
+        answer = await self._client.ask("HeadObject", key, Key=name)
+        return ObjectInfo(key, int(answer["ContentLength"]), self._etags.note_answer(name, answer))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        self._client.check_open()
+        async with contextlib.aclosing(self._listing.infos(prefix)) as found:
+            async for info in found:
+                yield info
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        doomed = list(dict.fromkeys(self._names.name(key) for key in keys))
+        self._check_writable(None)
+        for name in doomed:
+            self._etags.forget(name)
+        await delete_names(self._client, doomed)
+
+    async def usage(self) -> Usage:
+        """The sum of a listing; unfinished uploads are not in it. S3 has no limit that it tells of."""
+        self._client.check_open()
+        return Usage(await self._listing.used_bytes(), None)
+
+    def _check_writable(self, key: str | None) -> None:
+        self._client.check_open(key)
+        if self.settings.access == "read":
+            raise Unauthorized("the tier is open for reading only (access=read)", tier=self._url, key=key)

@@ -1,0 +1,155 @@
+"""What went wrong in a request: foreign exceptions to the ``TierError`` they mean, and whether to try again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import aiohttp
+from botocore import exceptions as boto
+
+from tiercheck.errors import (
+    CapacityExceeded,
+    ConfigurationError,
+    Corruption,
+    NotFound,
+    PreconditionFailed,
+    TierCheckError,
+    TierError,
+    Transient,
+    Unauthorized,
+)
+from tiercheck.tiers.s3.settings import S3Settings
+
+__all__ = ["FOREIGN", "Failure", "Refused", "classify", "to_open_error"]
+
+FOREIGN: tuple[type[Exception], ...] = (
+    boto.BotoCoreError,
+    boto.ClientError,
+    aiohttp.ClientError,
+    OSError,
+    TimeoutError,
+)
+"""What aiobotocore and its HTTP client raise."""
+
+UNAUTHORIZED = frozenset({
+    "401", "403", "AccessDenied", "AccountProblem", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId",
+    "InvalidObjectState", "InvalidSecurity", "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
+    "TokenRefreshRequired", "UnauthorizedAccess",
+})  # fmt: skip
+WRONG_PLACE = frozenset({
+    "301", "307", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "InvalidBucketName",
+    "NoSuchBucket", "PermanentRedirect", "TemporaryRedirect", "WrongRegion",
+})  # fmt: skip
+FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "ServiceQuotaExceeded", "XMinioStorageFull"})
+DAMAGED = frozenset({"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"})
+BUSY = frozenset({
+    "ConditionalRequestConflict", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeout", "ServerBusy",
+    "ServiceUnavailable", "SlowDown", "ThrottlingException", "TooManyRequestsException",
+    "XMinioServerNotInitialized", "XMinioReadQuorum", "XMinioWriteQuorum",
+})  # fmt: skip
+BROKEN = (AssertionError, AttributeError, NameError, TypeError)
+"""A mistake in a program rather than in the network: trying again would hide it."""
+ABSENT = frozenset(["404", "NoSuchKey", "NotFound"])
+
+
+class Refused(TierError):
+    """The server's answer is an error that only its caller can judge (or nobody foresaw); ``code`` is S3's."""
+
+    def __init__(self, message: str, *, code: str, tier: str | None = None, key: str | None = None) -> None:
+        super().__init__(message, tier=tier, key=key)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``retryable``: another try may succeed. ``code``: S3's, or empty where no answer came."""
+
+    kind: type[TierError]
+    reason: str
+    retryable: bool
+    code: str = ""
+
+    def error(self, tier: str, key: str | None, tries: int) -> TierError:
+        reason = f"{self.reason} (tried {tries} times)" if tries > 1 else self.reason
+        if self.kind is Refused:
+            return Refused(reason, code=self.code, tier=tier, key=key)
+        return self.kind(reason, tier=tier, key=key)
+
+
+def classify(error: Exception, timeout_s: float) -> Failure:
+    """What ``error``, one of :data:`FOREIGN`, means. It is told by code, host and reason: none of them is a secret."""
+    if isinstance(error, boto.ClientError):
+        return classify_answer(error)
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError):
+        return Failure(Unauthorized, "no usable credentials were found in the environment, profile or role", False)
+    if isinstance(error, boto.SSLError):
+        return Failure(Unauthorized, f"the endpoint's certificate is not trusted: {last_cause(error)}", False)
+    if isinstance(error, boto.ParamValidationError | boto.UnknownServiceError | boto.InvalidRegionError):
+        return Failure(Refused, f"the request cannot be made: {error}", False, type(error).__name__)
+    if isinstance(error, boto.ConnectTimeoutError | boto.ReadTimeoutError | TimeoutError):
+        return Failure(Transient, f"the server did nothing for {timeout_s:g} s", True)
+    if any(isinstance(cause, BROKEN) for cause in causes(error)):
+        return Failure(Refused, f"the request cannot be sent: {last_cause(error)}", False, type(error).__name__)
+    return Failure(Transient, f"the connection failed: {last_cause(error)}", True)
+
+
+def classify_answer(error: boto.ClientError) -> Failure:
+    answer = error.response
+    detail = answer.get("Error", {})
+    code = str(detail.get("Code", ""))
+    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    said = f"the server says {code or status}: {detail.get('Message') or 'no reason given'}"
+    if code in BUSY:
+        return Failure(Transient, said, True, code)
+    if code in DAMAGED:
+        return Failure(Corruption, f"the bytes arrived damaged; {said}", True, code)
+    if code in FULL or status == 507:
+        return Failure(CapacityExceeded, said, False, code)
+    if code in WRONG_PLACE:
+        # A wrong region names the right one.
+        expected = detail.get("Region") or answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get(
+            "x-amz-bucket-region"
+        )
+        hint = f"; the bucket is in region {expected}" if expected else ""
+        return Failure(Refused, said + hint, False, code)
+    if code in UNAUTHORIZED or status in (401, 403):
+        clock = "; set this machine's clock" if code == "RequestTimeTooSkewed" else ""
+        return Failure(Unauthorized, said + clock, False, code)
+    if code in ABSENT:
+        return Failure(NotFound, "there is no object under this key", False, code)
+    if status == 412:
+        return Failure(PreconditionFailed, said, False, code)
+    if status in (409, 429) or (status >= 500 and status != 501):
+        return Failure(Transient, said, True, code)
+    return Failure(Refused, said, False, code or str(status))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what led to it, down to the first of all."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def last_cause(error: BaseException) -> str:
+    """The innermost reason in words."""
+    *_, first = causes(error)
+    return f"{type(first).__name__}: {first}" if str(first) else type(first).__name__
+
+
+def to_open_error(error: TierError, settings: S3Settings, tier: str) -> TierCheckError:
+    """``error``, met while opening, as one line that names bucket and endpoint."""
+    message = f"{settings.place} cannot be used: {error.message}"
+    if isinstance(error, Unauthorized):
+        return Unauthorized(message, tier=tier)
+    if isinstance(error, Refused):
+        hint = {
+            "NoSuchBucket": "; create it, or correct the URL",
+            "InvalidBucketName": "; correct the URL",
+        }.get(error.code, "; say region=NAME" if error.code in WRONG_PLACE else "")
+        return ConfigurationError(message + hint)
+    if isinstance(error, Transient) and any(isinstance(cause, socket.gaierror) for cause in causes(error)):
+        return ConfigurationError(f"{message}; is endpoint_url right?")
+    return type(error)(message, tier=tier)
