@@ -111,6 +111,6 @@ def check_shareable(hierarchy: Hierarchy) -> None:
     wrapped = [tier.name for tier in hierarchy.tiers if tier.wrap is not None]
     if wrapped:
         raise ConfigurationError(
-            f"the tier {wrapped[0]} has a wrapper, a Python function that the node's agent does not have: leave it out, "
-            'or use CheckpointConfig(mover="trainer")'
+            f"the tier {wrapped[0]} has a wrapper, a Python function that the node's agent does not have: leave it "
+            'out, or use CheckpointConfig(mover="trainer")'
         )

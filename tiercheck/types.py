@@ -101,7 +101,8 @@ PutMode.CREATE = PutMode("create")
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a tier knows of an object. ``etag`` changes with every put of the key."""
+    """What a tier knows of an object. ``etag`` changes with every put of the key; where ``capabilities.lists_etags`` is
+    false it is empty in a listing."""
 
     key: str
     nbytes: int
@@ -132,6 +133,8 @@ class Capabilities:
     """``CREATE`` and ``UPDATE`` are atomic against every other client of the tier."""
     ranged_get: bool = True
     """``get(range=...)`` transfers only that range."""
+    lists_etags: bool = True
+    """``list`` tells each object's etag. Else it is empty there, and ``stat`` tells it."""
     part_bytes: int = 8 << 20
     """The unit of transfer at which the driver is fast."""
     parts_in_flight: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
 import pytest
 from test_memory_conformance import TestMemory as MemoryTests
@@ -105,6 +105,54 @@ class TrustingDriver(MemoryDriver):
             await super().delete([key])
 
 
+class BoastingDriver(MemoryDriver):
+    """A put reports an etag that nobody else sees."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        info = await super().put(key, payload, mode=mode)
+        return ObjectInfo(key, info.nbytes, f"{info.etag} of {id(self)}")
+
+
+class NarrowDriver(MemoryDriver):
+    """Takes no key of the length that it names."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if len(key) > 300:
+            raise ValueError("too long for me")
+        return await super().put(key, payload, mode=mode)
+
+
+class HalfRangeDriver(MemoryDriver):
+    """Ranges of large objects begin at a block."""
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        if range is not None and range.start > 4096:
+            whole_blocks = ByteRange(range.start // 4096 * 4096, range.stop)
+            return await super().get(key, range=whole_blocks, into=into)
+        return await super().get(key, range=range, into=into)
+
+
+class EmptyingDriver(MemoryDriver):
+    """An object that is being deleted is an empty one for a moment."""
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        kept = list(keys)
+        for key in set(kept) & set(self.store.objects):
+            await super().put(key, [])
+        await asyncio.sleep(0)
+        await super().delete(kept)
+
+
+class TalkativeDriver(MemoryDriver):
+    """Its facts are no texts."""
+
+    def facts(self) -> Mapping[str, str]:
+        return {"open files": 3}  # type: ignore[dict-item]
+
+
+FOUND = (AssertionError, Unsupported, BufferError, IndexError, ValueError, pytest.fail.Exception)
+
+
 def kit_test(name: str, *arguments: object) -> Callable[[MemoryTests, TierDriver], Awaitable[None]]:
     return lambda kit, driver: getattr(kit, name)(driver, *arguments)
 
@@ -128,6 +176,10 @@ def kit_test(name: str, *arguments: object) -> Callable[[MemoryTests, TierDriver
         (TearingDriver, kit_test("test_a_cancelled_put_leaves_the_old_or_the_new")),
         (UnsortedDriver, kit_test("test_list_is_in_byte_order_and_filtered_by_prefix")),
         (TrustingDriver, kit_test("test_unsafe_keys_are_refused", "..")),
+        (BoastingDriver, kit_test("test_of_two_writers_one_is_last")),
+        (NarrowDriver, kit_test("test_keys_of_the_longest_length_are_taken_and_longer_ones_refused")),
+        (HalfRangeDriver, kit_test("test_ranges_of_a_large_object")),
+        (EmptyingDriver, kit_test("test_readers_see_whole_objects_or_none_while_they_are_deleted")),
     ],
 )
 async def test_a_broken_promise_is_found(
@@ -142,7 +194,18 @@ async def test_a_broken_promise_is_found(
     kit.second_client = second_client  # type: ignore[method-assign]
     try:
         async with broken(kit.store_name) as driver:
-            with pytest.raises((AssertionError, Unsupported, BufferError, IndexError, pytest.fail.Exception)):
+            with pytest.raises(
+                (AssertionError, Unsupported, BufferError, IndexError, ValueError, pytest.fail.Exception)
+            ):
                 await test(kit, driver)
     finally:
         MemoryDriver.forget(kit.store_name)
+
+
+async def test_facts_that_are_no_texts_are_found() -> None:
+    class Kit(MemoryTests):
+        async def make_driver(self) -> TierDriver:
+            return TalkativeDriver()
+
+    with pytest.raises(AssertionError):
+        await Kit().test_facts_are_short_texts()

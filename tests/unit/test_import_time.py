@@ -5,7 +5,19 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "deepspeed", "numba", "llvmlite", "matplotlib", "pytest", "hypothesis", "zmq", "cupy")
+HEAVY = (
+    "torch",
+    "deepspeed",
+    "numba",
+    "llvmlite",
+    "matplotlib",
+    "pytest",
+    "hypothesis",
+    "zmq",
+    "cupy",
+    "aiobotocore",
+    "fsspec",
+)
 LIGHT = (
     "import tiercheck",
     "from tiercheck import errors, Capabilities, CheckpointConfig, Fidelity, Hierarchy, Survives, Tier, TierDriver",

@@ -24,7 +24,7 @@ from tiercheck.tiers.s3 import S3Driver, S3Settings
 from tiercheck.tiers.s3.checksums import CRC32, PREFERRED, Checksum, stored_checksum
 from tiercheck.tiers.s3.failures import classify
 from tiercheck.tiers.s3.listing import Listing
-from tiercheck.tiers.s3.names import ETAGS_MAX, Etags, Names, server_etag
+from tiercheck.tiers.s3.names import Names, etag_in, etag_of, server_etag
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.upload import part_bounds
 from tiercheck.tiers.s3.waiting import settled, together
@@ -270,13 +270,7 @@ class TestNames:
 
 class TestEtags:
     def test_they_are_taken_apart(self) -> None:
-        etags = Etags()
-        etag = etags.note("n", '"0a1b-3"', "00ff")
-        assert server_etag(etag) == "0a1b-3"
-        assert etags.known("n", '"0a1b-3"') == etag
-        assert etags.known("n", '"other"') is None
-        etags.forget("n")
-        assert etags.known("n", '"0a1b-3"') is None
+        assert server_etag(etag_of('"0a1b-3"', "00ff")) == "0a1b-3"
 
     @pytest.mark.parametrize("text", ["", "no such etag", "a.b\r\nx: y", '".0', "a" * 500 + ".0", "a.b.c"])
     def test_what_is_none(self, text: str) -> None:
@@ -284,15 +278,7 @@ class TestEtags:
 
     def test_a_foreign_object_has_one(self) -> None:
         changed = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-        etag = Etags().note_answer("n", {"ETag": '"0a"', "LastModified": changed})
-        assert server_etag(etag) == "0a"
-
-    def test_memory_is_bounded(self) -> None:
-        etags = Etags()
-        for number in range(ETAGS_MAX + 10):
-            etags.note(str(number), '"a"', "0")
-        assert etags.known("9", '"a"') is None
-        assert etags.known("10", '"a"') is not None
+        assert server_etag(etag_in({"ETag": '"0a"', "LastModified": changed})) == "0a"
 
 
 class Server:
@@ -350,7 +336,7 @@ class TestListing:
         names = Names(S3Settings("bucket", "run", shards=shards))
         stored = {names.name(key) for key in keys}
         stored |= {"run/folder/", "run/.tiercheck-probe/x/a/b", "other/x", "run-2/x"}
-        listing = Listing(Server(stored, flat=flat), names, Etags(), flat=flat)  # type: ignore[arg-type]
+        listing = Listing(Server(stored, flat=flat), names, flat=flat)  # type: ignore[arg-type]
 
         async def listed() -> list[str]:
             return [info.key async for info in listing.infos(prefix)]
@@ -360,14 +346,14 @@ class TestListing:
 
     async def test_a_server_that_is_out_of_order_is_told(self) -> None:
         names = Names(S3Settings("bucket", "run"))
-        listing = Listing(Server({"run/a/b", "run/a-b"}, flat=False), names, Etags(), flat=True)  # type: ignore[arg-type]
+        listing = Listing(Server({"run/a/b", "run/a-b"}, flat=False), names, flat=True)  # type: ignore[arg-type]
         with pytest.raises(TierError, match="listing=tree"):
             _ = [info async for info in listing.infos("")]
 
     async def test_folders_are_listed_ahead_and_let_go(self) -> None:
         names = Names(S3Settings("bucket", "run"))
         server = Server({f"run/{n}/x" for n in range(30)}, flat=False)
-        listing = Listing(server, names, Etags(), flat=False)  # type: ignore[arg-type]
+        listing = Listing(server, names, flat=False)  # type: ignore[arg-type]
         found = listing._below(await listing._level("run/"))
         assert (await anext(found)).name == "run/0/x"
         made = server.requests

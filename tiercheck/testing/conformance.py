@@ -16,19 +16,10 @@ Needs pytest and pytest-asyncio.
 
 from __future__ import annotations
 
-import pytest
-
-# So that a failing assertion of the kit shows its values; it must come before the import.
-pytest.register_assert_rewrite(
-    "tiercheck.testing.kit",
-    "tiercheck.testing.kit_objects",
-    "tiercheck.testing.kit_reservations",
-    "tiercheck.testing.kit_writers",
-)
-
-from tiercheck.testing.kit_objects import BAD_KEYS, GOOD_KEYS, ObjectTests  # noqa: E402
-from tiercheck.testing.kit_reservations import ReservationTests  # noqa: E402
-from tiercheck.testing.kit_writers import WriterTests  # noqa: E402
+import tiercheck.testing.plugin  # noqa: F401  (registers the kit's assertions for rewriting, before the imports below)
+from tiercheck.testing.kit_objects import BAD_KEYS, GOOD_KEYS, ObjectTests
+from tiercheck.testing.kit_reservations import ReservationTests
+from tiercheck.testing.kit_writers import WriterTests
 
 __all__ = ["BAD_KEYS", "GOOD_KEYS", "TierDriverTests"]
 

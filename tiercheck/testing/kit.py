@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 
 import pytest
 import pytest_asyncio
 
-from tiercheck.errors import (
-    NotFound,
-)
+from tiercheck.errors import NotFound
+from tiercheck.testing.plugin import CAPABILITY, DRIVER
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import ObjectInfo, Survives
 
-__all__ = ["TierKit"]
+__all__ = ["TierKit", "record_driver"]
 
 
 class TierKit(abc.ABC):
     """Give the five methods."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark = pytest.mark.asyncio(loop_scope="function")  # whatever the author configured
+    tiercheck_kit = True
+    """Marks the class for the plug-in's report."""
 
     large_nbytes = 3 << 20
     """An object of several parts, and of several system calls."""
     overwrites = 30
     """Rounds of the tests that race a writer against readers."""
+    races = 5
+    """Rounds of the test in which many create one object."""
 
     # What a subclass supplies.
 
@@ -54,9 +59,10 @@ class TierKit(abc.ABC):
 
     # Fixtures and helpers.
 
-    @pytest_asyncio.fixture
-    async def driver(self) -> AsyncIterator[TierDriver]:
+    @pytest_asyncio.fixture(loop_scope="function")
+    async def driver(self, request: pytest.FixtureRequest) -> AsyncIterator[TierDriver]:
         async with await self.make_driver() as driver:
+            record_driver(request.node, driver)
             yield driver
 
     @staticmethod
@@ -68,5 +74,20 @@ class TierKit(abc.ABC):
             return None
 
     @staticmethod
+    def as_listed(driver: TierDriver, info: ObjectInfo) -> ObjectInfo:
+        """What a listing tells of the object."""
+        return info if driver.capabilities.lists_etags else dataclasses.replace(info, etag="")
+
+    @staticmethod
     async def keys(driver: TierDriver, prefix: str = "") -> list[str]:
         return [found.key async for found in driver.list(prefix)]
+
+
+def record_driver(item: pytest.Item, driver: TierDriver) -> None:
+    """Note for the plug-in's report which driver the test has, and what the driver claims."""
+    item.user_properties.append((DRIVER, driver.url))
+    claims = dataclasses.asdict(driver.capabilities)
+    item.user_properties += [
+        (f"{CAPABILITY}{flag}", value.name if isinstance(value, Survives) else str(value))
+        for flag, value in claims.items()
+    ]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
-from tiercheck.errors import (
-    Closed,
-    NotFound,
-    Unsupported,
-)
+from tiercheck.errors import Closed, NotFound, Unsupported
+from tiercheck.keys import ShardKey
 from tiercheck.testing.kit import TierKit
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ByteRange
@@ -40,6 +37,10 @@ GOOD_KEYS = (
     ".hidden",
     "a:b",
 )
+
+
+KEY_BYTES_NEEDED = len(str(ShardKey.differential(1, 1, 2, 0)))
+"""What the longest of TierCheck's own keys takes."""
 
 
 class ObjectTests(TierKit):
@@ -111,7 +112,7 @@ class ObjectTests(TierKit):
         assert await self.raw_get(driver, "some/object") == expected
         assert await self.content(driver, "some/object") == expected
         assert await driver.stat("some/object") == info
-        assert [found async for found in driver.list()] == [info]
+        assert [found async for found in driver.list()] == [self.as_listed(driver, info)]
 
     async def test_what_others_put_is_read(self, driver: TierDriver) -> None:
         await self.raw_put(driver, "from/outside", b"raw")
@@ -129,6 +130,7 @@ class ObjectTests(TierKit):
         assert filled.nbytes == self.large_nbytes
         assert into == content + bytes(5)
 
+    @pytest.mark.certifies("ranged_get")
     async def test_ranges(self, driver: TierDriver) -> None:
         await driver.put("a", [b"0123456789"])
         if not driver.capabilities.ranged_get:
@@ -145,6 +147,21 @@ class ObjectTests(TierKit):
         for start, stop in [(0, 11), (10, 11), (11, 12), (11, 11)]:
             with pytest.raises(ValueError):
                 await driver.get("a", range=ByteRange(start, stop))
+
+    @pytest.mark.certifies("ranged_get")
+    async def test_ranges_of_a_large_object(self, driver: TierDriver) -> None:
+        content = random.Random(4).randbytes(self.large_nbytes)
+        await driver.put("large", [content])
+        cuts = [0, 1, 4096, self.large_nbytes // 3, self.large_nbytes - 4097, self.large_nbytes]
+        wanted = [ByteRange(start, stop) for start, stop in itertools.combinations(cuts, 2)]
+        if not driver.capabilities.ranged_get:
+            for each in wanted:
+                with pytest.raises(Unsupported):
+                    await driver.get("large", range=each)
+            return
+        found = await asyncio.gather(*(driver.get("large", range=each) for each in wanted))
+        for each, part in zip(wanted, found, strict=True):
+            assert bytes(part) == content[each.start : each.stop], each
 
     async def test_into_must_be_large_enough(self, driver: TierDriver) -> None:
         await driver.put("a", [b"0123456789"])
@@ -211,6 +228,20 @@ class ObjectTests(TierKit):
         for key in set(GOOD_KEYS) - {"a"}:
             assert await self.content(driver, key) == key.encode()
         assert await self.keys(driver) == sorted(set(GOOD_KEYS) - {"a"}, key=str.encode)
+
+    @pytest.mark.certifies("key_bytes_max")
+    async def test_keys_of_the_longest_length_are_taken_and_longer_ones_refused(self, driver: TierDriver) -> None:
+        longest = driver.capabilities.key_bytes_max
+        assert longest >= KEY_BYTES_NEEDED, "TierCheck's own keys must fit"
+        key = "/".join(["k" * 99] * (longest // 100 + 1))[:longest].removesuffix("/")
+        key += "k" * (longest - len(key))
+        await driver.put(key, [b"x"])
+        assert await self.content(driver, key) == b"x"
+        assert await self.keys(driver) == [key]
+        with pytest.raises(ValueError):
+            await driver.put(key + "k", [b"x"])
+        await driver.delete([key])
+        assert await self.keys(driver) == []
 
     async def test_keys_above_and_below_each_other(self, driver: TierDriver) -> None:
         """Either the tier holds both, or it refuses the second as unsupported and keeps the first."""
@@ -301,3 +332,28 @@ class ObjectTests(TierKit):
         assert nbytes <= (await driver.usage()).used_bytes - before < 2 * nbytes
         await driver.delete(["a", "b"])
         assert (await driver.usage()).used_bytes == before
+
+    # What it says of itself.
+
+    async def test_facts_are_short_texts(self) -> None:
+        driver = await self.make_driver()
+        check_texts(driver.facts())
+        async with driver:
+            check_texts(driver.facts())
+            assert "://" in driver.url
+        check_texts(driver.facts())
+
+    async def test_preparing_is_a_hint(self, driver: TierDriver) -> None:
+        await driver.prepare_reservations([(4096, 2), (self.large_nbytes, 1), (0, 1)])
+        await driver.prepare_reservations([(4096, 2)])
+        assert await self.keys(driver) == []
+        await driver.put("a", [b"x"])
+        assert await self.content(driver, "a") == b"x"
+
+
+def check_texts(facts: Mapping[str, str]) -> None:
+    for name, value in facts.items():
+        assert isinstance(name, str)
+        assert isinstance(value, str)
+        assert name
+        assert "\n" not in name + value

@@ -7,12 +7,7 @@ import random
 
 import pytest
 
-from tiercheck.errors import (
-    AlreadyExists,
-    Closed,
-    NotFound,
-    Unsupported,
-)
+from tiercheck.errors import AlreadyExists, Closed, NotFound, Unsupported
 from tiercheck.testing.kit import TierKit
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import PutMode
@@ -25,6 +20,7 @@ class ReservationTests(TierKit):
 
     # Memory inside the tier.
 
+    @pytest.mark.certifies("mappable")
     async def test_reserve_and_publish(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
             with pytest.raises(Unsupported):
@@ -50,6 +46,7 @@ class ReservationTests(TierKit):
             await reservation.drop()
             assert await self.raw_get(driver, key) == content
 
+    @pytest.mark.certifies("mappable")
     async def test_part_of_a_reservation_is_published(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
             with pytest.raises(Unsupported):
@@ -69,6 +66,7 @@ class ReservationTests(TierKit):
         with pytest.raises(ValueError):
             await driver.reserve("a", -1)
 
+    @pytest.mark.certifies("mappable")
     async def test_reservations_are_counted_and_given_back(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
             with pytest.raises(Unsupported):
@@ -84,6 +82,7 @@ class ReservationTests(TierKit):
         assert (await driver.usage()).used_bytes == before
         assert await self.keys(driver) == []
 
+    @pytest.mark.certifies("mappable")
     async def test_a_reservation_left_behind_is_no_object(self) -> None:
         driver = await self.make_driver()
         async with driver:
@@ -99,6 +98,7 @@ class ReservationTests(TierKit):
             assert await self.keys(second) == []
             assert (await second.usage()).used_bytes == 0
 
+    @pytest.mark.certifies("mappable")
     async def test_publishing_under_a_condition(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
             with pytest.raises(Unsupported):
@@ -114,6 +114,7 @@ class ReservationTests(TierKit):
         assert await self.raw_get(driver, "a") == b"first"
         assert (await driver.usage()).used_bytes == 5
 
+    @pytest.mark.certifies("mappable")
     async def test_a_cancelled_reserve_keeps_nothing(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
             with pytest.raises(Unsupported):
@@ -129,6 +130,7 @@ class ReservationTests(TierKit):
                 await reserving.result().drop()
             assert (await driver.usage()).used_bytes == 0
 
+    @pytest.mark.certifies("mappable")
     async def test_a_cancelled_publish_leaves_the_old_or_the_new(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
             with pytest.raises(Unsupported):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
-from tiercheck.errors import (
-    AlreadyExists,
-    PreconditionFailed,
-    TierError,
-    Unsupported,
-)
+from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Unsupported
 from tiercheck.testing.faults import FaultPlan, FaultyDriver, Killed, count_points
 from tiercheck.testing.kit import TierKit
 from tiercheck.tiers.driver import TierDriver
@@ -25,6 +21,7 @@ class WriterTests(TierKit):
 
     # Conditional puts.
 
+    @pytest.mark.certifies("conditional_put")
     async def test_create(self, driver: TierDriver) -> None:
         if not driver.capabilities.conditional_put:
             with pytest.raises(Unsupported):
@@ -40,6 +37,7 @@ class WriterTests(TierKit):
         await driver.put("a", [b"third"], mode=PutMode.CREATE)
         assert await self.raw_get(driver, "a") == b"third"
 
+    @pytest.mark.certifies("conditional_put")
     async def test_update(self, driver: TierDriver) -> None:
         first = await driver.put("a", [b"first"])
         if not driver.capabilities.conditional_put:
@@ -58,13 +56,14 @@ class WriterTests(TierKit):
             await driver.put("a", [b"third"], mode=PutMode.UPDATE(second.etag))
         assert await self.raw_get(driver, "a") is None
 
+    @pytest.mark.certifies("conditional_put")
     async def test_one_of_many_creators_wins(self, driver: TierDriver) -> None:
         if not driver.capabilities.conditional_put:
             with pytest.raises(Unsupported):
                 await driver.put("race", [b"x"], mode=PutMode.CREATE)
             return
         async with await self.second_client(driver) as second:
-            for round_number in range(5):
+            for round_number in range(self.races):
                 key = f"race/{round_number}"
                 clients = (driver, second)
                 results = await asyncio.gather(
@@ -76,6 +75,7 @@ class WriterTests(TierKit):
                 assert sum(isinstance(result, AlreadyExists) for result in results) == 7, results
                 assert await self.raw_get(driver, key) == b"%d" % won[0]
 
+    @pytest.mark.certifies("conditional_put")
     async def test_no_increment_is_lost(self, driver: TierDriver) -> None:
         """5 workers x 10 increments by compare-and-swap make 50."""
         start = await driver.put("counter", [b"0"])
@@ -183,6 +183,40 @@ class WriterTests(TierKit):
                     check(content)
             await writing
 
+    async def test_of_two_writers_one_is_last(self, driver: TierDriver) -> None:
+        """Never a mixture, and stat, list and get speak of the same put."""
+        nbytes = 1 << 18
+        async with await self.second_client(driver) as second:
+            for round_number in range(8):
+                key = f"both/{round_number}"
+                contents = [b"1" * nbytes, b"2" * (nbytes + 1)]
+                infos = await asyncio.gather(driver.put(key, [contents[0]]), second.put(key, [contents[1]]))
+                found = await self.content(driver, key)
+                assert found in contents
+                winner = infos[contents.index(found)]
+                assert await driver.stat(key) == winner
+                assert await second.stat(key) == winner
+                assert [item async for item in second.list(key)] == [self.as_listed(second, winner)]
+
+    async def test_readers_see_whole_objects_or_none_while_they_are_deleted(self, driver: TierDriver) -> None:
+        content = bytes(range(256)) * 1024
+        async with await self.second_client(driver) as second:
+
+            async def come_and_go() -> None:
+                for _ in range(self.overwrites):
+                    await driver.put("a", [content])
+                    await driver.delete(["a"])
+
+            writing = asyncio.create_task(come_and_go())
+            into = memoryview(bytearray(len(content)))
+            while not writing.done():
+                assert await self.content(second, "a") in (None, content)
+                with contextlib.suppress(NotFound):
+                    assert await second.get("a", into=into) == content
+                await asyncio.sleep(0)
+            await writing
+            assert await self.content(second, "a") is None
+
     async def test_a_crash_before_publish_leaves_no_trace(self, driver: TierDriver) -> None:
         await driver.put("old", [b"old"])
         crash = self.crash_before_publish(driver)
@@ -249,14 +283,17 @@ class WriterTests(TierKit):
         await asyncio.gather(*(one(n) for n in range(40)))
         assert await self.keys(driver) == sorted(f"c/{n}" for n in range(0, 40, 2))
 
-    async def test_capabilities_are_a_constant(self) -> None:
+    async def test_capabilities_are_constant_while_open(self) -> None:
+        """What opening finds out about the tier may change them; nothing after that."""
         driver = await self.make_driver()
-        before = driver.capabilities
+        assert isinstance(driver.capabilities.survives, Survives)
         async with driver:
-            assert driver.capabilities == before
-            assert isinstance(before.survives, Survives)
-            assert before.part_bytes > 0
-            assert before.parts_in_flight > 0
+            opened = driver.capabilities
+            await driver.put("a", [b"x"])
+            await driver.delete(["a"])
+            assert driver.capabilities == opened
+            assert opened.part_bytes > 0
+            assert opened.parts_in_flight > 0
 
     async def test_errors_are_tier_errors_that_name_the_tier(self, driver: TierDriver) -> None:
         with pytest.raises(TierError) as caught:

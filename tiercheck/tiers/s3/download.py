@@ -18,7 +18,6 @@ from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsuppor
 from tiercheck.tiers.s3.checksums import Checksum, stored_checksum
 from tiercheck.tiers.s3.client import Answer, Progress, S3Client
 from tiercheck.tiers.s3.failures import Refused
-from tiercheck.tiers.s3.names import Etags
 from tiercheck.tiers.s3.payload import INLINE_BYTES_MAX
 from tiercheck.tiers.s3.waiting import settled, together
 from tiercheck.types import ByteRange
@@ -39,9 +38,8 @@ class Changed(Exception):
 class Download:
     """One get of ``name``; errors speak of ``key``."""
 
-    def __init__(self, client: S3Client, etags: Etags, key: str, name: str) -> None:
+    def __init__(self, client: S3Client, key: str, name: str) -> None:
         self._client = client
-        self._etags = etags
         self._key = key
         self._name = name
 
@@ -90,9 +88,6 @@ class Download:
     @property
     def name(self) -> str:
         return self._name
-
-    def note(self, answer: Answer) -> None:
-        self._etags.note_answer(self._name, answer)
 
 
 class _Read:
@@ -157,7 +152,6 @@ class _Read:
 
     def _learn(self, answer: Answer) -> None:
         """Size, ETag and checksum from the first answer, and from them where the bytes go."""
-        self._of.note(answer)
         nbytes = int(answer["ContentLength"])
         if self._range is not None:
             _, _, nbytes = self._content_range(answer)

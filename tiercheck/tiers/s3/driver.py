@@ -12,7 +12,7 @@ from tiercheck.tiers.s3.client import S3Client
 from tiercheck.tiers.s3.download import Download
 from tiercheck.tiers.s3.failures import Refused, to_open_error
 from tiercheck.tiers.s3.listing import Listing
-from tiercheck.tiers.s3.names import Etags, Names
+from tiercheck.tiers.s3.names import Names, etag_in
 from tiercheck.tiers.s3.payload import Buffers
 from tiercheck.tiers.s3.probe import check_layout, delete_names, probe, sweep
 from tiercheck.tiers.s3.settings import S3Settings
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 BUFFERED_BYTES_A_TRANSFER = 1 << 20
 """A chunk, its copy in the connection's own buffer, and the HTTP client's read buffers; a part's size is no factor."""
 BUFFERED_BYTES = 8 << 20
-"""A page of a listing, the known etags' first thousands, idle connections."""
+"""A page of a listing, and idle connections."""
 
 
 class S3Driver(TierDriver):
@@ -70,17 +70,17 @@ class S3Driver(TierDriver):
     ``Unsupported``. The condition of an ``UPDATE`` is S3's, on content, and a check of the put's own token just before:
     of two clients that race to put *the same bytes* that are there already, both may be told that they won.
 
-    A listing asks for the metadata of objects that this driver has not met before (their etag is in it), once each.
+    A listing does not tell etags (``capabilities.lists_etags`` is false): they hold a token of the put, which S3 keeps
+    in the object's metadata and tells in a request of its own.
     """
 
     def __init__(self, settings: S3Settings, url: str | None = None) -> None:
         self.settings = settings
         self._url = url or f"s3://{settings.bucket}" + (f"/{settings.prefix}" if settings.prefix else "")
         self._names = Names(settings)
-        self._etags = Etags()
         self._client = S3Client(settings, self._url)
         self._opened = False
-        self._listing = Listing(self._client, self._names, self._etags, flat=False)
+        self._listing = Listing(self._client, self._names, flat=False)
         self._conditions = settings.conditional != "off" and settings.access == "write"
         self.swept = 0
         """Uploads and probes of dead clients that the last open removed."""
@@ -99,6 +99,7 @@ class S3Driver(TierDriver):
         return Capabilities(
             survives=self.settings.survives,
             conditional_put=self._conditions,
+            lists_etags=False,
             part_bytes=self.settings.part_bytes,
             parts_in_flight=self.settings.parts_in_flight,
         )
@@ -143,7 +144,7 @@ class S3Driver(TierDriver):
                 flat = found.ordered if settings.listing == "auto" else flat
             await self._sweep()
         self._conditions = conditions and settings.access == "write"
-        self._listing = Listing(self._client, self._names, self._etags, flat=flat)
+        self._listing = Listing(self._client, self._names, flat=flat)
 
     async def _sweep(self) -> None:
         """To abort uploads takes rights that to write does not; who lacks them is told, and works on."""
@@ -167,18 +168,18 @@ class S3Driver(TierDriver):
         if mode.conditional and not self._conditions:
             raise Unsupported("the server has no conditional writes, or they are off", tier=self._url, key=key)
         with Buffers(payload) as buffers:
-            etag = await Upload(self._client, self._etags, key, name, buffers).run(mode)
+            etag = await Upload(self._client, key, name, buffers).run(mode)
             return ObjectInfo(key, buffers.nbytes, etag)
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         name = self._names.name(key)
         self._client.check_open(key)
-        return await Download(self._client, self._etags, key, name).run(range, into)
+        return await Download(self._client, key, name).run(range, into)
 
     async def stat(self, key: str) -> ObjectInfo:
         name = self._names.name(key)
         answer = await self._client.ask("HeadObject", key, Key=name)
-        return ObjectInfo(key, int(answer["ContentLength"]), self._etags.note_answer(name, answer))
+        return ObjectInfo(key, int(answer["ContentLength"]), etag_in(answer))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         self._client.check_open()
@@ -189,8 +190,6 @@ class S3Driver(TierDriver):
     async def delete(self, keys: Iterable[str]) -> None:
         doomed = list(dict.fromkeys(self._names.name(key) for key in keys))
         self._check_writable(None)
-        for name in doomed:
-            self._etags.forget(name)
         await delete_names(self._client, doomed)
 
     async def usage(self) -> Usage:

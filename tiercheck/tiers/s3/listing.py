@@ -17,16 +17,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck.errors import NotFound, TierError
+from tiercheck.errors import TierError
 from tiercheck.tiers.s3.client import S3Client
-from tiercheck.tiers.s3.names import Etags, Names
+from tiercheck.tiers.s3.names import Names
 from tiercheck.types import ObjectInfo
 
 __all__ = ["Entry", "Listing", "pages"]
 
 FOLDERS_AHEAD = 8
-BATCH = 256
-"""Objects whose etags are asked for together."""
 
 
 @dataclass(frozen=True)
@@ -58,48 +56,24 @@ async def pages(client: S3Client, prefix: str, *, folders: bool = False) -> Asyn
 class Listing:
     """Listings of one tier. ``flat``: the server lists in byte order."""
 
-    def __init__(self, client: S3Client, names: Names, etags: Etags, *, flat: bool) -> None:
+    def __init__(self, client: S3Client, names: Names, *, flat: bool) -> None:
         self._client = client
         self._names = names
-        self._etags = etags
         self._walk = self._flat if flat else self._tree
 
     async def infos(self, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
-        """The tier's objects, in order, with their etags."""
-        batch: list[tuple[str, Entry]] = []
+        """The tier's objects, in order. Their etags hold a token of the put, which S3 tells in a request of its own."""
         async with contextlib.aclosing(self._merged(prefix)) as found:
-            async for item in found:
-                batch.append(item)
-                if len(batch) == BATCH:
-                    for info in await self._identified(batch):
-                        yield info
-                    batch = []
-        for info in await self._identified(batch):
-            yield info
+            async for key, entry in found:
+                yield ObjectInfo(key, entry.nbytes, "")
 
     async def used_bytes(self) -> int:
-        """The sum of the sizes; no order and no etags are needed."""
+        """The sum of the sizes; no order is needed."""
         used = 0
         for root in self._names.roots:
             async for page in pages(self._client, root):
                 used += sum(entry.nbytes for entry in page if self._names.key(entry.name, root) is not None)
         return used
-
-    async def _identified(self, batch: list[tuple[str, Entry]]) -> list[ObjectInfo]:
-        """With etags; those not known are asked for. An object that is gone by then is left out."""
-
-        async def info(key: str, entry: Entry) -> ObjectInfo | None:
-            etag = self._etags.known(entry.name, entry.etag)
-            if etag is not None:
-                return ObjectInfo(key, entry.nbytes, etag)
-            try:
-                answer = await self._client.ask("HeadObject", key, Key=entry.name)
-            except NotFound:
-                return None
-            return ObjectInfo(key, int(answer["ContentLength"]), self._etags.note_answer(entry.name, answer))
-
-        found = await asyncio.gather(*(info(key, entry) for key, entry in batch))
-        return [item for item in found if item is not None]
 
     async def _merged(self, prefix: str) -> AsyncGenerator[tuple[str, Entry], None]:
         """Keys and entries of all shards, in the order of keys."""

@@ -17,18 +17,16 @@ from __future__ import annotations
 import re
 import secrets
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.keys import validate_key
 from tiercheck.tiers.s3.settings import S3Settings
 
-__all__ = ["TOKEN_FIELD", "Etags", "Names", "new_token", "server_etag"]
+__all__ = ["TOKEN_FIELD", "Names", "etag_in", "etag_of", "new_token", "server_etag"]
 
 PROBE_FOLDER = ".tiercheck-probe"
 TOKEN_FIELD = "tiercheck-put"
-ETAGS_MAX = 1 << 16
 
 _SHARD = re.compile(r"shard-(\d{3})-of-(\d{3})/\Z", re.ASCII)
 _ETAG = re.compile(r"([0-9A-Za-z_-]{1,128})\.[0-9a-z@-]{1,32}\Z", re.ASCII)
@@ -87,34 +85,12 @@ def server_etag(etag: str) -> str | None:
     return match[1] if match else None
 
 
-class Etags:
-    """The etags seen last, so that a listing, which shows no metadata, needs to ask for each object but once.
+def etag_of(quoted: str, token: str) -> str:
+    """Ours: the server's ``quoted`` ETag, which is one of content, and the token of the put."""
+    return f"{quoted.strip(chr(34))}.{token}"
 
-    What it remembers is taken only where the server's ETag still is the one it was. Between two puts of the very same
-    bytes under one key by two clients a listing may therefore show the former etag; an ``UPDATE`` with it fails.
-    """
 
-    def __init__(self) -> None:
-        self._seen: OrderedDict[str, tuple[str, str]] = OrderedDict()
-
-    def note(self, name: str, quoted: str, token: str) -> str:
-        """Remember and return the etag of an object with the server's ``quoted`` ETag and ``token``."""
-        plain = quoted.strip('"')
-        etag = f"{plain}.{token}"
-        self._seen[name] = (plain, etag)
-        self._seen.move_to_end(name)
-        if len(self._seen) > ETAGS_MAX:
-            self._seen.popitem(last=False)
-        return etag
-
-    def note_answer(self, name: str, answer: Mapping[str, Any]) -> str:
-        """The same from the answer to a ``HeadObject`` or ``GetObject``."""
-        token = answer.get("Metadata", {}).get(TOKEN_FIELD) or f"@{int(answer['LastModified'].timestamp())}"
-        return self.note(name, answer["ETag"], token)
-
-    def known(self, name: str, quoted: str) -> str | None:
-        found = self._seen.get(name)
-        return found[1] if found is not None and found[0] == quoted.strip('"') else None
-
-    def forget(self, name: str) -> None:
-        self._seen.pop(name, None)
+def etag_in(answer: Mapping[str, Any]) -> str:
+    """The etag of the object that a ``HeadObject`` or ``GetObject`` answers for. One that others put has no token."""
+    token = answer.get("Metadata", {}).get(TOKEN_FIELD) or f"@{int(answer['LastModified'].timestamp())}"
+    return etag_of(answer["ETag"], token)

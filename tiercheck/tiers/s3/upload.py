@@ -17,7 +17,7 @@ from tiercheck.errors import (
 from tiercheck.tiers.s3.checksums import PREFERRED
 from tiercheck.tiers.s3.client import COMPLETION_PATIENCE, Answer, S3Client
 from tiercheck.tiers.s3.failures import Refused
-from tiercheck.tiers.s3.names import TOKEN_FIELD, Etags, new_token, server_etag
+from tiercheck.tiers.s3.names import TOKEN_FIELD, etag_in, etag_of, new_token, server_etag
 from tiercheck.tiers.s3.payload import Buffers
 from tiercheck.tiers.s3.settings import SINGLE_PUT_BYTES_MAX
 from tiercheck.tiers.s3.waiting import settled, together
@@ -32,9 +32,8 @@ PART_ALIGNMENT_BYTES = 1 << 20
 class Upload:
     """One put of ``buffers`` under ``name``; errors speak of ``key``."""
 
-    def __init__(self, client: S3Client, etags: Etags, key: str, name: str, buffers: Buffers) -> None:
+    def __init__(self, client: S3Client, key: str, name: str, buffers: Buffers) -> None:
         self._client = client
-        self._etags = etags
         self._key = key
         self._name = name
         self._buffers = buffers
@@ -44,7 +43,7 @@ class Upload:
     async def run(self, mode: PutMode) -> str:
         """Publish; returns the etag. A condition holds for one request only, so a conditional put is one request."""
         if not mode.conditional and self._buffers.nbytes > self._client.settings.part_bytes:
-            return self._etags.note(self._name, await self._in_parts(), self._token)
+            return etag_of(await self._in_parts(), self._token)
         if self._buffers.nbytes > SINGLE_PUT_BYTES_MAX:
             raise Unsupported(
                 f"a conditional put holds at most {bytes_text(SINGLE_PUT_BYTES_MAX)}, not "
@@ -52,7 +51,7 @@ class Upload:
                 tier=self._client.tier,
                 key=self._key,
             )
-        return self._etags.note(self._name, await self._at_once(mode), self._token)
+        return etag_of(await self._at_once(mode), self._token)
 
     async def _at_once(self, mode: PutMode) -> str:
         condition = await self._condition(mode)
@@ -95,7 +94,7 @@ class Upload:
             current = await self._client.ask("HeadObject", self._key, Key=self._name)
         except NotFound as error:
             raise self._lost(mode) from error
-        if self._etags.note_answer(self._name, current) != mode.etag:
+        if etag_in(current) != mode.etag:
             raise self._lost(mode)
         return {"IfMatch": f'"{expected}"'}
 

@@ -1,0 +1,31 @@
+"""``python -m benchmarks tiers`` and ``python -m benchmarks soak``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from benchmarks import measure
+from benchmarks.soak import command as soak
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 1 where something failed or was lost. Wrong usage exits with 2."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure.add_command(commands.add_parser("tiers", help="what the tiers reach, against what the machine allows"))
+    soak.add_command(commands.add_parser("soak", help="races under faults, and an account of what was lost"))
+    chosen = parser.parse_args(arguments)
+    # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        code: int = chosen.run(chosen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A figure: a number of a tier, a ceiling that was measured beside it, and the goal for their ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import Summary
+
+__all__ = ["Figure", "Measured", "Settings", "Unavailable"]
+
+
+class Unavailable(Exception):
+    """A figure cannot be measured here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asks for."""
+
+    size_bytes: int
+    """Bytes of one object."""
+    peak_bytes: int
+    """Bytes of the one large put whose peak memory is taken."""
+    pairs: int
+    directory: Path
+    """A directory of the benchmark's own, on the disk that is to be measured."""
+    progress: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure's numbers. ``details`` says what else one must know to read them."""
+
+    summary: Summary
+    unit: str
+    device: str
+    nbytes: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """``name`` is subject/ceiling. The ratio should be at least ``goal``, or at most where ``at_most`` says so."""
+
+    name: str
+    meaning: str
+    measure: Callable[[Settings], Coroutine[Any, Any, Measured]]
+    goal: float | None = None
+    at_most: bool = False
+
+    def met(self, ratio: float) -> bool | None:
+        """Whether the goal is reached; ``None`` without one."""
+        if self.goal is None:
+            return None
+        return ratio <= self.goal if self.at_most else ratio >= self.goal

@@ -1,0 +1,84 @@
+"""Ratios that hold on a noisy machine: subject and ceiling are measured in turns, and compared pair by pair."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["PAIRS_MIN", "Pair", "Repetition", "Summary", "interleave", "summarise", "timed"]
+
+PAIRS_MIN = 5
+
+Repetition = Callable[[], Awaitable[float]]
+"""One repetition of a measurement; returns what it measured (seconds, mostly)."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the subject and its ceiling took, in seconds, one right after the other."""
+
+    subject_s: float
+    ceiling_s: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Medians over the pairs. ``ratio`` is the median of the pairs' own ratios, ``spread`` the quartiles of those."""
+
+    value: float
+    ceiling: float
+    ratio: float
+    spread: tuple[float, float]
+    pairs: int
+
+
+async def timed(work: Callable[[], Awaitable[object]]) -> float:
+    """Seconds that ``work`` takes."""
+    start = time.perf_counter()
+    await work()
+    return time.perf_counter() - start
+
+
+async def interleave(
+    subject: Repetition,
+    ceiling: Repetition,
+    *,
+    pairs: int,
+    warmups: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Pair, ...]:
+    """``pairs`` pairs in the order A B, B A, A B, ...: a drift of the machine favours neither side.
+
+    ``warmups`` repetitions of each come first and do not count. ``ValueError`` for fewer than 5 pairs.
+    """
+    if pairs < PAIRS_MIN:
+        raise ValueError(f"{pairs} pairs say too little: take at least {PAIRS_MIN}")
+    for _ in range(warmups):
+        await subject()
+        await ceiling()
+    found: list[Pair] = []
+    for n in range(pairs):
+        if n % 2 == 0:
+            subject_s = await subject()
+            ceiling_s = await ceiling()
+        else:
+            ceiling_s = await ceiling()
+            subject_s = await subject()
+        found.append(Pair(subject_s, ceiling_s))
+        progress(n + 1, pairs)
+    return tuple(found)
+
+
+def summarise(pairs: Sequence[Pair], nbytes: int) -> Summary:
+    """Rates in bytes a second, where each repetition moved ``nbytes``; a ratio over 1 beats the ceiling."""
+    ratios = [pair.ceiling_s / pair.subject_s for pair in pairs]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Summary(
+        value=nbytes / statistics.median(pair.subject_s for pair in pairs),
+        ceiling=nbytes / statistics.median(pair.ceiling_s for pair in pairs),
+        ratio=statistics.median(ratios),
+        spread=(low, high),
+        pairs=len(pairs),
+    )

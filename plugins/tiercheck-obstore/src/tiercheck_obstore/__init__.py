@@ -1,0 +1,1 @@
+"""TierCheck tiers on object stores, through obstore (the Rust ``object_store``)."""

@@ -1,0 +1,32 @@
+"""What the guide and the plug-ins' pages say is what the plug-ins are."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.plugins.outside import PLUGINS, ROOT, Outside
+
+GUIDE = ROOT / "docs" / "how-to" / "write-a-driver.md"
+FILE = re.compile(r"^```python\n# file: (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def test_the_guide_shows_the_files_of_the_template() -> None:
+    shown = dict(FILE.findall(GUIDE.read_text(encoding="utf-8")))
+    assert shown.keys() == {"sqlite_tier.py", "test_sqlite_tier.py"}
+    for name, text in shown.items():
+        source = (PLUGINS / "tiercheck-template" / name).read_text(encoding="utf-8")
+        assert text == source, f"{GUIDE.name} and the template differ in {name}; the template's is the one to change"
+
+
+@pytest.mark.cluster
+def test_the_pages_show_each_driver_s_options(outside: Outside) -> None:
+    program = (
+        "import json; from tiercheck.testing.describe import describe; from tiercheck_obstore import stores as s;"
+        "print(json.dumps([describe(d.from_url).options_table() for d in (s.S3Driver, s.AzureDriver, s.GcsDriver)]))"
+    )
+    readme = (PLUGINS / "tiercheck-obstore" / "README.md").read_text(encoding="utf-8")
+    for table in json.loads(outside.run("-c", program).stdout):
+        assert table in readme, f"the README should say:\n{table}"
