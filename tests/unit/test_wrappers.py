@@ -334,16 +334,18 @@ async def test_a_create_whose_answer_was_lost_is_looked_up(virtual: VirtualTime,
         assert await driver.get("a") == b"mine"
 
 
-async def test_a_create_that_another_won_fails(virtual: VirtualTime) -> None:
+async def test_a_create_that_another_may_have_won_says_that_it_does_not_know(virtual: VirtualTime) -> None:
     name = f"race-{id(virtual)}"
     other = MemoryDriver(name)
     try:
         for content in (b"theirs", b"m!ne"):  # of another length, and of the same
             async with retrying(virtual, fails("put"), MemoryDriver(name)) as driver, other:
                 await other.put("a", [content])
-                with pytest.raises(AlreadyExists):
+                with pytest.raises(Transient):
                     await driver.put("a", [b"mine"], mode=PutMode.CREATE)
                 assert await driver.get("a") == content
+                with pytest.raises(AlreadyExists):  # no answer was lost this time
+                    await driver.put("a", [b"mine"], mode=PutMode.CREATE)
     finally:
         MemoryDriver.forget(name)
 
@@ -357,18 +359,20 @@ async def test_an_update_whose_answer_was_lost_happens_once(virtual: VirtualTime
         assert int(second.etag) == int(first.etag) + 1, "the store gave out one more etag, not two"
 
 
-async def test_an_update_that_another_won_fails(virtual: VirtualTime) -> None:
+async def test_an_update_that_another_may_have_won_says_that_it_does_not_know(virtual: VirtualTime) -> None:
     name = f"race-{id(virtual)}"
     try:
         async with retrying(virtual, fails("put", nth=1), MemoryDriver(name)) as driver, MemoryDriver(name) as other:
             first = await driver.put("a", [b"1"])
             await other.put("a", [b"3"])
-            with pytest.raises(PreconditionFailed):
+            with pytest.raises(Transient):
                 await driver.put("a", [b"2"], mode=PutMode.UPDATE(first.etag))
             assert await other.get("a") == b"3"
+            with pytest.raises(PreconditionFailed):  # no answer was lost this time
+                await driver.put("a", [b"2"], mode=PutMode.UPDATE(first.etag))
             await other.delete(["a"])
             driver.inner.plan = fails("put")
-            with pytest.raises(PreconditionFailed):
+            with pytest.raises(Transient):
                 await driver.put("a", [b"2"], mode=PutMode.UPDATE(first.etag))
     finally:
         MemoryDriver.forget(name)
@@ -392,7 +396,7 @@ async def test_no_increment_is_lost_when_answers_are(virtual: VirtualTime) -> No
                 content = b"%d by %d in turn %d" % (int(value) + 1, n, turn)
                 try:
                     await clients[n].put("counter", [content], mode=PutMode.UPDATE(info.etag))
-                except PreconditionFailed:
+                except (PreconditionFailed, Transient):
                     continue
                 break
 
@@ -405,6 +409,17 @@ async def test_no_increment_is_lost_when_answers_are(virtual: VirtualTime) -> No
         MemoryDriver.forget(name)
     # An update whose answer is lost, and that another has already built upon, is repeated: it counts, and once more.
     assert value >= 24
+
+
+async def test_an_error_for_good_does_not_speak_for_a_try_that_may_have_stored_it(virtual: VirtualTime) -> None:
+    answers = iter([Transient("no answer"), CapacityExceeded("full")])
+    plan = FaultPlan.fail_call("put", lambda: next(answers), times=2)
+    async with retrying(virtual, plan) as driver:
+        with pytest.raises(Transient, match=r"may have stored it \(no answer\), the last one failed: full"):
+            await driver.put("a", [b"mine"])
+    async with retrying(virtual, FaultPlan.fail_call("put", lambda: CapacityExceeded("full"))) as driver:
+        with pytest.raises(CapacityExceeded):
+            await driver.put("a", [b"mine"])
 
 
 async def test_a_publish_is_repeated_only_while_there_is_memory(virtual: VirtualTime) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tiercheck.errors import AlreadyExists, Closed, NotFound, PreconditionFailed, TierError, Transient
+from tiercheck.errors import Closed, NotFound, TierError, Transient
 from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver, WrappingReservation, payload_bytes
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
@@ -55,8 +55,9 @@ class RetryingDriver(WrappingDriver):
     A conditional put is not blindly repeated, for the try that failed may have done its work, or may still do it.
     The tier is looked at first. Where the condition still holds, the put is tried again. Where the object is, byte
     for byte, what was to be put, that is the success it looks like; so a writer that must know whether *it* won puts
-    something of its own into the content, such as its name. Otherwise another client has won: ``AlreadyExists`` or
-    ``PreconditionFailed``.
+    something of its own into the content, such as its name. Otherwise nobody can tell whether the first try came to
+    nothing, or was stored and then replaced: that stays ``Transient``. So does any put or publish that fails for good
+    after a try of which that much is not known: ``CapacityExceeded`` and its like promise that nothing was changed.
 
     The last failure is raised as it came, with a note on the tries. ``uniform()`` gives 0..1; ``clock`` (s) and
     ``sleep`` (s) may be virtual.
@@ -86,6 +87,10 @@ class RetryingDriver(WrappingDriver):
                 return await work()
             except Transient as error:
                 await tries.failed(error)
+            except TierError as error:
+                if call.operation is Operation.PUT:
+                    tries.check_known(error)
+                raise
 
     def tries(self, operation: Operation) -> _Tries:
         return _Tries(operation, self.policy, self._uniform, self._clock, self._sleep)
@@ -101,6 +106,9 @@ class RetryingDriver(WrappingDriver):
                 await tries.failed(error)
                 if (done := await self._outcome(key, payload, mode, error)) is not None:
                     return done
+            except TierError as error:
+                tries.check_known(error)
+                raise
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         tries = self.tries(Operation.LIST)
@@ -126,8 +134,7 @@ class RetryingDriver(WrappingDriver):
     async def _outcome(self, key: str, payload: Payload, mode: PutMode, error: Transient) -> ObjectInfo | None:
         """What a conditional put that failed has led to: the object it made, or ``None`` where it did nothing so far.
 
-        Errors: ``AlreadyExists`` and ``PreconditionFailed`` where another client's object is there; ``error`` where
-        the object changes each time it is looked at.
+        Errors: ``error`` where another client's object is there, which may have replaced ours.
         """
         for _ in range(self.policy.attempts):
             try:
@@ -141,16 +148,10 @@ class RetryingDriver(WrappingDriver):
             except NotFound:
                 if mode.kind == "create":
                     return None
-                raise PreconditionFailed(
-                    f"the etag should be {mode.etag!r}, but there is no object", tier=self.url, key=key
-                ) from None
+                break
             if same:
                 return found
-            if mode.kind == "create":
-                raise AlreadyExists("there is an object under this key already", tier=self.url, key=key)
-            raise PreconditionFailed(
-                f"the etag should be {mode.etag!r}, but it is {found.etag!r}", tier=self.url, key=key
-            )
+            break
         raise error
 
     async def _holds(self, key: str, payload: Payload) -> bool:
@@ -185,6 +186,9 @@ class _RetryingReservation(WrappingReservation):
                 if not is_live(self.inner):
                     raise
                 await tries.failed(error)
+            except TierError as error:
+                tries.check_known(error)
+                raise
 
 
 class _Tries:
@@ -205,10 +209,13 @@ class _Tries:
         self._sleep = sleep
         self._start_s = clock()
         self._failures = 0
+        self._unknown: TierError | None = None
+        """The first failure that does not say what has become of the call."""
 
     async def failed(self, error: TierError) -> None:
         """Wait before another try, or raise ``error`` where there is none left."""
         self._failures += 1
+        self._unknown = self._unknown or error
         wait_s = self._uniform() * self._policy.wait_max_s(self._failures)
         passed_s = self._clock() - self._start_s
         late = passed_s + wait_s > self._policy.deadline_s
@@ -216,6 +223,15 @@ class _Tries:
             error.add_note(f"{self._operation} was tried {self._failures} times in {passed_s:.1f} s")
             raise error
         await self._sleep(wait_s)
+
+    def check_known(self, error: TierError) -> None:
+        """Errors: ``Transient`` where ``error``, which ends the call, cannot speak for a try before it."""
+        if self._unknown is not None:
+            raise Transient(
+                f"an earlier try may have stored it ({self._unknown.message}), the last one failed: {error.message}",
+                tier=error.tier,
+                key=error.key,
+            ) from error
 
 
 def is_live(reservation: Reservation) -> bool:
