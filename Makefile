@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -15,7 +16,7 @@ export DS_ACCELERATOR := cpu
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports pytest format hooks clean
+.PHONY: help install demo test lint types imports pytest bench soak format hooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +43,7 @@ lint: $(INSTALLED) ## ruff: rules and format
 
 types: $(INSTALLED) ## mypy, strict
 	$(BIN)/mypy
+	MYPYPATH=plugins/tiercheck-obstore/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-template/sqlite_tier.py
 
 imports: $(INSTALLED) ## who may import whom
 	$(BIN)/lint-imports --no-logo
@@ -54,6 +56,12 @@ $(SERVERS): $(INSTALLED) tests/servers/package.json
 
 pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
+	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)
+
+soak: $(INSTALLED) ## half an hour of races under faults on every driver
+	$(BIN)/python -m benchmarks soak --minutes 30
 
 format: $(INSTALLED) ## put the code into shape
 	$(BIN)/ruff check --fix .
