@@ -81,13 +81,15 @@ class Checkpointer:
         self._on_end: list[Callable[[], None]] = []
         self._mover_life: concurrent.futures.Future[None] | None = None
         self._loop = BackgroundLoop()
+        self._placed = hierarchy
+        """The hierarchy as this rank sees it, once every field of its URLs is filled in."""
         self._tiers: OpenHierarchy | None = None
         self._enlistment: Enlistment | None = None
         self._mover: Moving | None = None
         try:
-            placed = self._place(hierarchy)
-            self._gather("opening the tiers", lambda: self._open_tiers(placed))
-            self._begin(placed)
+            nodes = self._gather("finding the agents of the nodes", lambda: self._place(hierarchy))
+            self._gather("opening the tiers", lambda: self._open_tiers(nodes))
+            self._begin()
         except BaseException:
             self.abort()
             raise
@@ -139,8 +141,8 @@ class Checkpointer:
         try:
             # A rank that fails tells the others, which may have to wait as long as it tried.
             gather(self._group, "the end of the job", self._finish, deadline_s=3 * self.config.deadline_s)
-            self._flush_at_end()  # the coordinator: the last commit
-            if self._enlistment is not None:
+            drained = self._flush_at_end()  # the coordinator: the last commit
+            if drained and self._enlistment is not None:
                 self._enlistment.withdraw()
         finally:
             self.abort()
@@ -195,28 +197,29 @@ class Checkpointer:
 
     # How it is done
 
-    def _place(self, hierarchy: Hierarchy) -> Hierarchy:
-        """The hierarchy as this rank sees it: fields filled in and, where an agent moves, its neighbour found."""
-        node = int(os.environ.get("TIERCHECK_NODE", os.environ.get("GROUP_RANK", "0")))
-        placed = hierarchy.resolved(rank=self._group.rank, local_rank=int(os.environ.get("LOCAL_RANK", "0")), node=node)
+    def _place(self, hierarchy: Hierarchy) -> Any:
+        """Fill in the fields of the hierarchy's URLs, and find this node's agent where it has the mover; returns what
+        the other ranks need to know of it."""
+        node = int_of("TIERCHECK_NODE", int_of("GROUP_RANK", 0))
+        placed = hierarchy.resolved(rank=self._group.rank, local_rank=int_of("LOCAL_RANK", 0), node=node)
+        self._placed = placed
+        if self.config.mover == "trainer" and placed.needs_peer:
+            raise ConfigurationError(
+                "a neighbour's memory (peer://) is served by the agents of the nodes: leave mover at 'auto'"
+            )
         if self.config.mover == "trainer" or (self.config.mover == "auto" and not placed.needs_peer):
-            if placed.needs_peer:
-                raise ConfigurationError(
-                    "a neighbour's memory (peer://) is served by the agents of the nodes: leave mover at 'auto'"
-                )
-            return placed
+            return None
+        self._enlistment = Enlistment.of(placed, self._group.rank, self._loop, self.config.deadline_s)
+        return self._enlistment.introduction(node).to_object()
 
-        def enlist() -> Any:
-            self._enlistment = Enlistment.of(placed, self._group.rank, self._loop, self.config.deadline_s)
-            return self._enlistment.introduction(node).to_object()
-
-        nodes = [Introduction.from_object(each) for each in self._gather("finding the agents of the nodes", enlist)]
-        return placed.with_peer(*peer_address(self._group.rank, nodes)) if placed.needs_peer else placed
-
-    def _open_tiers(self, hierarchy: Hierarchy) -> None:
+    def _open_tiers(self, nodes: Sequence[Any]) -> None:
+        """``nodes``: what each rank's :meth:`_place` has returned."""
+        if self._placed.needs_peer:
+            introductions = [Introduction.from_object(each) for each in nodes]
+            self._placed = self._placed.with_peer(*peer_address(self._group.rank, introductions))
         kernels.warm_up()
         self._stream = DifferentialStream(self._provider, self.config.codec, self._group.world_size)
-        tiers = hierarchy.open()
+        tiers = self._placed.open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
         self._call(tiers.__aenter__(), "opening the tiers")
@@ -268,7 +271,7 @@ class Checkpointer:
         except (CapacityExceeded, DeadlineExceeded) as error:
             log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
 
-    def _begin(self, placed: Hierarchy) -> None:
+    def _begin(self) -> None:
         """Recover, then open a generation with a base of its own."""
         tiers = self._opened()
         restorer = Restorer(tiers, self._provider, self._group, self._loop, self.config.deadline_s)
@@ -291,7 +294,7 @@ class Checkpointer:
             lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
         )
         placement = Placement(min(self.config.batch, self.config.base_every))
-        self._mover = self._make_mover(placed, placement, Lineage.of([*restorer.branches, branch]))
+        self._mover = self._make_mover(placement, Lineage.of([*restorer.branches, branch]))
         self._mover_life = self._loop.submit(self._mover.run())
         self._recorder = Recorder(
             self._stream,
@@ -306,7 +309,7 @@ class Checkpointer:
         )
         self._recorder.begin()
 
-    def _make_mover(self, placed: Hierarchy, placement: Placement, lineage: Lineage) -> Moving:
+    def _make_mover(self, placement: Placement, lineage: Lineage) -> Moving:
         """The mover, in this process; or what stands for it here, where the node's agent has it."""
         tiers, rank, world_size = self._opened(), self._group.rank, self._group.world_size
         if self._enlistment is None:
@@ -320,7 +323,7 @@ class Checkpointer:
                 lineage=lineage,
             )
         nomination = Nomination(
-            tuple((tier.name, tier.url) for tier in placed.tiers),
+            tuple((tier.name, tier.url) for tier in self._placed.tiers),
             node=self._enlistment.node,
             rank=rank,
             world_size=world_size,
@@ -365,14 +368,18 @@ class Checkpointer:
         finally:
             self._flush_at_end()  # what came before is worth as much, where the last version cannot be saved
 
-    def _flush_at_end(self) -> None:
-        """A job that went on after failed saves does not fail at its end for one more."""
+    def _flush_at_end(self) -> bool:
+        """Whether everything is where policy wants it. A job that went on after failed saves does not fail at its end
+        for one more."""
         try:
             self.flush()
         except SaveError as error:
             if self.config.on_save_error == "fail":
                 raise
-            log.error("%s; what was captured stays in the first tier", error)
+            goes_on = "" if self._enlistment is None else ", and the node's agent goes on with it"
+            log.error("%s; what was captured stays in the first tier%s", error, goes_on)
+            return False
+        return True
 
     def _gather(self, what: str, produce: Callable[[], Any]) -> list[Any]:
         return gather(self._group, what, produce, deadline_s=self.config.deadline_s)
@@ -405,3 +412,12 @@ class Checkpointer:
             if self._claim is not None:
                 self._claim.release()
             self._group.close()
+
+
+def int_of(variable: str, default: int) -> int:
+    """The environment variable as a number. Errors: ``ConfigurationError`` naming it."""
+    text = os.environ.get(variable, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ConfigurationError(f"{variable} must be a number, not {text!r}") from None

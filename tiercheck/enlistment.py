@@ -18,6 +18,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.mover import Moving
 from tiercheck.nomination import Nomination
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.url import TierURL
 
 if TYPE_CHECKING:
     from tiercheck.agent.client import AgentClient
@@ -108,6 +109,13 @@ def check_shareable(hierarchy: Hierarchy) -> None:
             f"the node's agent takes what was captured from the first tier, so that must be one which other processes "
             f"can open: shm://NAME, not {first.name}"
         )
+    for tier in hierarchy.tiers:
+        if TierURL.parse(tier.url).has_secret:
+            raise ConfigurationError(
+                f"the URL of the tier {tier.name} holds a secret, which the node's agent would have to keep: leave it "
+                "to the environment or a configuration file of the store's client, or use "
+                'CheckpointConfig(mover="trainer")'
+            )
     wrapped = [tier.name for tier in hierarchy.tiers if tier.wrap is not None]
     if wrapped:
         raise ConfigurationError(

@@ -36,7 +36,10 @@ class Tier:
 
     def __post_init__(self) -> None:
         if "://" not in self.url:
-            raise ConfigurationError(f"{self.url!r} is no tier URL: it has no scheme, such as shm:// or nvme://")
+            # Not repeated whole: it may hold a password.
+            raise ConfigurationError(
+                f"{self.url.rpartition('@')[2]!r} is no tier URL: it has no scheme, such as shm:// or nvme://"
+            )
         if not self.name:
             object.__setattr__(self, "name", self.url.partition("://")[0])
 
@@ -45,11 +48,13 @@ class Tier:
         try:
             fields = [field for _, field, _, _ in Formatter().parse(self.url) if field is not None]
         except ValueError as error:
-            raise ConfigurationError(f"the tier URL {self.url!r} has an unbalanced brace: {error}") from None
+            raise ConfigurationError(f"the URL of the tier {self.name} has an unbalanced brace: {error}") from None
         unknown = [field for field in fields if field not in places]
         if unknown:
             known = ", ".join(f"{{{place}}}" for place in places)
-            raise ConfigurationError(f"the tier URL {self.url!r} has the field {{{unknown[0]}}}; known are {known}")
+            raise ConfigurationError(
+                f"the URL of the tier {self.name} has the field {{{unknown[0]}}}; known are {known}"
+            )
         return self.url.format_map(places)
 
     def driver(self, places: Mapping[str, int]) -> TierDriver:
@@ -111,7 +116,9 @@ class Hierarchy:
     def resolved(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> Hierarchy:
         """The hierarchy of one rank, with every field of its URLs filled in. Errors: as :meth:`Tier.resolved`."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
-        return replace(self, tiers=tuple(replace(tier, url=tier.resolved(places)) for tier in self.tiers))
+        # A brace that is left is meant as one, and must stay one when the tier is opened.
+        urls = [tier.resolved(places).replace("{", "{{").replace("}", "}}") for tier in self.tiers]
+        return replace(self, tiers=tuple(replace(tier, url=url) for tier, url in zip(self.tiers, urls, strict=True)))
 
     def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 2.0
 FRESH_S = 1.0
-"""A view older than this is no ground for committing or deleting anything."""
+"""What was listed longer ago is no ground for committing or deleting anything."""
 HEADER_GUESS_BYTES = 64 << 10
 """The beginning of a shard that is asked for first: most headers fit, and the rest is fetched where not."""
 
@@ -88,15 +88,11 @@ _Action = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True)
 class _Work:
-    """What is to be done for one tier, in order."""
+    """What is to be done for one tier."""
 
     copies: tuple[_Action, ...] = ()
     decisive: tuple[_Action, ...] = ()
-    """Commits and deletions: on an old view they could do harm."""
-
-    @property
-    def actions(self) -> tuple[_Action, ...]:
-        return self.copies + self.decisive
+    """Commits and deletions: on an old view they could do harm, so they come first."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +194,9 @@ class Mover:
                     work = self._work(seen, tier, closing)
                     if self._stale(seen, tier):
                         work = replace(work, decisive=())  # it cannot be listed: nothing is decided on an old view
-                outcomes = [await self._attempts.run(tier, action) for action in work.actions]
+                outcomes = await self._act(seen, tier, work)
                 visible = all(self._observer.visible(index) for index in everything)
-                if not work.actions and self._observer.visible(tier.index):
+                if not outcomes and self._observer.visible(tier.index):
                     self._attempts.settle(tier)  # what failed is no longer wanted
                 acted |= any(outcomes)
                 done = all(outcomes) and visible
@@ -211,6 +207,15 @@ class Mover:
                 if not any(outcomes):
                     return _Outcome(acted, done)
                 seen = await self._look(())
+
+    async def _act(self, seen: Observation, tier: OpenTier, work: _Work) -> list[bool]:
+        """Whether each action that was tried has succeeded. What the view has grown too old for is not tried."""
+        outcomes: list[bool] = []
+        for action in work.decisive:
+            if outcomes and self._stale(seen, tier):
+                break  # something was done, so that there is another look, and the rest follows
+            outcomes.append(await self._attempts.run(tier, action))
+        return outcomes + [await self._attempts.run(tier, action) for action in work.copies]
 
     async def _look(self, fresh: Sequence[int]) -> Observation:
         """Errors: ``JobConflict`` where a newer generation has opened."""

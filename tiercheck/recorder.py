@@ -21,9 +21,9 @@ from tiercheck.background import BackgroundLoop
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
     CapacityExceeded,
-    Corruption,
     DeadlineExceeded,
     GroupError,
+    JobConflict,
     SaveError,
     TierCheckError,
     TierError,
@@ -355,7 +355,9 @@ class Recorder:
         try:
             # The mover's own deadline names the tier it waits for, so it must come first.
             self._loop.call(coroutine, what=what, deadline_s=2 * self._config.deadline_s)
-        except (DeadlineExceeded, Corruption) as error:
+        except JobConflict:
+            raise
+        except TierCheckError as error:
             raise SaveError(f"{what}: {error}") from error
 
     def _nudge(self) -> None:

@@ -17,7 +17,7 @@ from tests.training import Training, memory
 from tiercheck.agent.client import connect_agent
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.demo.nodes import remove_when_released
-from tiercheck.errors import ConfigurationError, NotFound
+from tiercheck.errors import ConfigurationError, NotFound, TierError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, NominationKey
 from tiercheck.tiers.registry import make_driver
@@ -99,3 +99,40 @@ def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> N
         Training().attach(wrapped, mover="agent")
     with pytest.raises(ConfigurationError, match="leave mover at 'auto'"):
         Training().attach(Hierarchy.of(f"shm://{name}", f"peer://{name}"), mover="trainer")
+
+
+def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path: Path) -> None:
+    (tmp_path / "durable").write_text("in the way")  # the durable tier cannot be opened: a file stands there
+    hierarchy = tiers(name, tmp_path)
+    with pytest.raises(TierError):
+        Training().attach(hierarchy, mover="agent")
+    (tmp_path / "durable").unlink()
+    training = Training()
+    checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn", deadline_s=2.0)
+    training.step(1)
+    checkpointer.flush()
+    asyncio.run(pause(name))
+    training.step(2)
+    checkpointer.close()
+    assert str(NominationKey(0)) in asyncio.run(held(f"shm://{name}")), "nobody has taken it back"
+
+
+async def pause(name: str) -> None:
+    """Nothing leaves the first tier any more, as while the durable tier is away."""
+    async with await connect_agent(name) as client:
+        status = await client.status()
+        (rank,) = status["ranks"]
+        await client.pause(rank["namespace"], 0, pause_s=60.0)
+
+
+def test_the_launchers_word_must_be_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCHECK_NODE", "node3")
+    with pytest.raises(ConfigurationError, match="TIERCHECK_NODE must be a number, not 'node3'"):
+        Training().attach(Hierarchy.of(memory()))
+
+
+def test_a_url_with_a_password_is_not_handed_over(name: str) -> None:
+    hierarchy = Hierarchy.of(f"shm://{name}", "fsspec+sftp://me:p4ssword@host/x")
+    with pytest.raises(ConfigurationError, match="holds a secret") as caught:
+        Training().attach(hierarchy, mover="agent")
+    assert "p4ssword" not in str(caught.value)

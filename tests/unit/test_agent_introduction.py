@@ -40,3 +40,11 @@ def test_an_introduction_survives_the_way_and_nothing_else_does() -> None:
     for broken in ({}, {**introduction.to_object(), "more": 1}, {**introduction.to_object(), "node": 1}, None):
         with pytest.raises(ValueError, match="introduces nobody"):
             Introduction.from_object(broken)
+
+
+def test_one_agent_is_no_neighbour_of_itself() -> None:
+    ranks = [rank_on("0", endpoint="127.0.0.1:7"), rank_on("1", endpoint="127.0.0.1:7")]
+    with pytest.raises(ConfigurationError, match=r"with one agent, 127.0.0.1:7: .*TIERCHECK_AGENT_NODE"):
+        peer_address(0, ranks)
+    elsewhere = [rank_on("0", endpoint="10.0.0.1:7"), rank_on("1", "beta", "10.0.0.2:7")]
+    assert peer_address(0, elsewhere) == ("10.0.0.2:7", None)

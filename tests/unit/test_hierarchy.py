@@ -73,3 +73,29 @@ async def test_a_tier_that_does_not_open_leaves_none_open() -> None:
         await opened.__aenter__()
     with pytest.raises(TierError, match="not open"):
         await opened.first.driver.stat("x")
+
+
+def test_a_brace_that_is_meant_as_one_stays_one() -> None:
+    hierarchy = Hierarchy.of("memory://a-{{rank}}-{rank}")
+    assert hierarchy.open(rank=3).first.driver.url == "memory://a-{rank}-3"
+    assert hierarchy.resolved(rank=3).open(rank=5).first.driver.url == "memory://a-{rank}-3"
+
+
+@pytest.mark.parametrize("url", ["sftp://me:p4ssword{w@host/x", "sftp://me:p4ssword@{host}/x", "me:p4ssword@host/x"])
+def test_a_password_shows_in_no_message(url: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Hierarchy.of(url).open()
+    assert "p4ssword" not in str(caught.value)
+
+
+def test_the_neighbours_address_goes_into_the_tiers_that_lack_one() -> None:
+    hierarchy = Hierarchy.of("shm://run", "peer://run", "peer://run?at=10.0.0.9:1", "peer://other?deadline=5")
+    assert hierarchy.needs_peer
+    filled = hierarchy.with_peer("10.0.0.2:7", "ab" * 32)
+    assert not filled.needs_peer
+    assert [tier.url for tier in filled.tiers] == [
+        "shm://run",
+        f"peer://run?at=10.0.0.2%3A7&server_key={'ab' * 32}",
+        "peer://run?at=10.0.0.9:1",
+        f"peer://other?deadline=5&at=10.0.0.2%3A7&server_key={'ab' * 32}",
+    ]

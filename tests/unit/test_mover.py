@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -311,3 +311,53 @@ async def test_a_slow_tier_holds_up_none_of_the_others(tmp_path: Path) -> None:
             slow[0].gate.set()
             await mover.drain(10, closing=True)
             assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
+
+
+async def test_a_generation_that_opens_between_two_commits_stops_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ages_s = [0.0]
+    monkeypatch.setattr("tiercheck.observer.Observer.age_s", lambda observer, index: ages_s[0])
+
+    class Superseding(FaultyDriver):
+        async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+            info = await super().put(key, payload, mode=mode)
+            if key.endswith("/commit"):
+                await super().put(str(LineageKey(2)), [b"whatever"])
+                ages_s[0] = 2.0  # and putting it took so long
+            return info
+
+    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: Superseding(driver, FaultPlan()))
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        for version in (0, 10):
+            await hierarchy.tiers[-1].driver.put(str(base(version)), shard(base(version)))
+        with pytest.raises(JobConflict):
+            await mover_of(hierarchy).cycle()
+        commits = [key for key in await held(hierarchy) if key.endswith("/commit")]
+        assert commits == [str(CommitKey(1, 0))]
+
+
+async def test_a_full_tier_is_made_room_in_before_anything_is_copied_to_it(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Noting(FaultyDriver):
+        async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+            calls.append(f"put {key}")
+            return await super().put(key, payload, mode=mode)
+
+        async def delete(self, keys: Iterable[str]) -> None:
+            calls.append("delete")
+            await super().delete(keys)
+
+    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: Noting(driver, FaultPlan()))
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        mover = mover_of(hierarchy)
+        for version in (0, 10, 20):
+            await capture(hierarchy, base(version))
+            await mover.cycle()
+        await capture(hierarchy, base(30))
+        calls.clear()
+        await hierarchy.tiers[-1].driver.put(str(base(5)), shard(base(5)))  # of no use to anybody
+        calls.clear()
+        await mover.cycle()
+        assert calls.index("delete") < calls.index(f"put {base(30)}")

@@ -81,6 +81,12 @@ def peer_address(rank: int, ranks: Sequence[Introduction]) -> tuple[str, str | N
             "share a machine)"
         )
     chosen = ranks[peer]
+    if (chosen.host, chosen.endpoint) == (own.host, own.endpoint):
+        raise ConfigurationError(
+            f"ranks {rank} and {peer} are on two nodes, {own.node} and {chosen.node}, with one agent, {own.endpoint}: "
+            "a copy there would be lost together with the original. Give each node an agent of its own: set "
+            "TIERCHECK_AGENT_NODE to another name on each"
+        )
     if chosen.loopback and chosen.host != own.host:
         raise ConfigurationError(
             f"the peer of rank {rank} is rank {peer} on {chosen.host}, whose agent listens on {chosen.endpoint}, which "

@@ -105,23 +105,21 @@ class Nodes:
 def kill_agent(name: str) -> None:
     """``kill -9`` the agent, if there is one, and wait until it is gone. Errors: ``Transient``."""
     run = RunDirectory.of(name)
-    try:
-        process = psutil.Process(json.loads(run.info.read_text(encoding="utf-8"))["pid"])
-        ours = any("tiercheck.agent" in argument for argument in process.cmdline())
-    except (FileNotFoundError, psutil.NoSuchProcess):
-        return
-    if ours:  # else its number was given to another process
-        process.kill()
     deadline = time.monotonic() + END_DEADLINE_S
     while run.agent_lives():
         if time.monotonic() > deadline:
-            raise Transient(f"the agent {name} (process {process.pid}) outlived kill -9 by {END_DEADLINE_S:.0f} s")
+            raise Transient(f"the agent {name} outlived kill -9 by {END_DEADLINE_S:.0f} s; its log is {run.log}")
+        # One that is still starting holds its lock, and says who it is a moment later.
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            process = psutil.Process(json.loads(run.info.read_text(encoding="utf-8"))["pid"])
+            if any("tiercheck.agent" in argument for argument in process.cmdline()):
+                process.kill()
         time.sleep(END_POLL_S)
 
 
 def remove_run_files(name: str) -> None:
     run = RunDirectory.of(name)
-    for file in (run.socket, run.lock, run.start_lock, run.log, run.info):
+    for file in (run.socket, run.lock, run.start_lock, run.log, run.log.with_name(f"{run.log.name}.1"), run.info):
         file.unlink(missing_ok=True)
 
 

@@ -76,6 +76,12 @@ class TierURL:
     def __repr__(self) -> str:
         return f"TierURL({self.text!r})"
 
+    @property
+    def has_secret(self) -> bool:
+        """Whether the URL itself holds a password, a token or their like."""
+        user, at, _ = self.location.partition("/")[0].rpartition("@")
+        return bool(at and ":" in user) or any(map(is_secret, self.options))
+
     def reader(self) -> OptionReader:
         """A reader that turns the options into typed values."""
         return OptionReader(self)
