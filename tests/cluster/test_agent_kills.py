@@ -19,6 +19,7 @@ from tests.servers.agents import Node, base, capture, held, node, open_generatio
 from tiercheck.agent.client import AgentClient, connect_agent, ensure_agent
 from tiercheck.agent.connection import AgentGone
 from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.record import write_nomination
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.keys import CommitKey, ShardKey
@@ -44,6 +45,22 @@ asyncio.run(main())
 PLATFORM = """
 import sys
 from tiercheck.agent import AgentSettings, run_agent
+run_agent(AgentSettings.from_json(sys.argv[1]))
+"""
+
+HANGING = """
+import sys, threading
+from pathlib import Path
+from tiercheck.agent import AgentSettings, assignment, life, run_agent, service
+from tiercheck.tiers.nvme import NvmeDriver
+run = NvmeDriver.run
+async def never_ends(self, work, key=None, undo=None):
+    def hang(check):
+        Path(sys.argv[2]).touch()
+        threading.Event().wait()
+    return await run(self, hang, key, undo)
+NvmeDriver.run = never_ends
+assignment.CLOSE_S_MAX = service.OVERDUE_S = life.END_S_MAX = life.AT_ONCE_S_MAX = 0.5
 run_agent(AgentSettings.from_json(sys.argv[1]))
 """
 
@@ -196,6 +213,31 @@ async def test_told_twice_it_ends_at_once(node: Node) -> None:
         assert "told to end twice" in RunDirectory.of(node.name).log_tail()
 
 
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_store_that_never_answers_keeps_it_from_no_end(node: Node, times: int) -> None:
+    nomination = node.nomination(node.shm())
+    async with node.open(nomination) as hierarchy:
+        await open_generation(hierarchy)
+        await write_nomination(hierarchy.first.driver, nomination)
+    hangs = node.folder / "hangs"
+    settings = node.settings(detached=False, drain_s=0.2 if times == 1 else 600.0).to_json()
+    agent = start_hanging(settings, hangs)
+    try:
+        async with asyncio.timeout(30):
+            while not (hangs.exists() and RunDirectory.of(node.name).info.exists()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        for _ in range(times):
+            async with await connect_agent(node.name) as client:  # it answers, so it takes signals
+                assert client.hello.pid == agent.pid
+            agent.send_signal(signal.SIGTERM)
+        _, said = await asyncio.to_thread(agent.communicate, timeout=20)
+        assert agent.returncode == 1
+        assert "a tier does not answer: ended without it" in said
+    finally:
+        agent.kill()
+        agent.communicate(timeout=10)
+
+
 async def test_a_platforms_agent_waits_for_the_platform(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer starts one itself only where the platform has not within its time."""
     monkeypatch.setattr("tiercheck.agent.client.PLATFORM_S", 0.5)
@@ -244,6 +286,12 @@ def start_platforms(node: Node) -> subprocess.Popen[bytes]:
     """An agent in the foreground."""
     settings = node.settings(detached=False).to_json()
     return subprocess.Popen([sys.executable, "-c", PLATFORM, settings], stderr=subprocess.DEVNULL)
+
+
+def start_hanging(settings: str, hangs: Path) -> subprocess.Popen[str]:
+    """An agent whose durable tier never answers; ``hangs`` is there once it has been asked."""
+    command = [sys.executable, "-c", HANGING, settings, str(hangs)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def private_bytes(pid: int) -> int:

@@ -168,7 +168,7 @@ async def test_each_agent_takes_up_only_what_is_meant_for_it(node: Node) -> None
         assert [each.nomination for each in agent.roster] == [mine]
         async with await connect_agent(node.name) as client:
             with pytest.raises(ConfigurationError, match="for the agent 'n1', not for 'n-"):
-                await client.nominate(other.tiers[0][1], 0)
+                await client.nominate(other.tiers[0][1], 0, 1)
 
 
 async def test_a_store_that_is_down_stops_nobody_else_and_is_shown(node: Node) -> None:
@@ -251,11 +251,11 @@ async def test_a_record_that_cannot_be_read_is_shown_and_stops_nobody(node: Node
         assert set(agent.roster.unreadable) == {f"{name} rank {rank}" for rank in range(3)}
         async with await connect_agent(node.name) as client:
             with pytest.raises(NotFound):
-                await client.nominate(first, 7)
+                await client.nominate(first, 7, 1)
             with pytest.raises(ConfigurationError, match="cannot be read"):
-                await client.nominate(first, 1)
+                await client.nominate(first, 1, 1)
             with pytest.raises(ConfigurationError, match="speaks of rank 0"):
-                await client.nominate(first, 2)
+                await client.nominate(first, 2, 1)
 
 
 async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Clock) -> None:
@@ -285,9 +285,9 @@ async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Cloc
 async def test_memory_of_one_process_cannot_be_nominated(node: Node) -> None:
     async with running(node), await connect_agent(node.name) as client:
         with pytest.raises(ConfigurationError, match="sees nothing of memory://"):
-            await client.nominate("memory://mine", 0)
+            await client.nominate("memory://mine", 0, 1)
         with pytest.raises(ConfigurationError, match="no driver for nonsense://"):
-            await client.nominate("nonsense://mine", 0)
+            await client.nominate("nonsense://mine", 0, 1)
 
 
 async def test_a_newer_generation_replaces_the_older_one(node: Node) -> None:
@@ -373,14 +373,14 @@ async def test_what_is_withdrawn_is_forgotten(node: Node) -> None:
         assert len(agent.roster) == 0
         assert [info async for info in hierarchy.first.driver.list("nominations/")] == []
         with pytest.raises(NotFound, match="knows no nomination of rank 0"):
-            await client.request(Look(5.0, nomination.tiers[0][1], nomination.rank), RankReply)
+            await client.request(Look(5.0, nomination.tiers[0][1], nomination.rank, 1), RankReply)
 
 
 async def test_a_mover_nominates_again_where_the_agent_has_forgotten(node: Node) -> None:
     nomination = node.nomination(node.shm())
     async with running(node), trainer(node, nomination) as (mover, hierarchy, client):
         await mover.nominate()
-        await client.withdraw(nomination.tiers[0][1], 0)
+        await client.withdraw(nomination.tiers[0][1], 0, 1)
         await capture(hierarchy, base(0))
         await mover.drain(10, closing=True)
         assert mover.status.watermark == 0

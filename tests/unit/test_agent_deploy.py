@@ -11,7 +11,9 @@ import pytest
 import typer
 
 from tiercheck import cli
+from tiercheck.agent.life import END_S_MAX
 from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.service import OVERDUE_S
 
 yaml = pytest.importorskip("yaml")
 
@@ -33,7 +35,7 @@ def test_the_systemd_unit() -> None:
     unit.read(DEPLOY / "tiercheck-agent.service")
     service = unit["Service"]
     options = parsed(shlex.split(service["ExecStart"]))
-    assert options["drain_s"] < int(service["TimeoutStopSec"]), "it would be killed while it drains"
+    assert options["drain_s"] + OVERDUE_S + END_S_MAX <= int(service["TimeoutStopSec"]), "it would be killed before"
     name, _, value = service["Environment"].partition("=")
     assert (name, value) == ("TIERCHECK_RUN_DIR", f"/run/{service['RuntimeDirectory']}")
     assert service["RuntimeDirectoryMode"] == "0700"
@@ -43,7 +45,7 @@ def test_the_daemon_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     spec = yaml.safe_load((DEPLOY / "tiercheck-agent.yaml").read_text())["spec"]["template"]["spec"]
     (agent,) = spec["containers"]
     options = parsed([*agent["command"], *agent["args"]])
-    assert options["drain_s"] < spec["terminationGracePeriodSeconds"]
+    assert options["drain_s"] + OVERDUE_S + END_S_MAX <= spec["terminationGracePeriodSeconds"]
     assert parsed(agent["livenessProbe"]["exec"]["command"])["status"] is True
     volumes = {volume["name"] for volume in spec["volumes"]}
     for container in (*spec["containers"], *spec["initContainers"]):
@@ -51,5 +53,27 @@ def test_the_daemon_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     variables = {each["name"]: each.get("value") for each in agent["env"]}
     assert str(options["keys"]) in spec["initContainers"][0]["args"][0]
     assert variables["TIERCHECK_RUN_DIR"] in spec["initContainers"][0]["args"][0]
+    assert None not in variables.values(), "what differs from node to node may be too long, and trainers must know it"
     monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path / "run"))
-    RunDirectory.of("ip-10-0-12-34.eu-west-1.internal")  # as nodes are called there
+    RunDirectory.of(variables["TIERCHECK_AGENT_NODE"])
+
+
+def test_the_trainers_pods_find_the_agent() -> None:
+    agents = yaml.safe_load((DEPLOY / "tiercheck-agent.yaml").read_text())["spec"]["template"]["spec"]
+    trainers = yaml.safe_load((DEPLOY / "tiercheck-trainers.yaml").read_text())["spec"]
+    (agent,), (trainer,) = agents["containers"], trainers["containers"]
+    wanted = {each["name"]: each["value"] for each in agent["env"]}
+    wanted["TIERCHECK_KEYS"] = str(parsed([*agent["command"], *agent["args"]])["keys"])
+    variables = {each["name"]: each for each in trainer["env"]}
+    assert {name: variables[name].get("value") for name in wanted} == wanted
+    host = variables["TIERCHECK_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert agents["hostNetwork"]
+    assert host == "status.hostIP", "the address of the agent, not of the pod"
+    for what in ("volumes", "securityContext"):
+        assert trainers[what] == agents[what]
+    assert trainer["volumeMounts"] == agent["volumeMounts"]
+    for each in (trainers, agents):
+        (prepare,) = each["initContainers"]
+        assert prepare["args"] == agents["initContainers"][0]["args"]
+    header = (DEPLOY / "tiercheck-agent.yaml").read_text().partition("apiVersion")[0]
+    assert all(name in header for name in (*wanted, "TIERCHECK_HOST")), "whoever reads only this file must learn of it"

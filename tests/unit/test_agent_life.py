@@ -5,16 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
-from tests.servers.agents import FakePeer, FakeStatistics, Node, base, capture, fake_peer, held, node, record
+from tests.servers.agents import (
+    FakePeer,
+    FakeStatistics,
+    Node,
+    base,
+    capture,
+    fake_peer,
+    held,
+    node,
+    open_generation,
+    record,
+)
 from tests.unit.test_agent import Clock, brisk, clock, running, trainer, until
-from tiercheck.agent.client import connect_agent
+from tiercheck.agent.client import AgentClient, connect_agent
+from tiercheck.agent.life import END_S_MAX
 from tiercheck.agent.moving import AgentMover
-from tiercheck.agent.service import Agent
+from tiercheck.agent.service import OVERDUE_S, Agent
+from tiercheck.cli.agent import ask
 from tiercheck.errors import JobConflict
 from tiercheck.keys import ShardKey
+from tiercheck.nomination import Nomination
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["brisk", "clock", "node"]
@@ -76,6 +91,73 @@ async def test_a_detached_agent_ends_when_nobody_needs_it(node: Node, clock: Clo
         async with asyncio.timeout(10):
             await serving
         assert assignment.status.watermark == 0, "it ended before everything was where it belongs"
+
+
+async def test_after_a_crash_it_lingers_once(node: Node, clock: Clock) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node, linger_s=600.0) as agent:
+        serving = asyncio.create_task(agent.serve())
+        async with trainer(node, nomination) as (mover, hierarchy, _):
+            await mover.nominate()
+            await capture(hierarchy, base(0), record(1))
+        (assignment,) = agent.roster
+        clock.ahead_s += 20
+        await until(lambda: assignment.needed_at < clock() - 0.01, "the end of what there was to do")
+        clock.ahead_s += 590
+        assert agent.unneeded_s() < 600
+        await asyncio.wait([serving], timeout=0.1)
+        assert not serving.done()
+        clock.ahead_s += 20
+        async with asyncio.timeout(10):
+            await serving
+        assert str(ShardKey.differential(1, 1, 1, 0)) in await held_at_the_end(node, nomination)
+
+
+async def held_at_the_end(node: Node, nomination: Nomination) -> list[str]:
+    async with node.open(nomination) as hierarchy:
+        return await held(hierarchy)
+
+
+async def test_what_no_tier_ever_takes_is_left_to_the_next_agent(node: Node, clock: Clock) -> None:
+    """Such as the copy for a neighbour that is never started again, when the whole job was given up."""
+    (node.folder / "notadir").write_text("in the way")
+    away = ("peer", f"nvme://{node.folder}/notadir/x?survives=node")
+    plain = node.nomination(node.shm())
+    nomination = replace(plain, tiers=(plain.tiers[0], away, plain.tiers[1]))
+    async with running(node, linger_s=600.0, abandon_s=86400.0) as agent:
+        serving = asyncio.create_task(agent.serve())
+        async with trainer(node, plain) as (_, hierarchy, client):
+            await AgentMover(client, hierarchy.first.driver, nomination).nominate()
+            await capture(hierarchy, base(0), record(1))
+        (assignment,) = agent.roster
+        clock.ahead_s += 80_000
+        await until(lambda: "peer" in assignment.status.errors, "the trouble")
+        assert agent.unneeded_s() < 1, "the neighbour may come back"
+        await asyncio.wait([serving], timeout=0.1)
+        assert not serving.done()
+        clock.ahead_s += 10_000
+        async with asyncio.timeout(10):
+            await serving
+    (node.folder / "notadir").unlink()
+    async with running(node) as agent:
+        (assignment,) = agent.roster
+        await until(lambda: (node.folder / "notadir" / "x" / str(base(0))).exists(), "the copy")
+
+
+async def test_the_platforms_agent_never_gives_up(node: Node, clock: Clock) -> None:
+    (node.folder / "notadir").write_text("in the way")
+    nomination = node.nomination(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
+    async with running(node, detached=False) as agent, await connect_agent(node.name) as client:
+        async with node.open(replace(nomination, tiers=nomination.tiers[:1])) as hierarchy:
+            await open_generation(hierarchy)
+            await AgentMover(client, hierarchy.first.driver, nomination).nominate()
+            await capture(hierarchy, base(0))
+        (assignment,) = agent.roster
+        clock.ahead_s += 1_000_000
+        await agent.roster.tidy()
+        assert list(agent.roster) == [assignment]
+        (node.folder / "notadir").unlink()
+        await until(lambda: assignment.status.watermark == 0, "the base's commit")
 
 
 async def test_the_platforms_agent_stays(node: Node, clock: Clock) -> None:
@@ -162,6 +244,24 @@ async def test_the_end_does_not_wait_for_a_store_that_is_down(node: Node) -> Non
         agent.ending.set()
         async with asyncio.timeout(10):
             await agent.serve()
+
+
+async def test_a_stop_waits_for_as_long_as_the_agent_may_drain(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def lives(self: AgentClient, wanted: bool, until: float) -> bool:
+        waits.append(until - asyncio.get_running_loop().time())
+        return True
+
+    monkeypatch.setattr(AgentClient, "_agent_lives", lives)
+    async with running(node, drain_s=300.0) as agent:
+        assert (await ask(node.name, stop=True))["ended"]
+        assert agent.ending.is_set()
+        async with await connect_agent(node.name) as client:
+            await client.stop(drain=False)
+    slack_s = OVERDUE_S + END_S_MAX
+    assert 300 + slack_s < waits[0] < 400, "it would give up on a sound end"
+    assert slack_s < waits[1] < 100
 
 
 async def test_the_status_says_everything(node: Node) -> None:

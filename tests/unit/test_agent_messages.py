@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.servers.agents import Node, fake_peer, node
 from tiercheck import errors, objects
-from tiercheck.agent import messages
+from tiercheck.agent import connection, messages
+from tiercheck.agent.assignment import Assignment
 from tiercheck.agent.client import connect_agent
 from tiercheck.agent.messages import (
     PROTOCOL,
@@ -38,6 +39,7 @@ from tiercheck.agent.messages import (
     parse_answer,
     parse_request,
 )
+from tiercheck.agent.moving import AgentMover
 from tiercheck.agent.plain import from_plain, to_plain
 from tiercheck.agent.service import Agent
 from tiercheck.agent.settings import AgentSettings
@@ -50,14 +52,14 @@ REQUESTS = (
     Hello(1.0),
     Status(2.5),
     Stop(1.0, True),
-    Nominate(1.0, "shm://x", 3),
+    Nominate(1.0, "shm://x", 3, 2),
     Pause(1.0, "shm://x", 3, 60.0),
-    Withdraw(1.0, "shm://x", 3),
-    Nudge(0.0, "shm://x", 3),
-    Look(1.0, "shm://x", 3),
-    RoomForBase(300.0, "shm://x", 3),
-    Drain(300.0, "shm://x", 3, True),
-    Cycle(300.0, "shm://x", 3, False),
+    Withdraw(1.0, "shm://x", 3, 2),
+    Nudge(0.0, "shm://x", 3, 2),
+    Look(1.0, "shm://x", 3, 2),
+    RoomForBase(300.0, "shm://x", 3, 2),
+    Drain(300.0, "shm://x", 3, 2, True),
+    Cycle(300.0, "shm://x", 3, 2, False),
 )
 
 
@@ -184,6 +186,7 @@ def test_settings_come_across_strictly(node: Node) -> None:
         ({"memory_bytes": -1}, "memory_bytes"),
         ({"http_port": 65536}, "http_port"),
         ({"linger_s": -1.0}, "linger_s"),
+        ({"abandon_s": -1.0}, "abandon_s"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(node: Node, changes: dict[str, Any], reason: str) -> None:
@@ -221,6 +224,46 @@ async def test_an_agent_turns_away_what_is_too_much(node: Node, monkeypatch: pyt
     async with Agent(node.settings(), make_peer_server=fake_peer):
         with pytest.raises(Transient, match="0 requests already"):
             await connect_agent(node.name)
+
+
+async def test_who_waits_for_nothing_waits_for_the_look_at_the_tiers(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a deadline of 0 s, whoever asks wants to know how it is, and a durable tier takes its time to be listed."""
+
+    async def slow(self: Assignment, deadline_s: float) -> None:
+        await asyncio.sleep(1.2)
+        raise DeadlineExceeded(f"2 bases have not reached the durable tier within {deadline_s:g} s")
+
+    monkeypatch.setattr(Assignment, "room_for_base", slow)
+    nomination = node.nomination(node.shm())
+    async with (
+        Agent(node.settings(), make_peer_server=fake_peer),
+        await connect_agent(node.name) as client,
+        node.open(nomination) as hierarchy,
+    ):
+        mover = AgentMover(client, hierarchy.first.driver, nomination)
+        await mover.nominate()
+        with pytest.raises(DeadlineExceeded, match="2 bases have not reached the durable tier within 0 s"):
+            await mover.room_for_base(0.0)
+
+
+async def test_a_request_is_broken_off_in_the_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Agent, **_: object) -> object:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Agent, "snapshot", never)
+    monkeypatch.setattr(Status, "grace_s", 0.1)
+    async with Agent(node.settings(), make_peer_server=fake_peer), await connect_agent(node.name) as client:
+        with pytest.raises(DeadlineExceeded, match=r"Status took over 0\.2 s"):
+            await client.status(deadline_s=0.1)
+
+
+@pytest.mark.parametrize("kind", sorted({type(each) for each in REQUESTS}, key=lambda kind: kind.__name__))
+def test_the_agent_speaks_before_its_client_gives_up(kind: type[Request]) -> None:
+    assert kind.grace_s >= (30 if kind in (RoomForBase, Drain, Cycle) else 1)
+    assert connection.GRACE_S > 1, "beyond the agent's own"
 
 
 async def test_a_bug_in_a_request_is_told_and_logged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from tiercheck import keys, objects
 from tiercheck.agent.patient import PatientDriver
+from tiercheck.agent.record import as_agent_opens
 from tiercheck.agent.throughput import Throughput
 from tiercheck.attempts import Attempts
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, TierCheckError, TierError, Transient
@@ -46,23 +48,26 @@ class State(StrEnum):
     MOVING = "moving"
     PAUSED = "paused"
     RESTING = "resting"
-    """Its trainer is gone and nothing is left to move: the tiers are closed until somebody asks for it."""
+    """Its trainer is gone and nothing is left to move, or not within any reasonable time: the tiers are closed until
+    somebody asks for it."""
     SUPERSEDED = "superseded"
 
 
 class Assignment:
     """Moves one rank's objects until it is closed. All methods run on one event loop.
 
-    ``rest_s``: a trainer silent for so long, with nothing left to move, puts it to rest.
+    ``rest_s``: a trainer silent for so long, with nothing left to move, puts it to rest. ``abandon_s``: one silent for
+    so long does so whatever is left, as where a neighbour never comes back; the next agent goes on with that.
     """
 
-    def __init__(self, nomination: Nomination, *, rest_s: float) -> None:
+    def __init__(self, nomination: Nomination, *, rest_s: float, abandon_s: float = math.inf) -> None:
         self.nomination = nomination
         self.conflict: JobConflict | None = None
         self.trouble: str | None = None
         """Why the tiers cannot be opened, until they are."""
         self.throughput = Throughput()
         self._rest_s = rest_s
+        self._abandon_s = abandon_s
         self._mover: Mover | None = None
         self._observer: Observer | None = None
         self._last_status = MoverStatus()
@@ -70,8 +75,8 @@ class Assignment:
         """What the movers counted that this one replaces."""
         self._heard_at = _now()
         self._paused_until: float | None = None
-        self._brought_home = False
-        """What a silent trainer left has all gone out."""
+        self._brought_home_at: float | None = None
+        """Since when what a silent trainer left has all gone out."""
         self._changed = asyncio.Event()
         self._active = False
         """The mover is running."""
@@ -114,7 +119,14 @@ class Assignment:
         """Whether ending the agent now would leave something undone, or a trainer without its mover."""
         if self.conflict is not None:
             return False
-        return self.silent_s < self._rest_s or not self._brought_home
+        return self.silent_s < self._rest_s or not self._finished
+
+    @property
+    def needed_at(self) -> float:
+        """When its trainer was last heard of, or something was left to move (loop time, seconds)."""
+        if self.conflict is not None or self._abandoned:
+            return self._heard_at
+        return _now() if self._brought_home_at is None else max(self._heard_at, self._brought_home_at)
 
     async def observe(self) -> Observation | None:
         """What its tiers hold, listed seldom enough; ``None`` while they are not open."""
@@ -126,7 +138,7 @@ class Assignment:
         """The trainer lives."""
         woken = self._resting
         self._heard_at = _now()
-        self._brought_home = False
+        self._brought_home_at = None
         if woken:
             self._wake()
 
@@ -172,13 +184,18 @@ class Assignment:
             self._life = asyncio.create_task(self._live(), name=f"rank {self.nomination.rank}")
 
     async def close(self) -> None:
-        """Stop moving and close the tiers. Idempotent. What was captured stays where it is."""
+        """Stop moving and close the tiers. Idempotent. What was captured stays where it is.
+
+        A store that does not answer is not waited for: what was asked of it may still be done, and nothing more.
+        """
         for operation in self._operations:
             operation.cancel()
         life, self._life = self._life, None
         if life is not None:
             life.cancel()
-            await asyncio.wait([life])
+            await asyncio.wait([life], timeout=CLOSE_S_MAX)
+            if not life.done():
+                log.warning("%s: a tier has not answered for %g s; it is left open", self._where, CLOSE_S_MAX)
 
     async def _live(self) -> None:
         failures = 0
@@ -284,7 +301,7 @@ class Assignment:
         """Look after a running mover until it ends, pauses or rests."""
         while not (running.done() or self._paused or self._resting):
             self.throughput.note(_now(), self.status.copied_bytes)
-            if self.silent_s > min(SILENT_S, self._rest_s) and not self._brought_home:
+            if self.silent_s > min(SILENT_S, self._rest_s) and self._brought_home_at is None:
                 await self._bring_home()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -300,7 +317,8 @@ class Assignment:
         except TierCheckError as error:
             log.debug("%s: %s", self._where, error)
             return
-        self._brought_home = done and self._heard_at == heard_at
+        if done and self._heard_at == heard_at:
+            self._brought_home_at = _now()
 
     async def _lineage(self, hierarchy: OpenHierarchy) -> Lineage:
         """The chain that ends in the nominated generation, as the tiers tell it.
@@ -357,7 +375,15 @@ class Assignment:
 
     @property
     def _resting(self) -> bool:
-        return self._brought_home and self.silent_s >= self._rest_s
+        return self._finished and self.silent_s >= self._rest_s
+
+    @property
+    def _finished(self) -> bool:
+        return self._brought_home_at is not None or self._abandoned
+
+    @property
+    def _abandoned(self) -> bool:
+        return self.silent_s >= self._abandon_s
 
     @property
     def _where(self) -> str:
@@ -385,6 +411,7 @@ class Assignment:
 def patient(hierarchy: Hierarchy) -> Hierarchy:
     """The same, that opens even where a store is away; not the first tier, without which there is nothing to move."""
     first, *others = hierarchy.tiers
+    first = replace(first, url=as_agent_opens(first.url))
     return replace(hierarchy, tiers=(first, *(replace(tier, wrap=PatientDriver) for tier in others)))
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+import zmq
 
 from tiercheck.agent.connection import AgentGone, Connection
 from tiercheck.agent.messages import (
@@ -40,6 +43,8 @@ REQUEST_S = 30.0
 PLATFORM_S = 20.0
 """How long a platform that runs the agent has to bring it back before a trainer starts one itself."""
 PAUSE_S = 600.0
+END_S_MAX = 45.0
+"""How long an agent may take to end, beside bringing everything home: longer than it gives itself."""
 AGAIN_S = 0.1
 
 
@@ -69,27 +74,29 @@ class AgentClient:
         the deadline (``again``). Errors: the request's own; ``DeadlineExceeded``; ``ConfigurationError``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + request.deadline_s
-        while True:
-            connection = await self._connected(max(1.0, until - loop.time()))
-            left_s = max(0.0, until - loop.time())
-            try:
-                return await connection.request(replace(request, deadline_s=left_s), kind)
-            except AgentGone:
-                await self._disconnect(connection)
-                if not again or self._closed or loop.time() >= until:
-                    raise
+        with self._speaking():
+            while True:
+                connection = await self._connected(max(1.0, until - loop.time()))
+                left_s = max(0.0, until - loop.time())
+                try:
+                    return await connection.request(replace(request, deadline_s=left_s), kind)
+                except AgentGone:
+                    await self._disconnect(connection)
+                    if not again or self._closed or loop.time() >= until:
+                        raise
 
     async def tell(self, request: Request) -> None:
-        """Send what wants no reply; where the agent is gone it is lost."""
+        """Send what wants no reply; where the agent is gone it is lost. Errors: ``Transient``."""
         if self._connection is not None:
-            await self._connection.tell(request)
+            with self._speaking():
+                await self._connection.tell(request)
 
-    async def nominate(self, namespace: str, rank: int, *, deadline_s: float = REQUEST_S) -> RankReply:
+    async def nominate(self, namespace: str, rank: int, generation: int, *, deadline_s: float = REQUEST_S) -> RankReply:
         """Have the nomination taken up that lies in the first tier ``namespace`` (its URL). Idempotent.
 
         Errors: ``NotFound``, ``ConfigurationError``, ``JobConflict``, ``TierError``, ``DeadlineExceeded``.
         """
-        return await self.request(Nominate(deadline_s, namespace, rank), RankReply)
+        return await self.request(Nominate(deadline_s, namespace, rank, generation), RankReply)
 
     async def pause(
         self, namespace: str, rank: int, *, pause_s: float = PAUSE_S, deadline_s: float = REQUEST_S
@@ -98,9 +105,12 @@ class AgentClient:
         moves. For a trainer that is about to read what an older generation left."""
         await self.request(Pause(deadline_s, namespace, rank, pause_s), RankReply)
 
-    async def withdraw(self, namespace: str, rank: int, *, deadline_s: float = REQUEST_S) -> None:
-        """Have the nomination forgotten: nothing of this rank is left to move. Idempotent."""
-        await self.request(Withdraw(deadline_s, namespace, rank), RankReply)
+    async def withdraw(self, namespace: str, rank: int, generation: int, *, deadline_s: float = REQUEST_S) -> None:
+        """Have the nomination forgotten: nothing of this rank is left to move. Idempotent.
+
+        Errors: ``JobConflict`` where a newer generation is nominated, which stays; ``TierError``; ``DeadlineExceeded``.
+        """
+        await self.request(Withdraw(deadline_s, namespace, rank, generation), RankReply)
 
     async def status(self, *, deadline_s: float = REQUEST_S) -> dict[str, Any]:
         """What the status page shows, as plain values."""
@@ -108,11 +118,14 @@ class AgentClient:
         value: dict[str, Any] = json.loads(reply.json)
         return value
 
-    async def stop(self, *, drain: bool = True, deadline_s: float = REQUEST_S) -> None:
+    async def stop(self, *, drain: bool = True, deadline_s: float | None = None) -> None:
         """End the agent, and wait until it has ended. ``drain``: first bring everything to its tiers.
 
-        Errors: ``DeadlineExceeded`` where it still runs after ``deadline_s``.
+        Errors: ``DeadlineExceeded`` where it still runs after ``deadline_s`` (``None``: what it may take by its own
+        settings).
         """
+        if deadline_s is None:
+            deadline_s = END_S_MAX + (self.hello.drain_s if drain else 0.0)
         until = asyncio.get_running_loop().time() + deadline_s
         with suppress(AgentGone):
             await self.request(Stop(deadline_s, drain), StopReply, again=False)
@@ -134,7 +147,17 @@ class AgentClient:
     async def connect(self, deadline_s: float = START_S_MAX) -> None:
         """Errors: ``DeadlineExceeded``, ``ConfigurationError`` where no agent can be had; ``Transient`` where none runs
         and none is to be started."""
-        await self._connected(deadline_s)
+        with self._speaking():
+            await self._connected(deadline_s)
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """What this machine cannot do just now, such as open another file, is no end of anything: it may be tried
+        again."""
+        try:
+            yield
+        except (OSError, zmq.ZMQError) as error:
+            raise Transient(f"the agent of node {self._run.node!r} cannot be spoken to: {error}") from error
 
     async def _connected(self, deadline_s: float) -> Connection:
         if self._closed:
@@ -198,6 +221,7 @@ async def ensure_agent(
     bind: str | None = None,
     memory_bytes: int | None = None,
     linger_s: float | None = None,
+    abandon_s: float | None = None,
     deadline_s: float = START_S_MAX,
 ) -> AgentClient:
     """A client of the agent named ``node`` on this machine, which is started, detached, where none runs.
@@ -213,6 +237,8 @@ async def ensure_agent(
         chosen = replace(chosen, bind=bind)
     if linger_s is not None:
         chosen = replace(chosen, linger_s=linger_s)
+    if abandon_s is not None:
+        chosen = replace(chosen, abandon_s=abandon_s)
     return await _client(node, chosen, deadline_s)
 
 

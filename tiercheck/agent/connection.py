@@ -24,7 +24,7 @@ T = TypeVar("T")
 LOOK_S = 0.5
 """How often a request that waits looks whether the agent still lives."""
 GRACE_S = 5.0
-"""What an answer may take beyond the request's deadline: the agent stands back, and may be slow to say it."""
+"""What an answer may take beyond all that the agent allows it: the agent stands back, and may be slow to say it."""
 
 
 class AgentGone(Transient):
@@ -85,13 +85,14 @@ class Connection:
 
     async def _answer(self, waiting: asyncio.Future[Answer], request: Request) -> Answer:
         loop = asyncio.get_running_loop()
-        until = loop.time() + request.deadline_s + GRACE_S
+        allowed_s = request.deadline_s + request.grace_s + GRACE_S
+        until = loop.time() + allowed_s
         while not waiting.done():
             left_s = until - loop.time()
             if left_s <= 0:
                 raise DeadlineExceeded(
                     f"the agent of node {self._run.node!r} lives, but did not answer {type(request).__name__} within "
-                    f"{request.deadline_s:g} s; its log is {self._run.log}"
+                    f"{allowed_s:g} s; its log is {self._run.log}"
                 )
             await asyncio.wait([waiting], timeout=min(LOOK_S, left_s))
             if not waiting.done():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tiercheck import errors, objects
 from tiercheck.agent.plain import from_plain, to_plain
@@ -26,9 +26,9 @@ __all__ = [
     "Hello",
     "HelloReply",
     "Nominate",
+    "Nominated",
     "Nudge",
     "Pause",
-    "Question",
     "Rank",
     "RankReply",
     "Request",
@@ -51,6 +51,8 @@ REQUEST_BYTES_MAX = 64 << 10
 REPLY_BYTES_MAX = 16 << 20
 DEADLINE_S_MAX = 7 * 86400.0
 ID_MAX = 2**63
+TIERS_S = 30.0
+"""What listing all tiers may take: even where nothing is to be waited for, they are looked at first."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Request:
     """Anything a client may ask. ``deadline_s``: how long the agent may take to answer."""
 
     deadline_s: float
+
+    grace_s: ClassVar[float] = 1.0
+    """What the answer may take beyond that: the agent's own error says more than that it is late."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.deadline_s <= DEADLINE_S_MAX:
@@ -90,7 +95,14 @@ class Rank(Request):
 
 
 @dataclass(frozen=True)
-class Nominate(Rank):
+class Nominated(Rank):
+    """What the trainer of one generation asks: the agent that has taken up a newer one refuses it."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Nominate(Nominated):
     """The rank's nomination lies in its first tier: take it up. Ends a pause. Idempotent."""
 
 
@@ -102,35 +114,41 @@ class Pause(Rank):
 
 
 @dataclass(frozen=True)
-class Withdraw(Rank):
+class Withdraw(Nominated):
     """The rank has nothing more to move: forget the nomination. Idempotent."""
 
 
 @dataclass(frozen=True)
-class Nudge(Rank):
+class Nudge(Nominated):
     """Something was captured. Wants no reply."""
 
 
 @dataclass(frozen=True)
-class Look(Rank):
+class Look(Nominated):
     """How is this rank's mover?"""
 
 
 @dataclass(frozen=True)
-class RoomForBase(Rank):
+class RoomForBase(Nominated):
     """Answer once another base may be captured."""
+
+    grace_s: ClassVar[float] = TIERS_S
 
 
 @dataclass(frozen=True)
-class Drain(Rank):
+class Drain(Nominated):
     """Answer once everything captured is where it belongs."""
+
+    grace_s: ClassVar[float] = TIERS_S
 
     closing: bool
 
 
 @dataclass(frozen=True)
-class Cycle(Rank):
+class Cycle(Nominated):
     """Look and act once."""
+
+    grace_s: ClassVar[float] = TIERS_S
 
     closing: bool
 
@@ -152,6 +170,8 @@ class HelloReply:
     """``HOST:PORT`` of the peer server."""
     peer_server_key: str | None
     """Its public CURVE key."""
+    drain_s: float
+    """How long it may go on bringing everything home once it is told to end."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +192,6 @@ class StopReply:
 class StatusReply:
     json: str
 
-
-Question = TypeVar("Question", bound=Request)
 
 _REQUESTS: dict[str, type[Request]] = {
     re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower(): kind

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from tiercheck import objects
 from tiercheck.agent.client import AgentClient
-from tiercheck.agent.messages import Cycle, Drain, Look, Nudge, Rank, RankReply, RoomForBase
+from tiercheck.agent.messages import Cycle, Drain, Look, Nominated, Nudge, RankReply, RoomForBase
+from tiercheck.agent.record import write_nomination
 from tiercheck.errors import JobConflict, NotFound, TierCheckError
-from tiercheck.keys import NominationKey
 from tiercheck.mover import MoverStatus
 from tiercheck.nomination import Nomination
 from tiercheck.tiers.driver import TierDriver
@@ -22,6 +21,7 @@ log = logging.getLogger(__name__)
 REFRESH_S = 1.0
 LOOK_S = 30.0
 CYCLE_S = 600.0
+NOMINATIONS_MAX = 4
 AGENT = "agent"
 """Where :attr:`AgentMover.status` shows an agent that cannot be reached, among the tiers' errors."""
 
@@ -53,16 +53,26 @@ class AgentMover:
     async def nominate(self, deadline_s: float = LOOK_S) -> None:
         """Write the nomination down in the first tier and have the agent take it up. Idempotent.
 
-        Errors: ``ConfigurationError`` for a hierarchy that the agent cannot open; ``JobConflict``; ``TierError``;
-        ``DeadlineExceeded``.
+        Errors: ``ConfigurationError`` for a hierarchy that the agent cannot open; ``JobConflict`` where a newer
+        generation is nominated, whose record stays; ``TierError``; ``DeadlineExceeded``.
         """
-        content = objects.pack(self.nomination.to_object())
-        await self._first.put(str(NominationKey(self.nomination.rank)), [content])
-        self._take(await self._client.nominate(self._namespace, self.nomination.rank, deadline_s=deadline_s))
+        for tries_left in reversed(range(NOMINATIONS_MAX)):
+            await write_nomination(self._first, self.nomination)
+            try:
+                self._take(await self._client.nominate(*self._who, deadline_s=deadline_s))
+                return
+            except NotFound:
+                # An older generation took its leave just then, and this record for its own.
+                if not tries_left:
+                    raise
 
     async def withdraw(self, deadline_s: float = LOOK_S) -> None:
-        """Nothing is left to move: the agent forgets the nomination. Errors: ``TierError``; ``DeadlineExceeded``."""
-        await self._client.withdraw(self._namespace, self.nomination.rank, deadline_s=deadline_s)
+        """Nothing is left to move: the agent forgets the nomination.
+
+        Errors: ``JobConflict`` where a newer generation is nominated, which stays; ``TierError``;
+        ``DeadlineExceeded``.
+        """
+        await self._client.withdraw(*self._who, deadline_s=deadline_s)
 
     def nudge(self) -> None:
         """Something changed: the agent is told so soon."""
@@ -72,9 +82,9 @@ class AgentMover:
         """Keep :attr:`status` fresh and the agent alive until cancelled, or until a newer generation opens."""
         while self._conflict is None:
             try:
-                await self._ask(Look(LOOK_S, self._namespace, self.nomination.rank))
+                await self._ask(Look(LOOK_S, *self._who))
                 if await self._nudged_within(REFRESH_S):
-                    await self._client.tell(Nudge(0.0, self._namespace, self.nomination.rank))
+                    await self._client.tell(Nudge(0.0, *self._who))
             except JobConflict as conflict:
                 self._conflict = conflict
             except TierCheckError as error:
@@ -86,36 +96,40 @@ class AgentMover:
 
     async def cycle(self, *, closing: bool = False) -> bool:
         """As :meth:`tiercheck.mover.Mover.cycle`. Errors: also ``DeadlineExceeded``."""
-        return (await self._ask(Cycle(CYCLE_S, self._namespace, self.nomination.rank, closing))).result
+        return (await self._ask(Cycle(CYCLE_S, *self._who, closing))).result
 
     async def room_for_base(self, deadline_s: float) -> None:
         """As :meth:`tiercheck.mover.Mover.room_for_base`."""
-        await self._ask(RoomForBase(deadline_s, self._namespace, self.nomination.rank))
+        await self._ask(RoomForBase(deadline_s, *self._who))
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """As :meth:`tiercheck.mover.Mover.drain`."""
-        await self._ask(Drain(deadline_s, self._namespace, self.nomination.rank, closing))
+        await self._ask(Drain(deadline_s, *self._who, closing))
 
     @property
-    def _namespace(self) -> str:
-        return self.nomination.tiers[0][1]
+    def _who(self) -> tuple[str, int, int]:
+        return self.nomination.tiers[0][1], self.nomination.rank, self.nomination.generation
 
-    async def _ask(self, request: Rank) -> RankReply:
+    async def _ask(self, request: Nominated) -> RankReply:
         if self._conflict is not None:
             raise self._conflict
         try:
-            reply = await self._client.request(request, RankReply)
-        except NotFound as unknown:
-            if unknown.key is not None:
-                raise  # of an object, not of the nomination
-            # An agent that was started anew, and did not find it by itself.
-            await self.nominate()
-            reply = await self._client.request(request, RankReply)
+            reply = await self._asked(request)
         except JobConflict as conflict:
             self._conflict = conflict
             raise
         self._take(reply)
         return reply
+
+    async def _asked(self, request: Nominated) -> RankReply:
+        try:
+            return await self._client.request(request, RankReply)
+        except NotFound as unknown:
+            if unknown.key is not None:
+                raise  # of an object, not of the nomination
+        # An agent that was started anew, and did not find it by itself.
+        await self.nominate()
+        return await self._client.request(request, RankReply)
 
     def _take(self, reply: RankReply) -> None:
         self._status = reply.status

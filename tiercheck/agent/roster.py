@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from tiercheck import keys, objects
+from tiercheck import keys
 from tiercheck.agent.assignment import Assignment
+from tiercheck.agent.record import check_newest, first_tier, read_nomination, remove_nomination
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.keys import NominationKey
 from tiercheck.nomination import Nomination
 from tiercheck.tiers.namespaces import SHM, namespace_path, namespaces
 from tiercheck.tiers.registry import make_driver
-from tiercheck.types import Survives
 
 __all__ = ["Roster"]
 
@@ -33,11 +34,13 @@ Place = tuple[str, int]
 class Roster:
     """The assignments of one agent. Errors of one never reach another."""
 
-    def __init__(self, node: str, *, rest_s: float) -> None:
+    def __init__(self, node: str, *, rest_s: float, abandon_s: float = math.inf) -> None:
+        """``rest_s`` and ``abandon_s``: as for :class:`Assignment`."""
         self.node = node
         self.unreadable: dict[str, str] = {}
         """Where a nomination was found or looked for, and could not be taken up, and why."""
         self._rest_s = rest_s
+        self._abandon_s = abandon_s
         self._assignments: dict[Place, Assignment] = {}
         self._changing: dict[Place, asyncio.Lock] = {}
 
@@ -49,41 +52,59 @@ class Roster:
     def __len__(self) -> int:
         return len(self._assignments)
 
-    def get(self, namespace: str, rank: int) -> Assignment:
-        """The assignment for a first tier's URL and a rank; its trainer is heard of thereby.
+    def get(self, namespace: str, rank: int, generation: int | None = None) -> Assignment:
+        """The assignment for a first tier's URL and a rank; its trainer is heard of thereby. ``generation``: of whoever
+        asks; ``None`` before it has one.
 
-        Errors: ``NotFound``: this agent has taken up no such nomination.
+        Errors: ``NotFound``: this agent has taken up no such nomination. ``JobConflict``: it has, of a newer one.
         """
         assignment = self._assignments.get(place_of(namespace, rank))
-        if assignment is None:
-            raise NotFound(f"the agent of node {self.node!r} knows no nomination of rank {rank}", tier=namespace)
+        if assignment is None or (generation is not None and generation > assignment.nomination.generation):
+            what = "" if generation is None else f", generation {generation}"
+            raise NotFound(f"the agent of node {self.node!r} knows no nomination of rank {rank}{what}", tier=namespace)
+        if generation is not None:
+            self._check_not_older(assignment, generation)
         assignment.heard()
         return assignment
 
-    async def nominate(self, namespace: str, rank: int) -> Assignment:
+    async def nominate(self, namespace: str, rank: int, generation: int) -> Assignment:
         """Take up the nomination that lies in the first tier, instead of an older one. Ends a pause. Idempotent.
 
-        Errors: ``NotFound`` without a record there; ``ConfigurationError`` for one that is meant for another agent or
-        contradicts itself; ``JobConflict`` where a newer generation has been nominated already; ``TierError``.
+        Errors: ``NotFound`` without a record of that generation there; ``ConfigurationError`` for one that is meant
+        for another agent or contradicts itself; ``JobConflict`` where a newer generation is nominated; ``TierError``.
         """
         place = place_of(namespace, rank)
-        async with self._alone_with(place):
-            nomination = await read_nomination(namespace, rank)
+        async with self._alone_with(place), first_tier(namespace) as first:
+            nomination = await read_nomination(first, rank)
+            if nomination.generation < generation:
+                raise NotFound(f"only generation {nomination.generation} of rank {rank} is nominated", tier=namespace)
+            if nomination.generation > generation:
+                raise JobConflict(
+                    f"generation {nomination.generation} of rank {rank} is nominated in {namespace}, and generation "
+                    f"{generation} is older; this one stops saving"
+                )
             if nomination.node != self.node:
                 raise ConfigurationError(
                     f"the nomination of rank {rank} in {namespace} is for the agent {nomination.node!r}, not for "
                     f"{self.node!r}"
                 )
             nomination.hierarchy.open()  # refuses what can never be opened, before anything is replaced
+            if (known := self._assignments.get(place)) is not None:
+                await check_newest(first, known.nomination, nomination)
             return await self._take_up(place, nomination)
 
-    async def withdraw(self, namespace: str, rank: int) -> None:
-        """Forget the nomination and delete its record. Errors: ``TierError``."""
+    async def withdraw(self, namespace: str, rank: int, generation: int) -> None:
+        """Forget the nomination of that generation, and delete its record. Errors: ``JobConflict`` where a newer one
+        is nominated, which stays; ``TierError``."""
         place = place_of(namespace, rank)
         async with self._alone_with(place):
-            async with make_driver(namespace) as first:
-                await first.delete([str(NominationKey(rank))])
-            await self._drop(place)
+            known = self._assignments.get(place)
+            if known is not None:
+                self._check_not_older(known, generation)
+            async with first_tier(namespace) as first:
+                await remove_nomination(first, rank, generation)
+            if known is not None and known.nomination.generation == generation:
+                await self._drop(place)
 
     async def take_up_all(self) -> None:
         """Look through this user's namespaces on this node for nominations to this agent: what a restart begins with.
@@ -94,7 +115,8 @@ class Roster:
         for namespace in await asyncio.to_thread(nominating_namespaces):
             for rank in await self._ranks_in(namespace):
                 with self._noting(f"{namespace} rank {rank}"):
-                    nomination = await read_nomination(namespace, rank)
+                    async with first_tier(namespace) as first:
+                        nomination = await read_nomination(first, rank)
                     # By the URL that the nomination gives: it has the options that the trainer chose.
                     place = place_of(nomination.tiers[0][1], rank)
                     if nomination.node == self.node and place not in self._assignments:
@@ -112,6 +134,15 @@ class Roster:
         """Stop all movers and close their tiers."""
         await asyncio.gather(*(assignment.close() for assignment in self))
         self._assignments.clear()
+
+    def _check_not_older(self, assignment: Assignment, generation: int) -> None:
+        newest = assignment.nomination
+        if generation < newest.generation:
+            raise JobConflict(
+                f"the agent of node {self.node!r} has taken up generation {newest.generation} of rank {newest.rank}, "
+                f"while generation {generation} is still running; this one stops saving. Two jobs must not share a "
+                "hierarchy: end one of them, or give it a name of its own"
+            )
 
     async def _ranks_in(self, namespace: str) -> list[int]:
         """The ranks that have nominated in this namespace, to whatever agent."""
@@ -146,20 +177,14 @@ class Roster:
 
     async def _take_up(self, place: Place, nomination: Nomination) -> Assignment:
         known = self._assignments.get(place)
-        if known is not None:
-            if known.nomination.generation > nomination.generation:
-                raise JobConflict(
-                    f"generation {known.nomination.generation} of rank {nomination.rank} has been nominated already, "
-                    f"and generation {nomination.generation} is older"
-                )
-            if known.nomination == nomination:
-                known.heard()
-                known.resume()
-                return known
-        elif len(self._assignments) >= ASSIGNMENTS_MAX:
+        if known is not None and known.nomination == nomination:
+            known.heard()
+            known.resume()
+            return known
+        if known is None and len(self._assignments) >= ASSIGNMENTS_MAX:
             raise CapacityExceeded(f"the agent of node {self.node!r} moves for {ASSIGNMENTS_MAX} ranks already")
         await self._drop(place)
-        assignment = self._assignments[place] = Assignment(nomination, rest_s=self._rest_s)
+        assignment = self._assignments[place] = Assignment(nomination, rest_s=self._rest_s, abandon_s=self._abandon_s)
         assignment.start()
         log.info("rank %d of %s: generation %d taken up", nomination.rank, place[0], nomination.generation)
         return assignment
@@ -173,32 +198,6 @@ class Roster:
 def place_of(namespace: str, rank: int) -> Place:
     """Errors: ``ConfigurationError`` for a URL that cannot be."""
     return make_driver(namespace).url, rank
-
-
-async def read_nomination(namespace: str, rank: int) -> Nomination:
-    """The record in the first tier.
-
-    Errors: ``NotFound``; ``ConfigurationError`` for one that cannot be, or a first tier that no other process can see;
-    ``TierError``.
-    """
-    async with make_driver(namespace) as first:
-        if first.capabilities.survives < Survives.PROCESS:
-            raise ConfigurationError(
-                f"the agent is a process of its own and sees nothing of {first.url}; begin the hierarchy with "
-                "shm://NAME, or let the trainer move its objects itself"
-            )
-        value = objects.unpack(await first.get(str(NominationKey(rank))))
-        url = first.url
-    try:
-        nomination = Nomination.from_object(value)
-    except ValueError as error:
-        raise ConfigurationError(f"the nomination of rank {rank} in {namespace} cannot be read: {error}") from error
-    if nomination.rank != rank or make_driver(nomination.tiers[0][1]).url != url:
-        raise ConfigurationError(
-            f"the nomination of rank {rank} in {namespace} speaks of rank {nomination.rank} and of "
-            f"{nomination.tiers[0][1]}"
-        )
-    return nomination
 
 
 def nominating_namespaces() -> list[str]:

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 REQUESTS_MAX = 4096
 """Requests being worked on at a time; more are turned away."""
-GRACE_S = 1.0
-"""What a request may take beyond its deadline before it is broken off: its own error says more."""
 
 
 class Router:
@@ -84,7 +82,7 @@ class Router:
     async def _work(self, sender: bytes, identifier: int, request: Request) -> None:
         what = type(request).__name__
         try:
-            async with asyncio.timeout(request.deadline_s + GRACE_S):
+            async with asyncio.timeout(request.deadline_s + request.grace_s):
                 answer = await self._handle(request)
             reply = pack_answer(identifier, answer)
             if len(reply) > REPLY_BYTES_MAX:
@@ -92,7 +90,9 @@ class Router:
         except TierCheckError as error:
             reply = pack_error(identifier, error)
         except TimeoutError:
-            reply = pack_error(identifier, DeadlineExceeded(f"{what} took over {request.deadline_s:g} s"))
+            reply = pack_error(
+                identifier, DeadlineExceeded(f"{what} took over {request.deadline_s + request.grace_s:.3g} s")
+            )
         except Exception as error:
             # A bug of one request is not to end the agent; its client is told, and the log has the rest.
             log.exception("%s failed", what)

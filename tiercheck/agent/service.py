@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import secrets
 from contextlib import suppress
@@ -23,6 +24,7 @@ from tiercheck.agent.messages import (
     HelloReply,
     Look,
     Nominate,
+    Nominated,
     Nudge,
     Pause,
     Rank,
@@ -56,6 +58,9 @@ LOCK_S_MAX = 10.0
 LOCK_AGAIN_S = 0.05
 TICK_S = 1.0
 OBSERVE_S_MAX = 10.0
+OVERDUE_S = 5.0
+"""What the drain at the end may take beyond its deadline, for its errors to be told."""
+RELIEVE_S_MAX = 45.0
 LOOK_AGAIN_S = 30.0
 """How often nominations that could not be read are tried again."""
 
@@ -69,7 +74,12 @@ class Agent:
     def __init__(self, settings: AgentSettings, *, make_peer_server: MakePeerServer = make_peer_server) -> None:
         self.settings = settings
         self.run = RunDirectory.of(settings.node)
-        self.roster = Roster(settings.node, rest_s=settings.linger_s)
+        self.roster = Roster(
+            settings.node,
+            rest_s=settings.linger_s,
+            # A platform's agent stays anyway, and goes on trying.
+            abandon_s=settings.abandon_s if settings.detached else math.inf,
+        )
         self.ending = asyncio.Event()
         self.drain_first = True
         """Whether everything is to be brought to its tiers before the end."""
@@ -123,8 +133,9 @@ class Agent:
 
     def unneeded_s(self) -> float:
         """Seconds since a trainer was heard of, something was left to move, or a neighbour stored or fetched."""
-        if any(assignment.needed for assignment in self.roster) or self._peer_traffic():
+        if self._peer_traffic():
             self._needed_at = _now()
+        self._needed_at = max([self._needed_at, *(assignment.needed_at for assignment in self.roster)])
         return _now() - self._needed_at
 
     async def drain(self) -> None:
@@ -132,15 +143,22 @@ class Agent:
         deadline_s = self.settings.drain_s
         moving = [assignment for assignment in self.roster if assignment.conflict is None]
         log.info("draining %d ranks, for %g s at most", len(moving), deadline_s)
-        outcomes = await asyncio.gather(
-            *(assignment.drain(deadline_s, closing=True) for assignment in moving), return_exceptions=True
-        )
-        for assignment, outcome in zip(moving, outcomes, strict=True):
-            if isinstance(outcome, TierCheckError):
-                # What is left stays in its first tier, and the next agent goes on with it.
-                log.warning("rank %d: %s", assignment.nomination.rank, outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        draining = {asyncio.ensure_future(each.drain(deadline_s, closing=True)): each for each in moving}
+        if not draining:
+            return
+        try:
+            # A call to a store that does not answer cannot be broken off, whatever the deadline.
+            await asyncio.wait(draining, timeout=deadline_s + OVERDUE_S)
+        finally:
+            overdue = [each for each in draining if each.cancel()]
+        # What is left stays in its first tier, and the next agent goes on with it.
+        for each, assignment in draining.items():
+            if each in overdue:
+                log.warning("rank %d: a tier has not answered for %g s", assignment.nomination.rank, deadline_s)
+            elif isinstance(error := each.exception(), TierCheckError):
+                log.warning("rank %d: %s", assignment.nomination.rank, error)
+            elif error is not None:
+                raise error
 
     async def close(self) -> None:
         """End at once. Idempotent. Nothing that is published is lost: the next agent goes on with it."""
@@ -171,6 +189,7 @@ class Agent:
             http=self._http.url if self._http else "",
             peer_endpoint=self._peer.endpoint if self._peer else None,
             peer_server_key=self._peer.server_key if self._peer else None,
+            drain_s=self.settings.drain_s,
         )
 
     async def snapshot(self, *, looking: bool = True) -> AgentSnapshot:
@@ -214,14 +233,15 @@ class Agent:
 
     async def _handle_rank(self, request: Rank) -> RankReply:
         namespace, rank, deadline_s = request.namespace, request.rank, request.deadline_s
+        generation = request.generation if isinstance(request, Nominated) else None
         if isinstance(request, Withdraw):
-            await self.roster.withdraw(namespace, rank)
+            await self.roster.withdraw(namespace, rank, request.generation)
             return RankReply(MoverStatus())
         if isinstance(request, Nominate):
-            assignment = await self.roster.nominate(namespace, rank)
+            assignment = await self.roster.nominate(namespace, rank, request.generation)
             return RankReply(assignment.status, _text(assignment.conflict))
         try:
-            assignment = self.roster.get(namespace, rank)
+            assignment = self.roster.get(namespace, rank, generation)
         except NotFound:
             if isinstance(request, Pause):
                 return RankReply(MoverStatus())  # what is not known does not move
@@ -278,7 +298,7 @@ class Agent:
             async with await connect_agent(self.settings.node, deadline_s=LOCK_S_MAX) as other:
                 if other.hello.detached:
                     log.info("taking over from process %d, which a trainer started", other.hello.pid)
-                    await other.stop(drain=False, deadline_s=LOCK_S_MAX)
+                    await other.stop(drain=False, deadline_s=RELIEVE_S_MAX)
         except TierCheckError as error:
             log.warning("the agent that runs could not be relieved: %s", error)
 
@@ -329,10 +349,18 @@ class Agent:
 
 async def _observed(assignment: Assignment) -> Observation | None:
     """What its tiers hold; ``None`` where they do not say so soon."""
+    looking = asyncio.ensure_future(assignment.observe())
     try:
-        async with asyncio.timeout(OBSERVE_S_MAX):
-            return await assignment.observe()
-    except (TierCheckError, TimeoutError) as error:
+        # A call to a store that does not answer cannot be broken off: it is left behind.
+        await asyncio.wait([looking], timeout=OBSERVE_S_MAX)
+    finally:
+        late = looking.cancel()
+    if late:
+        log.debug("rank %d could not be looked at within %g s", assignment.nomination.rank, OBSERVE_S_MAX)
+        return None
+    try:
+        return looking.result()
+    except TierCheckError as error:
         log.debug("rank %d cannot be looked at: %s", assignment.nomination.rank, error)
         return None
 

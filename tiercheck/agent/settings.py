@@ -34,6 +34,10 @@ class AgentSettings:
     linger_s: float = 600.0
     """For how long nobody must have needed a detached agent before it ends. Nominations whose trainer is gone, and
     whose objects are all where they belong, are put to rest after that time by any agent."""
+    abandon_s: float = 86400.0
+    """After so long without a word from a trainer, a detached agent no longer waits for a tier that takes nothing, such
+    as the memory of a neighbour that never came back. What is left stays in shared memory, and the next agent of this
+    node goes on with it."""
     drain_s: float = 60.0
     """How long a SIGTERM may take: everything captured goes to where it belongs before the agent ends."""
 
@@ -45,8 +49,9 @@ class AgentSettings:
             raise ConfigurationError(f"memory_bytes must not be negative, not {self.memory_bytes}")
         if not 0 <= self.http_port <= PORT_MAX:
             raise ConfigurationError(f"http_port must be a port (0: any free one), not {self.http_port}")
-        if self.linger_s < 0 or self.drain_s < 0:
-            raise ConfigurationError(f"linger_s={self.linger_s:g} and drain_s={self.drain_s:g} must not be negative")
+        for name in ("linger_s", "abandon_s", "drain_s"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name):g}")
 
     def to_json(self) -> str:
         return json.dumps(to_plain(self))

@@ -1,0 +1,103 @@
+"""A store that does not answer, such as a parallel file system whose server is away, holds up nobody for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.servers.agents import Node, base, capture, node
+from tests.unit.test_agent import brisk, running, trainer, until
+from tiercheck import objects
+from tiercheck.agent.moving import AgentMover
+from tiercheck.keys import LineageKey
+from tiercheck.policy.lineage import Branch
+from tiercheck.tiers.nvme import NvmeDriver
+
+__all__ = ["brisk", "node"]
+
+
+@dataclass
+class Store:
+    """What every call to the durable tier waits for, in a thread that nobody can break off."""
+
+    answers: threading.Event = field(default_factory=threading.Event)
+    waiting: int = 0
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    store = Store()
+    store.answers.set()
+    run = NvmeDriver.run
+
+    async def waits(
+        self: NvmeDriver,
+        work: Callable[[Callable[[], None]], Any],
+        key: str | None = None,
+        undo: Callable[[Any], None] | None = None,
+    ) -> Any:
+        def waiting(check: Callable[[], None]) -> Any:
+            store.waiting += not store.answers.is_set()
+            store.answers.wait()
+            return work(check)
+
+        return await run(self, waiting, key, undo)
+
+    monkeypatch.setattr(NvmeDriver, "run", waits)
+    for name, seconds in (
+        ("assignment.CLOSE_S_MAX", 0.2),
+        ("service.OBSERVE_S_MAX", 0.2),
+        ("service.OVERDUE_S", 0.1),
+    ):
+        monkeypatch.setattr(f"tiercheck.agent.{name}", seconds)
+    yield store
+    store.answers.set()
+
+
+async def rest_of_the_tasks() -> None:
+    """What was left behind comes to its end."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    async with asyncio.timeout(20):
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+async def test_the_agent_answers_and_ends(node: Node, store: Store) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node, drain_s=0.1) as agent, trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await mover.drain(10, closing=False)
+        store.answers.clear()
+        await capture(hierarchy, base(0))
+        await until(lambda: store.waiting > 0, "a call that hangs")
+        async with asyncio.timeout(10):
+            status = await client.status()
+            assert [rank["rank"] for rank in status["ranks"]] == [0]
+            agent.ending.set()
+            await agent.serve()
+            await agent.close()
+        assert not agent.run.agent_lives(), "the next one could not begin"
+        store.answers.set()
+    await rest_of_the_tasks()
+
+
+async def test_a_newer_generation_is_taken_up(node: Node, store: Store) -> None:
+    first = node.shm()
+    async with running(node) as agent, trainer(node, node.nomination(first)) as (older, hierarchy, client):
+        await older.nominate()
+        await older.drain(10, closing=False)
+        store.answers.clear()
+        await capture(hierarchy, base(0))
+        await until(lambda: store.waiting > 0, "a call that hangs")
+        record = objects.pack(Branch(2, 1, 0, 1, "ab" * 8).to_object())
+        await hierarchy.first.driver.put(str(LineageKey(2)), [record])
+        newer = AgentMover(client, hierarchy.first.driver, node.nomination(first, generation=2))
+        async with asyncio.timeout(10):
+            await newer.nominate()
+        assert [each.nomination.generation for each in agent.roster] == [2]
+        store.answers.set()
+    await rest_of_the_tasks()

@@ -1,0 +1,152 @@
+"""A nomination's record in the first tier: its trainer writes it, the agent reads it, an older trainer never harms it.
+
+A generation is nominated while its lineage record lies in the first tier. So of two generations the newer one counts,
+until somebody removes it to begin again before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tiercheck import objects
+from tiercheck.errors import (
+    AlreadyExists,
+    ConfigurationError,
+    Corruption,
+    JobConflict,
+    NotFound,
+    PreconditionFailed,
+    Transient,
+)
+from tiercheck.keys import LineageKey, NominationKey
+from tiercheck.nomination import Nomination
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.types import PutMode, Survives
+
+__all__ = ["as_agent_opens", "check_newest", "first_tier", "read_nomination", "remove_nomination", "write_nomination"]
+
+WRITES_MAX = 16
+"""How often a record that somebody else changes meanwhile is looked at again."""
+
+
+def as_agent_opens(url: str) -> str:
+    """The first tier's URL without what holds for its trainer alone.
+
+    ``size`` is checked at each opening, against memory that is free then: by the time an agent comes back, neighbours
+    may have taken it, and what was captured must be moved all the same. ``pin`` insists on a GPU. What the tier keeps
+    for reuse stays as the trainer bounds it.
+    """
+    whole = TierURL.parse(url)
+    if whole.scheme != "shm":
+        return url
+    options = {name: value for name, value in whole.options.items() if name not in ("size", "pin")}
+    if "size" in whole.options:
+        try:
+            options.setdefault("pool", str(parse_size(whole.options["size"]) // 2))
+        except ValueError as error:
+            raise ConfigurationError(f"the option 'size' of {whole.text} cannot be used: {error}") from None
+    return TierURL(whole.scheme, whole.location, options).text
+
+
+@asynccontextmanager
+async def first_tier(namespace: str) -> AsyncIterator[TierDriver]:
+    """The first tier of that URL, open. Errors: ``ConfigurationError`` where no other process can see it."""
+    async with make_driver(as_agent_opens(namespace)) as first:
+        if first.capabilities.survives < Survives.PROCESS:
+            raise ConfigurationError(
+                f"the agent is a process of its own and sees nothing of {first.url}; begin the hierarchy with "
+                "shm://NAME, or let the trainer move its objects itself"
+            )
+        yield first
+
+
+async def read_nomination(first: TierDriver, rank: int) -> Nomination:
+    """Errors: ``NotFound``; ``ConfigurationError`` for a record that cannot be; ``TierError``."""
+    value = objects.unpack(await first.get(str(NominationKey(rank))))
+    try:
+        nomination = Nomination.from_object(value)
+    except ValueError as error:
+        raise ConfigurationError(f"the nomination of rank {rank} in {first.url} cannot be read: {error}") from error
+    if nomination.rank != rank or make_driver(nomination.tiers[0][1]).url != first.url:
+        raise ConfigurationError(
+            f"the nomination of rank {rank} in {first.url} speaks of rank {nomination.rank} and of "
+            f"{nomination.tiers[0][1]}"
+        )
+    return nomination
+
+
+async def write_nomination(first: TierDriver, nomination: Nomination) -> None:
+    """Instead of an older generation's, and of what cannot be read. ``first`` takes conditional puts.
+
+    Errors: ``JobConflict`` where a newer generation is nominated, whose record stays; ``TierError``.
+    """
+    key = str(NominationKey(nomination.rank))
+    content = objects.pack(nomination.to_object())
+    for _ in range(WRITES_MAX):
+        mode = PutMode.CREATE
+        try:
+            etag = (await first.stat(key)).etag
+            found = await nominated(first, nomination.rank)
+            if found is not None:
+                await check_newest(first, found, nomination)
+            mode = PutMode.UPDATE(etag)
+        except NotFound:
+            pass  # it is created
+        try:
+            await first.put(key, [content], mode=mode)
+            return
+        except (AlreadyExists, PreconditionFailed):
+            continue
+    raise Transient("the nomination is changed by others all the time", tier=first.url, key=key)
+
+
+async def remove_nomination(first: TierDriver, rank: int, generation: int) -> None:
+    """Of that generation; another's stays. Idempotent. Errors: ``JobConflict`` for a newer one; ``TierError``."""
+    try:
+        found = await nominated(first, rank)
+    except NotFound:
+        return
+    if found is None:
+        return  # what it says nobody knows
+    if found.generation > generation:
+        raise superseded(first, rank, found.generation, generation)
+    if found.generation == generation:
+        # Whoever puts a newer one just now finds its record missing, and puts it again (AgentMover.nominate).
+        await first.delete([str(NominationKey(rank))])
+
+
+async def check_newest(first: TierDriver, known: Nomination, new: Nomination) -> None:
+    """Errors: ``JobConflict`` where ``new`` cannot take the place of ``known``."""
+    if known.generation > new.generation and await has(first, LineageKey(known.generation)):
+        raise superseded(first, new.rank, known.generation, new.generation)
+    if known.generation < new.generation and not await has(first, LineageKey(new.generation)):
+        raise JobConflict(
+            f"generation {new.generation} was removed from {first.url}, and generation {known.generation} of rank "
+            f"{new.rank} is nominated there; this one stops saving"
+        )
+
+
+def superseded(first: TierDriver, rank: int, newer: int, older: int) -> JobConflict:
+    return JobConflict(
+        f"generation {newer} of rank {rank} has been nominated already in {first.url}, and generation {older}, which "
+        "is older, stops saving. Two jobs must not share a hierarchy: end one of them, or give it a name of its own"
+    )
+
+
+async def nominated(first: TierDriver, rank: int) -> Nomination | None:
+    """``None`` for a record that cannot be read. Errors: ``NotFound``; ``TierError``."""
+    try:
+        return await read_nomination(first, rank)
+    except (ConfigurationError, Corruption):
+        return None
+
+
+async def has(first: TierDriver, key: LineageKey) -> bool:
+    try:
+        await first.stat(str(key))
+    except NotFound:
+        return False
+    return True
