@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -55,7 +56,7 @@ $(SERVERS): $(INSTALLED) tests/servers/package.json
 	else echo "npm is not installed: the tests against Azurite will be skipped"; fi
 
 pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)
