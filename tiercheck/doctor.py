@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiercheck.errors import TierCheckError
-from tiercheck.measure import Point, measure
+from tiercheck.measure import USAGE_S, Point, measure_in_room, usage_in_time
 from tiercheck.testing.checks import Check, check_tier
 from tiercheck.testing.describe import Description, describe
 from tiercheck.testing.scratch import Scratch, scratch
@@ -153,7 +153,8 @@ async def examine(url: str, *, measure_s: float = MEASURE_S) -> Diagnosis:
     not at all).
 
     All of it happens under a prefix of its own, which is removed again: a tier that a job uses is not disturbed, except
-    for the bandwidth. Opening does what it does for a job too: a directory that is missing is made.
+    for the bandwidth. Opening does what it does for a job too: a directory that is missing is made, and what dead
+    writers left is reclaimed. Counting what the tier holds may list it, for 20 s at most.
 
     Errors: none of the tier's, and none for a URL that cannot be used; they are ``problems``.
     """
@@ -189,11 +190,11 @@ ADVICE = {
 
 async def diagnose(url: str, shown: str, distribution: str, place: Scratch, measure_s: float) -> Diagnosis:
     driver = place.driver
-    usage = await driver.usage()
+    usage = await usage_in_time(driver)
     checks = await check_tier(place, make_driver(url))
     points: list[Point] = []
     if measure_s > 0 and all(check.passed for check in checks):
-        points = await measure(place, SIZES, (1,), 3, measure_s)
+        points = await measure_in_room(place, SIZES, (1,), 3, measure_s, usage)
     problems = [
         *(Problem(f"{check.name}: {check.message}", BROKEN_ADVICE) for check in checks if not check.passed),
         *cautions(driver.capabilities, usage, points),
@@ -216,9 +217,18 @@ BROKEN_ADVICE = (
 )
 
 
-def cautions(capabilities: Capabilities, usage: Usage, points: list[Point]) -> list[Problem]:
+def cautions(capabilities: Capabilities, usage: Usage | None, points: list[Point]) -> list[Problem]:
     """What a hierarchy with this tier should know."""
     found: list[Problem] = []
+    if usage is None:
+        found.append(
+            Problem(
+                f"it could not say within {USAGE_S:.0f} s what it holds",
+                "see how many objects it has: where they are listed to be counted, it takes this long for a job too",
+                serious=False,
+            )
+        )
+        usage = Usage(0, None)
     free, limit = usage.free_bytes, usage.limit_bytes
     if free is not None and limit is not None and usage.used_bytes > FULL_SHARE * limit:
         found.append(

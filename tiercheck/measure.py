@@ -12,8 +12,10 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError, Unsupported
 from tiercheck.testing.scratch import Scratch, scratch
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import Usage
 
-__all__ = ["Point", "curves", "measure"]
+__all__ = ["Point", "curves", "measure", "usage_in_time"]
 
 SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20)
 CONCURRENCY = (1, 4)
@@ -21,6 +23,10 @@ REPEATS = 5
 BUDGET_S = 20.0
 BYTES_MAX = 2 << 30
 """The most that one measurement writes, in bytes."""
+USAGE_S = 20.0
+"""How long a tier may take to count what it holds: some list it all."""
+ROOM_UNKNOWN_BYTES = 1 << 30
+"""The room that a tier is given which did not say in time how much it has."""
 PATTERN = bytes(range(251)) * 4177
 """About 1 MiB that no page-sized period divides."""
 
@@ -65,8 +71,8 @@ async def curves(
     For each size (bytes) and each concurrency: a round that is not counted, then up to ``repeats`` rounds. A get reads
     into a buffer that was touched before. Once ``budget_s`` has passed no round begins, and a size of which not even
     one round was finished has no point; a round that would write beyond ``bytes_max`` in all, or fill more than half of
-    what the tier has free, is left out. What lies in the tier at a time is the largest size times the largest
-    concurrency.
+    what the tier has free, is left out; where it does not say within 20 s what it has free, that is taken for 1 GiB.
+    What lies in the tier at a time is the largest size times the largest concurrency.
 
     Errors: ``ConfigurationError`` for a size below 0 or a concurrency, a number of repeats or a budget that is not
     positive; the driver's own.
@@ -91,8 +97,43 @@ async def measure(
     clock: Clock = time.perf_counter,
 ) -> list[Point]:
     """:func:`curves` in a tier that is open."""
-    usage = await place.driver.usage()
-    room = math.inf if usage.free_bytes is None else usage.free_bytes / 2
+    return await measure_in_room(
+        place,
+        sizes,
+        concurrency,
+        repeats,
+        budget_s,
+        await usage_in_time(place.driver),
+        bytes_max=bytes_max,
+        clock=clock,
+    )
+
+
+async def usage_in_time(driver: TierDriver, seconds: float = USAGE_S) -> Usage | None:
+    """What the tier holds and has free; ``None`` where it does not say within ``seconds``. Errors: the driver's own."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await driver.usage()
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        return None
+
+
+async def measure_in_room(
+    place: Scratch,
+    sizes: Sequence[int],
+    concurrency: Sequence[int],
+    repeats: int,
+    budget_s: float,
+    usage: Usage | None,
+    *,
+    bytes_max: int = BYTES_MAX,
+    clock: Clock = time.perf_counter,
+) -> list[Point]:
+    """:func:`measure` where it is known what the tier has free, or known not to be."""
+    free = ROOM_UNKNOWN_BYTES if usage is None else usage.free_bytes
+    room = math.inf if free is None else free / 2
     run = _Run(place, repeats, clock() + budget_s, bytes_max, clock)
     points: list[Point] = []
     for nbytes in sorted(set(sizes)):

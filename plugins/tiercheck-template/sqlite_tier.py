@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,19 +68,37 @@ class SqliteDriver(TierDriver):
     async def open(self) -> None:
         if self._connection is not None:
             raise RuntimeError(f"{self.url} is open already")
+        worker = ThreadPoolExecutor(1, thread_name_prefix="sqlite-tier")
+        connecting = worker.submit(self._connect)  # it may wait for another process: not on the event loop
+        try:
+            self._connection = await self._end_of(connecting)
+        except BaseException:
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                connecting.result().close()
+            worker.shutdown()
+            raise
+        self._worker = worker
+
+    def _connect(self) -> sqlite3.Connection:
         with self._mapped(None):
+            # Others may not read it; what SQLite makes beside it has the same mode.
+            with contextlib.suppress(OSError):  # SQLite fails at it too, and says how
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             # One thread uses the connection, and BEGIN and COMMIT are written out below.
             connection = sqlite3.connect(
                 self._path, timeout=self._wait_s, isolation_level=None, check_same_thread=False
             )
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS object"
-                " (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE NOT NULL, content BLOB NOT NULL)"
-            )
-        self._connection = connection
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="sqlite-tier")
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS object"
+                    " (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE NOT NULL, content BLOB NOT NULL)"
+                )
+            except BaseException:
+                connection.close()
+                raise
+        return connection
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -177,13 +196,16 @@ class SqliteDriver(TierDriver):
         return row[0], row[1]
 
     async def _run(self, work: Callable[[sqlite3.Connection], T], key: str | None = None, *, begin: str = "BEGIN") -> T:
-        """``work`` in a transaction on the driver's thread. It is over when this returns, even by cancellation."""
+        """``work`` in a transaction on the driver's thread."""
         if key is not None:
             validate_key(key)
         connection = self._connection
         if connection is None:
             raise errors.Closed("the driver is not open", tier=self.url, key=key)
-        running = self._worker.submit(self._transact, connection, work, key, begin)
+        return await self._end_of(self._worker.submit(self._transact, connection, work, key, begin))
+
+    async def _end_of(self, running: Future[T]) -> T:
+        """What the thread's work returns. It is over when this returns, even by cancellation."""
         ended = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(ended)

@@ -1,8 +1,11 @@
 """The SQLite driver passes the kit."""
 
+import asyncio
 import contextlib
+import functools
 import sqlite3
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlite_tier import SqliteDriver
 
+from tiercheck.errors import Transient
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.faults import Killed
 from tiercheck.testing.stateful import DriverMachine
@@ -27,6 +31,9 @@ class TestSqlite(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return SqliteDriver(self.path)
 
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(SqliteDriver, self.path)
+
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
             row = connection.execute("SELECT content FROM object WHERE key = ?", (key,)).fetchone()
@@ -38,6 +45,30 @@ class TestSqlite(TierDriverTests):
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch.object(SqliteDriver, "commit", side_effect=Killed)
+
+
+@pytest.mark.asyncio
+async def test_others_cannot_read_it(tmp_path: Path) -> None:
+    async with SqliteDriver(tmp_path / "tier.db") as driver:
+        await driver.put("a", [b"x"])
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("tier.db", "tier.db-wal", "tier.db-shm"), 0o600)
+
+
+@pytest.mark.asyncio
+async def test_opening_waits_for_another_process_beside_the_event_loop(tmp_path: Path) -> None:
+    (tmp_path / "tier.db").touch()
+    with contextlib.closing(sqlite3.connect(tmp_path / "tier.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        opening = asyncio.ensure_future(SqliteDriver(tmp_path / "tier.db", wait_s=0.2).open())
+        turns = 0
+        while not opening.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 10
+        with pytest.raises(Transient):
+            await opening
+        other.execute("ROLLBACK")
 
 
 class SqliteMachine(DriverMachine):

@@ -1,9 +1,10 @@
 """The fsspec driver passes the kit on real servers: OpenSSH's SFTP, and Azure Blob Storage as Azurite plays it."""
 
 import contextlib
+import functools
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 from urllib.parse import quote
@@ -37,14 +38,17 @@ class TestSftp(TierDriverTests):
             self.root = Path(folder) / "some dir" / "tier"
             yield
 
-    def driver_with(self, options: str) -> TierDriver:
-        return make_driver(f"fsspec+sftp://127.0.0.1{quote(str(self.root))}?{self.server.client_options}&{options}")
+    def url_with(self, options: str) -> str:
+        return f"fsspec+sftp://127.0.0.1{quote(str(self.root))}?{self.server.client_options}&{options}"
 
     async def make_driver(self) -> TierDriver:
-        return self.driver_with("part=256KiB")
+        return make_driver(self.url_with("part=256KiB"))
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
-        return self.driver_with("survives=rack")
+        return make_driver(self.url_with("survives=rack"))
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, self.url_with("part=256KiB"))
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / key
@@ -83,6 +87,9 @@ class TestAzure(TierDriverTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(azure_url(self.server, self.raw, "survives=site"))
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, azure_url(self.server, self.raw, "part=256KiB"))
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
 import os
 import secrets
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from tests.servers.sshd import Sshd, free_port
 from tiercheck.errors import CapacityExceeded, NotFound, TierError, Transient, Unauthorized, Unsupported
 from tiercheck.tiers import fsspec_renaming
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.fsspec_backends import Backend
+from tiercheck.tiers.fsspec_workers import Ticket
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["azurite"]
@@ -66,6 +70,49 @@ async def until(happened: Callable[[], object]) -> None:
 
 
 # SFTP.
+
+
+async def test_a_large_get_over_sftp_is_of_one_put_though_another_has_its_etag(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that put one key at once may give it the same whole second."""
+    path, other = tmp_path / "tier/a", tmp_path / "other"
+    first, second = b"1" * (4 * MIB), b"2" * (4 * MIB)
+    into = memoryview(bytearray(4 * MIB))
+    open_readers: list[object] = []
+    opening = threading.Lock()
+    reader, check = Backend.reader, Ticket.check
+
+    def replace_once() -> None:
+        if path.read_bytes() == first:
+            other.write_bytes(second)
+            stamp_ns = path.stat().st_mtime_ns
+            os.utime(other, ns=(stamp_ns, stamp_ns))
+            other.rename(path)
+
+    @contextmanager
+    def replaced_before_the_second_opening(backend: Backend, key: str) -> Iterator[Callable[[int, int], bytes]]:
+        with contextlib.ExitStack() as closing:
+            with opening:
+                if open_readers:
+                    replace_once()
+                fetch = closing.enter_context(reader(backend, key))
+                open_readers.append(fetch)
+            yield fetch
+
+    def replaced_after_the_first_part(ticket: Ticket) -> None:
+        check(ticket)
+        if b"1" in bytes(into[::MIB]):
+            replace_once()
+
+    async with sftp(server, tmp_path / "tier", "part=1MiB&parts_in_flight=4") as driver:
+        info = await driver.put("a", [first])
+        monkeypatch.setattr(Backend, "reader", replaced_before_the_second_opening)
+        monkeypatch.setattr(Ticket, "check", replaced_after_the_first_part)
+        content = bytes(await driver.get("a", into=into))
+        assert path.read_bytes() == second
+        assert await driver.stat("a") == info
+        assert content in (first, second)
 
 
 async def test_an_sftp_server_killed_in_mid_put(server: Sshd, tmp_path: Path) -> None:
@@ -204,7 +251,7 @@ async def test_what_sftp_turned_out_to_be(server: Sshd, tmp_path: Path) -> None:
         await driver.put("a", [b"x"])
         assert (tmp_path / "tier/a").read_bytes() == b"x"
         facts = driver.facts()
-        assert facts["reads"] == "by seeking in an open file", "sshfs ignores ranges"
+        assert facts["reads"] == "by seeking in one open file, which stays as it was opened"
         assert facts["publishes"] == "by rename"
         assert facts["fsync"] == "yes"
         assert driver.capabilities.ranged_get

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.servers.s3_place import Place, driver, place
-from tests.servers.s3_proxy import Answer, Fault, Request, S3Proxy, is_operation
+from tests.servers.s3_proxy import Answer, Fault, Request, Reset, S3Proxy, is_operation
 from tests.servers.seaweed import s3_server
 from tiercheck.errors import (
     AlreadyExists,
@@ -72,6 +72,9 @@ async def test_what_passes_is_tried_again(place: Place, driver: S3Driver, fault:
     assert driver.retries > 0
 
 
+FOR_GOOD = [(507, "QuotaExceeded"), (403, "AccessDenied"), (400, "Unforeseen")]
+
+
 class TestLostAnswers:
     """The server has acted and the client does not know: the put's token in the metadata tells."""
 
@@ -94,6 +97,77 @@ class TestLostAnswers:
         assert await driver.stat("a") == second
         with pytest.raises(PreconditionFailed):
             await driver.put("a", [b"third"], mode=PutMode.UPDATE(first.etag))
+
+    @pytest.mark.parametrize(("status", "code"), FOR_GOOD)
+    @pytest.mark.parametrize("content", [b"small", LARGE], ids=["at once", "in parts"])
+    async def test_what_was_published_is_known_again_though_the_next_try_fails_for_good(
+        self, place: Place, driver: S3Driver, status: int, code: str, content: bytes
+    ) -> None:
+        operation = "PutObject" if content == b"small" else "CompleteMultipartUpload"
+        place.proxy.lose_answer(on=operation)
+        place.proxy.fail(status, code, on=operation)
+        info = await driver.put("a", [content])
+        assert place.proxy.count(operation) == 2
+        assert await driver.stat("a") == info
+        assert place.raw("a") == content
+
+    @pytest.mark.parametrize(("status", "code"), FOR_GOOD)
+    @pytest.mark.parametrize("looks", ["in vain", "at another's"])
+    async def test_what_may_have_been_published_is_never_told_as_refused(
+        self, place: Place, driver: S3Driver, status: int, code: str, looks: str
+    ) -> None:
+        """The object cannot be looked at either, or is another client's, which may have replaced ours."""
+        place.proxy.lose_answer(on="PutObject")
+        place.proxy.fail(status, code, on="PutObject")
+        if looks == "in vain":
+            place.proxy.fail(403, "AccessDenied", on="HeadObject")
+        else:
+            place.proxy.add(
+                Fault(
+                    is_operation("HeadObject"),
+                    1,
+                    after=lambda _, answer: Answer(
+                        answer.status,
+                        {name: value for name, value in answer.headers.items() if "x-amz-meta" not in name.lower()},
+                        answer.body,
+                    ),
+                )
+            )
+        with pytest.raises(Transient, match=f"an earlier try went without an answer.*{code}"):
+            await driver.put("a", [b"new"])
+        assert place.raw("a") == b"new"
+
+    @pytest.mark.parametrize(
+        ("before", "refused"),
+        [
+            (lambda proxy: proxy.fail(503, "SlowDown", on="PutObject"), CapacityExceeded),
+            (lambda proxy: proxy.fail(500, "InternalError", on="PutObject"), Transient),
+        ],
+        ids=["not begun", "perhaps begun"],
+    )
+    async def test_an_answer_that_says_that_nothing_was_begun_leaves_no_doubt(
+        self, place: Place, driver: S3Driver, before: Callable[[S3Proxy], None], refused: type[TierError]
+    ) -> None:
+        before(place.proxy)
+        place.proxy.fail(507, "QuotaExceeded", on="PutObject")
+        with pytest.raises(TierError) as caught:
+            await driver.put("a", [b"new"])
+        assert isinstance(caught.value, refused)
+        assert place.raw("a") is None
+
+    async def test_an_update_that_was_stored_and_then_replaced_is_not_told_as_lost(
+        self, place: Place, driver: S3Driver
+    ) -> None:
+        first = await driver.put("a", [b"first"])
+
+        def replaced(_: Request, answer: Answer) -> Answer:
+            place.server.client.put_object(Bucket=place.server.bucket, Key=f"{place.prefix}/a", Body=b"theirs")
+            raise Reset
+
+        place.proxy.add(Fault(is_operation("PutObject"), 1, after=replaced))
+        with pytest.raises(Transient, match="may have published"):
+            await driver.put("a", [b"second"], mode=PutMode.UPDATE(first.etag))
+        assert place.raw("a") == b"theirs"
 
     async def test_a_completed_upload_is_known_again(self, place: Place, driver: S3Driver) -> None:
         """A server that has forgotten the upload once it is completed, as S3 does."""
@@ -138,6 +212,23 @@ class TestDamage:
         await driver.put("a", [content])
         place.proxy.flip_answer(5)
         assert await driver.get("a") == content
+
+    @pytest.mark.parametrize("content", [b"", b"0123456789", LARGE], ids=["empty", "small", "large"])
+    async def test_an_object_that_may_be_large_is_read_in_parts_and_verified(
+        self, place: Place, driver: S3Driver, content: bytes
+    ) -> None:
+        """The caller's room says so: then no request is for more than a part."""
+        await driver.put("a", [content])
+        into = memoryview(bytearray(len(LARGE) + 1))
+        place.proxy.seen.clear()
+        assert await driver.get("a", into=into) == content
+        gets = [request for request in place.proxy.seen if request.operation == "GetObject"]
+        assert len(gets) == -(-len(content) // PART)
+        assert all("range" in {name.lower() for name in request.headers} for request in gets)
+        if content:
+            place.proxy.flip_answer(5, times=100)
+            with pytest.raises(Corruption, match=r"the CRC32C? of what arrived is .* and the server holds"):
+                await driver.get("a", into=into)
 
     @pytest.mark.parametrize("content", [b"0123456789", LARGE], ids=["small", "large"])
     async def test_damage_that_stays_is_corruption(self, place: Place, driver: S3Driver, content: bytes) -> None:

@@ -1,9 +1,11 @@
 """The fsspec driver passes the kit on file systems that need no server; tests/cluster has those that do."""
 
 import contextlib
+import functools
 import secrets
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +30,9 @@ class TestLocal(TierDriverTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"fsspec+local://{self.root}?survives=rack&part=1MiB")
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, f"fsspec+file://{self.root}?part=256KiB")
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / key

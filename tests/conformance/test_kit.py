@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 
 import pytest
+from naive_driver import NaiveDriver
 from test_memory_conformance import TestMemory as MemoryTests
 
 from tiercheck.errors import Unsupported
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.elsewhere import InAnotherProcess, create_all, found, named, path_of, written
 from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
@@ -209,3 +215,128 @@ async def test_facts_that_are_no_texts_are_found() -> None:
 
     with pytest.raises(AssertionError):
         await Kit().test_facts_are_short_texts()
+
+
+class NaiveKit(TierDriverTests):
+    """For a driver that writes in place and holds no lock. It has longer than usual to be found: where all cores are
+    busy two clients seldom run at the same moment, and a kill may come between two puts."""
+
+    kills = 8
+    race_s = 2.0
+    root: Path
+    other_process: bool
+
+    async def make_driver(self) -> TierDriver:
+        return NaiveDriver(self.root) if self.other_process else HomelyDriver(self.root)
+
+    async def second_client(self, driver: TierDriver) -> TierDriver:
+        return await self.make_driver()
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
+        return functools.partial(NaiveDriver, self.root) if self.other_process else None
+
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        path = self.root / key
+        return path.read_bytes() if path.is_file() else None
+
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        (self.root / key).write_bytes(content)
+
+    def crash_before_publish(self, driver: TierDriver) -> None:
+        return None
+
+
+class HomelyDriver(NaiveDriver):
+    """Says that no other process can open its tier, so that it is raced by another thread."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(survives=Survives.NOTHING, conditional_put=True)
+
+
+RACES = (
+    "test_of_creators_elsewhere_one_wins",
+    "test_no_increment_elsewhere_is_lost",
+    "test_readers_see_whole_objects_while_one_writes_elsewhere",
+)
+KILL = "test_kill_9_in_a_large_put_leaves_the_old_or_the_new"
+
+
+@pytest.mark.parametrize(
+    ("other_process", "name"),
+    [*((True, name) for name in (*RACES, KILL)), *((False, name) for name in RACES)],
+)
+async def test_a_driver_without_atomicity_is_found_by_clients_elsewhere(
+    tmp_path: Path, other_process: bool, name: str
+) -> None:
+    kit = NaiveKit()
+    kit.root, kit.other_process = tmp_path / "tier", other_process
+    async with await kit.make_driver() as driver:
+        with pytest.raises((AssertionError, ValueError)):
+            await getattr(kit, name)(driver)
+
+
+async def test_clients_that_take_turns_do_not_find_it(tmp_path: Path) -> None:
+    """Why the kit has clients elsewhere."""
+    kit = NaiveKit()
+    kit.root, kit.other_process = tmp_path / "tier", True
+    async with await kit.make_driver() as driver:
+        await kit.test_one_of_many_creators_wins(driver)
+        await kit.test_no_increment_is_lost(driver)
+        await kit.test_readers_see_whole_objects_while_one_writes(driver)
+        await kit.test_list_shows_what_stays_while_others_come_and_go(driver)
+
+
+@pytest.mark.parametrize("name", [*RACES, KILL])
+async def test_a_tier_that_outlives_its_process_needs_a_client_elsewhere(tmp_path: Path, name: str) -> None:
+    class Kit(NaiveKit):
+        def client_elsewhere(self, driver: TierDriver) -> None:
+            return None
+
+    kit = Kit()
+    kit.root, kit.other_process = tmp_path / "tier", True
+    async with await kit.make_driver() as driver:
+        with pytest.raises(AssertionError, match=r"functools.partial\(make_driver, url\)"):
+            await getattr(kit, name)(driver)
+
+
+class UnreachableDriver(NaiveDriver):
+    async def open(self) -> None:
+        raise Unsupported("not from here", tier=self.url)
+
+
+async def test_what_goes_wrong_elsewhere_is_told_here(tmp_path: Path) -> None:
+    class Kit(NaiveKit):
+        def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+            return functools.partial(UnreachableDriver, self.root)
+
+    kit = Kit()
+    kit.root, kit.other_process = tmp_path / "tier", True
+    async with await kit.make_driver() as driver:
+        with pytest.raises(AssertionError, match=r"in another process failed:(?s:.*)not from here"):
+            await kit.test_no_increment_elsewhere_is_lost(driver)
+
+
+def make_another(root: Path, *, times: int) -> TierDriver:
+    return NaiveDriver(root / str(times))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [NaiveDriver, functools.partial(NaiveDriver, Path("/a")), functools.partial(make_another, Path("a"), times=2)],
+)
+def test_what_makes_a_client_elsewhere_goes_there_by_name(make: Callable[..., TierDriver]) -> None:
+    line = written(named(make))
+    there = found(json.loads(line, object_hook=path_of))
+    here = functools.partial(make)
+    assert (there.func, there.args, there.keywords) == (here.func, here.args, here.keywords)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: NaiveDriver(Path("/a")), functools.partial(NaiveDriver, object())],  # type: ignore[arg-type]
+    ids=["lambda", "object"],
+)
+def test_what_cannot_go_there_by_name_is_refused(make: Callable[..., TierDriver]) -> None:
+    with pytest.raises(TypeError, match=r"function or a class of a module|texts, numbers, paths or None"):
+        InAnotherProcess(make, create_all)

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +31,24 @@ def killed_before_a_name_appears() -> Iterator[None]:
         yield
 
 
+def client_on_a_mount(root: Path, *values: bool) -> TierDriver:
+    """For a process of its own, where what is patched stays so: a client of a file system with these traits."""
+    if values:
+        traits = Traits(*values)
+        mock.patch("tiercheck.tiers.lustre.traits_of", lambda mount: traits).start()
+        if not traits.locks:
+            mock.patch("fcntl.flock", refuse_locks).start()
+    return LustreDriver(root)
+
+
+def refuse_locks(fd: int, operation: int) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
 class TestLustre(TierDriverTests):
+    traits: Traits | None = None
+    """Instead of the mount's own."""
+
     @pytest.fixture(autouse=True)
     def directory(self, tmp_path: Path) -> None:
         self.root = self.other_root = tmp_path / "some dir" / "tier"
@@ -39,6 +58,9 @@ class TestLustre(TierDriverTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"lustre://{self.other_root}")
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(client_on_a_mount, self.other_root, *(astuple(self.traits) if self.traits else ()))
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / key
@@ -56,21 +78,22 @@ class TestLustre(TierDriverTests):
 class TestLustreOnAMountThatRemembers(TestLustre):
     """Every name is looked up by listing, and names change one at a time; here that is merely slower."""
 
+    traits = Traits(False, True, True)
+
     @pytest.fixture(autouse=True)
     def forgetful(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: Traits(False, True, True))
+        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits)
 
 
 class TestLustreWithoutLocks(TestLustre):
     """As on a Lustre that is mounted without ``-o flock``: puts know no conditions, and say so."""
 
+    traits = Traits(True, False, False)
+
     @pytest.fixture(autouse=True)
     def no_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(fd: int, operation: int) -> None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: Traits(True, False, False))
-        monkeypatch.setattr("fcntl.flock", refuse)
+        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits)
+        monkeypatch.setattr("fcntl.flock", refuse_locks)
 
 
 @pytest.mark.cluster

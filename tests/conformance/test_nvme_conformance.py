@@ -1,6 +1,8 @@
 """The nvme driver passes the kit."""
 
 import contextlib
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,9 @@ class TestNvme(TierDriverTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"nvme://{self.root}?survives=rack&{self.options}")
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, f"nvme://{self.root}?{self.options}")
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / key

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.parse import quote
 
 import pytest
@@ -40,12 +41,18 @@ class TestS3(TierDriverTests):
     def name(self, key: str) -> str:
         return f"{self.prefix}/{key}"
 
+    @property
+    def tier_url(self) -> str:
+        return f"s3://{quote(f'{self.bucket}/{self.prefix}')}?endpoint_url={self.endpoint_url()}&{self.options}"
+
     async def make_driver(self) -> TierDriver:
-        location = quote(f"{self.bucket}/{self.prefix}")
-        return make_driver(f"s3://{location}?endpoint_url={self.endpoint_url()}&{self.options}")
+        return make_driver(self.tier_url)
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return await self.make_driver()
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, self.tier_url)
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         try:

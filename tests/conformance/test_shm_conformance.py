@@ -1,9 +1,10 @@
 """The shm driver passes the kit."""
 
 import contextlib
+import functools
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +31,9 @@ class TestShm(TierDriverTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"shm://{self.name}?size=64MiB")
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, f"shm://{self.name}?size=64MiB")
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / key

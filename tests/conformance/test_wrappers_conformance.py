@@ -1,9 +1,10 @@
 """Each wrapper passes the kit around the memory driver, and all of them together around a real one."""
 
 import contextlib
+import functools
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +31,10 @@ PREFIX = "jobs/seven"
 def all_of_them(driver: TierDriver) -> TierDriver:
     """The order a job would use: its own part of the tier, with another try for what fails, throttled and metered."""
     return MeteredDriver(ThrottledDriver(RetryingDriver(PrefixedDriver(driver, PREFIX)), bytes_per_s=1 << 40))
+
+
+def all_around_nvme(root: Path) -> TierDriver:
+    return all_of_them(NvmeDriver(root))
 
 
 class AroundMemory(TierDriverTests):
@@ -123,10 +128,13 @@ class TestAllAroundNvme(TierDriverTests):
             yield
 
     async def make_driver(self) -> TierDriver:
-        return all_of_them(NvmeDriver(self.root))
+        return all_around_nvme(self.root)
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
-        return all_of_them(NvmeDriver(self.root))
+        return all_around_nvme(self.root)
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(all_around_nvme, self.root)
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         path = self.root / PREFIX / key

@@ -42,11 +42,15 @@ def test_the_template_is_certified(outside: Outside) -> None:
     assert "mappable = False: is refused as Unsupported" in printed
 
 
-def test_obstore_is_certified_in_memory(outside: Outside) -> None:
+def test_obstore_passes_the_kit_in_memory(outside: Outside) -> None:
     copy_tests("tiercheck-obstore", outside, "tests", "pyproject.toml")
     printed = outside.pytest("tests/test_memory.py", "tests/test_settings.py")
     assert "TestMemory (obstore+memory://" in printed
-    assert "certified, " in printed
+    assert "not certified whole, " in printed, "no other process can open it, and no death can be staged"
+    assert (
+        "not shown: atomicity and conditions against another process (the other client was in another thread)"
+        in printed
+    )
 
 
 def test_obstore_is_certified_on_s3(outside: Outside, s3_server: Seaweed) -> None:
@@ -132,6 +136,7 @@ def test_any_url_is_certified_without_code(outside: Outside) -> None:
     url = f"sqlite://{outside.folder}/tier.db"
     printed = outside.pytest("--pyargs", "tiercheck.testing.certify", f"--tiercheck-url={url}")
     assert f"TestURL ({url}): certified, " in printed
+    assert "not shown: a death right between write and publish; none was staged" in printed
     count = "SELECT count(*) FROM object"
     left = outside.run("-c", f"import sqlite3; print(*sqlite3.connect('tier.db').execute({count!r}))")
     assert left.stdout.strip() == "(0,)"

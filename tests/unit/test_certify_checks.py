@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.unit.test_doctor import examine
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, Transient
 from tiercheck.testing.describe import Option, describe
 from tiercheck.testing.scratch import PAGE, opened, remove_all, scratch
 from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.namespaces import namespaces, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 from tiercheck.tiers.url import TierURL
-from tiercheck.types import Capabilities, Survives
+from tiercheck.types import Capabilities, ObjectInfo, Survives
 
 
 @pytest.fixture
@@ -65,6 +68,60 @@ async def test_more_than_a_page_is_removed(name: str) -> None:
             await place.driver.put(place.key(str(n)), [b""])
         await remove_all(place.driver, place.prefix)
         assert [info async for info in place.driver.list()] == []
+    MemoryDriver.forget(name)
+
+
+async def test_a_base_that_a_job_put_meanwhile_stays(name: str) -> None:
+    """The job opens a namespace that the scratch has made, puts its only base there and dies."""
+    try:
+        async with scratch(f"shm://{name}?size=64MiB", "x") as place:
+            await place.driver.put(place.key("a"), [bytes(1 << 20)])
+            async with ShmDriver(name, size=64 << 20) as job:
+                await job.put("g000001/base", [b"precious"])
+        async with ShmDriver(name, size=64 << 20) as job:
+            assert [info.key async for info in job.list()] == ["g000001/base"]
+            assert bytes(await job.get("g000001/base")) == b"precious"
+    finally:
+        remove_namespace(name)
+
+
+async def test_a_namespace_that_a_job_has_open_stays_although_it_is_empty(name: str) -> None:
+    job = ShmDriver(name, size=64 << 20)
+    try:
+        async with scratch(f"shm://{name}?size=64MiB", "x"):
+            await job.open()
+        assert name in {info.name for info in namespaces()}
+        await job.put("a", [b"x"])
+    finally:
+        await job.close()
+        remove_namespace(name)
+
+
+@pytest.mark.parametrize("call", ["open", "list", "close"])
+async def test_a_tier_that_does_not_answer_is_given_up(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SilentDriver(MemoryDriver):
+        async def open(self) -> None:
+            await self.silent("open")
+            await super().open()
+
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            await self.silent("list")
+            async for info in super().list(prefix):
+                yield info
+
+        async def close(self) -> None:
+            await super().close()
+            await self.silent("close")
+
+        async def silent(self, where: str) -> None:
+            if where == call:
+                await asyncio.Event().wait()
+
+    for deadline in ("OPEN_S", "REMOVAL_S", "CLOSE_S"):
+        monkeypatch.setattr(f"tiercheck.testing.scratch.{deadline}", 0.05)
+    with pytest.raises(Transient, match=r"(opening it|removing what lies under tiercheck-x-\w+/|closing it) took over"):
+        async with opened(SilentDriver(name), "x") as place:
+            await place.driver.put(place.key("a"), [b"x"])
     MemoryDriver.forget(name)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.test_registry import install
 from tiercheck.doctor import Diagnosis, cautions, examine, installed_drivers
-from tiercheck.measure import Point
+from tiercheck.measure import Point, usage_in_time
 from tiercheck.testing.checks import CHECKS
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.namespaces import namespaces, remove_namespace
@@ -245,6 +245,28 @@ async def test_a_foreign_exception_at_open_is_a_problem(site: Path, name: str) -
     broken(site, "    async def open(self):\n        raise OSError('the disk is on fire')")
     found = await examine(f"broken://{name}")
     assert [problem.what for problem in found.problems] == ["a foreign OSError reached the caller: the disk is on fire"]
+
+
+async def test_a_tier_that_does_not_open_is_a_problem(site: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.testing.scratch.OPEN_S", 0.05)
+    broken(site, "    async def open(self):\n        import asyncio\n        await asyncio.Event().wait()")
+    (problem,) = (await examine(f"broken://{name}")).problems
+    assert "opening it took over" in problem.what
+    assert "server" in problem.advice
+
+
+async def test_a_tier_too_large_to_be_counted_is_examined_all_the_same(
+    site: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercheck.doctor.usage_in_time", lambda driver: usage_in_time(driver, 0.05))
+    broken(site, "    async def usage(self):\n        import asyncio\n        await asyncio.Event().wait()")
+    found = await examine(f"broken://{name}", measure_s=1)
+    assert found.healthy
+    assert found.usage is None
+    assert all(check.passed for check in found.checks)
+    assert {point.operation for point in found.points} == {"put", "get", "stat", "list"}
+    assert any("could not say within 20 s what it holds" in problem.what for problem in found.problems)
+    json.dumps(found.to_object())
 
 
 async def test_a_cancelled_examination_leaves_nothing(name: str) -> None:

@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import shutil
+import stat
 import threading
 import time
 import tracemalloc
@@ -87,6 +88,9 @@ class StoreFileSystem(AbstractFileSystem):
         path = self._strip_protocol(path)
         if path in self.objects:
             content, etag = self.objects[path]
+            if "coarse" in self.flavour:
+                # A clock of whole seconds, of which the second begins between the first two puts.
+                etag = int(etag > 0) if "moves on" in self.flavour else 0
             return {"name": path, "type": "file", "size": len(content), "etag": f'"{etag}"'}
         if path == "bucket" or any(other.startswith(path + "/") for other in self.objects):
             return {"name": path, "type": "directory", "size": 0}
@@ -239,6 +243,28 @@ async def test_ranges_that_are_ignored_are_found_out() -> None:
         assert await driver.get("a") == b"0123456789"
 
 
+@pytest.mark.parametrize("flavour", ["coarse etags", "coarse etags, and the clock moves on"])
+async def test_large_objects_are_read_whole_where_etags_do_not_tell_puts_apart(
+    flavour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else parts of two puts would be returned as one object."""
+    monkeypatch.setattr(StoreFileSystem, "counter", iter(range(10**9)))
+    async with store(f"fs.flavour={flavour}") as driver:
+        assert not driver.capabilities.ranged_get
+        assert driver.facts()["reads"] == "only as a whole"
+        first, second = b"1" * (3 * MIB), b"2" * (3 * MIB)
+        await driver.put("a", [first])
+        cat_file = StoreFileSystem.cat_file
+
+        def replaced_meanwhile(fs: StoreFileSystem, path: str, *arguments: Any, **options: Any) -> bytes:
+            content = cat_file(fs, path, *arguments, **options)
+            fs.objects[path] = (second, fs.objects[path][1])
+            return content
+
+        with mock.patch.object(StoreFileSystem, "cat_file", replaced_meanwhile):
+            assert bytes(await driver.get("a")) in (first, second)
+
+
 async def test_a_put_that_broke_is_not_published_by_the_garbage_collector() -> None:
     async with store() as driver:
         await driver.put("a", [b"old"])
@@ -299,6 +325,117 @@ async def test_a_put_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None
         assert list((tmp_path / ".tiercheck/tmp").iterdir()) == []
         with pytest.raises(NotFound):
             await driver.stat("a")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+async def test_what_fails_after_publishing_does_not_say_that_nothing_was_published(tmp_path: Path, number: int) -> None:
+    fsync = os.fsync
+
+    def fails_on_directories(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    full = mock.patch.object(fsspec_renaming.LocalBackend, "free_bytes", return_value=0)
+    async with make_driver(f"fsspec+file://{tmp_path}") as driver:
+        await driver.put("a/b", [b"old"])
+        with (
+            mock.patch.object(os, "fsync", fails_on_directories),
+            full,
+            pytest.raises(Transient, match="the object is published, but may not outlive"),
+        ):
+            await driver.put("a/b", [b"new"])
+        assert bytes(await driver.get("a/b")) == b"new"
+
+
+async def test_a_move_whose_outcome_is_not_known_is_not_told_as_a_full_disk(tmp_path: Path) -> None:
+    def moved(backend: fsspec_renaming.LocalBackend, source: str, path: str) -> None:
+        Path(source).replace(path)
+        raise TimeoutError("no answer")
+
+    async with make_driver(f"fsspec+file://{tmp_path}") as driver:
+        with (
+            mock.patch.object(fsspec_renaming.LocalBackend, "replace", moved),
+            mock.patch.object(fsspec_renaming.LocalBackend, "free_bytes", return_value=0),
+            pytest.raises(Transient, match="no answer"),
+        ):
+            await driver.put("a", [b"new"])
+        assert bytes(await driver.get("a")) == b"new"
+
+
+async def test_a_put_that_cannot_be_looked_at_is_not_told_as_refused() -> None:
+    async with store() as driver:
+        refused = mock.patch.object(StoreFileSystem, "info", side_effect=PermissionError(errno.EACCES, "expired"))
+        with refused, pytest.raises(Transient, match="was put, but cannot be looked at"):
+            await driver.put("a", [b"new"])
+        assert bytes(await driver.get("a")) == b"new"
+
+
+async def test_a_put_whose_object_is_deleted_at_once_was_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other client has removed the directory, which the put is about to make durable, with its last object."""
+    async with make_driver(f"fsspec+file://{tmp_path}") as driver:
+        await driver.put("a/b", [b"old"])
+        tries = []
+        replace = Path.replace
+
+        def replaced(source: Path, path: Path | str) -> Path:
+            result = replace(source, path)
+            if Path(path) == tmp_path / "a/b" and not tries:
+                tries.append(path)
+                result.unlink()
+                result.parent.rmdir()
+            return result
+
+        monkeypatch.setattr(Path, "replace", replaced)
+        with pytest.raises(Transient, match="removed at once by another client"):
+            await driver.put("a/b", [b"new"])
+        assert len(tries) == 1
+
+
+async def test_directories_and_files_are_private(tmp_path: Path) -> None:
+    root = tmp_path / "parent" / "tier"
+    async with make_driver(f"fsspec+file://{root}") as driver:
+        await driver.put("a/b", [b"x"])
+        await driver.put("a/c/d", [b"x"])
+    found = [root.parent, *root.parent.rglob("*")]
+    assert root / "a/c/d" in found
+    for path in found:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+async def test_a_delete_that_failed_is_not_told_as_done() -> None:
+    """fsspec's own ``exists`` says no where the server is down."""
+    async with store() as driver:
+        await driver.put("a", [b"x"])
+        gone = ConnectionError(errno.ECONNREFUSED, "Connection refused")
+        with (
+            mock.patch.multiple(StoreFileSystem, rm_file=mock.Mock(side_effect=gone), info=mock.Mock(side_effect=gone)),
+            pytest.raises(Transient, match="Connection refused"),
+        ):
+            await driver.delete(["a"])
+        assert bytes(await driver.get("a")) == b"x"
+        with mock.patch.object(StoreFileSystem, "rm_file", side_effect=OSError(errno.EIO, "no such thing")):
+            await driver.delete(["missing"])
+            with pytest.raises(Transient, match="no such thing"):
+                await driver.delete(["a"])
+
+
+async def test_a_listing_that_failed_is_not_told_as_empty(tmp_path: Path) -> None:
+    async with make_driver(f"fsspec+file://{tmp_path}") as driver:
+        await driver.put("a/b", [b"x"])
+        gone = ConnectionError(errno.ECONNREFUSED, "Connection refused")
+        with (
+            mock.patch.multiple(
+                LocalFileSystem,
+                ls=mock.Mock(side_effect=FileNotFoundError("a file went meanwhile")),
+                info=mock.Mock(side_effect=gone),
+                isdir=AbstractFileSystem.isdir,
+            ),
+            pytest.raises(Transient, match="Connection refused"),
+        ):
+            [info async for info in driver.list()]
 
 
 async def test_files_that_no_key_names_are_left_alone(tmp_path: Path) -> None:

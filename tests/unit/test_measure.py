@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tiercheck.errors import ConfigurationError, Transient
-from tiercheck.measure import Point, curves, measure, percentile
+from tiercheck.measure import Point, curves, measure, measure_in_room, percentile, usage_in_time
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.testing.scratch import opened
 from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.types import Usage
 
 
 @pytest.fixture
@@ -93,6 +95,32 @@ async def test_bytes_written_are_bounded(name: str, monkeypatch: pytest.MonkeyPa
 async def test_a_small_tier_is_not_filled(name: str) -> None:
     found = await curves(f"memory://{name}?size=10kB", [1000, 4000], [1, 4], 2, 1000, clock=ticking())
     assert {(point.nbytes, point.concurrency) for point in found if point.operation == "put"} == {(1000, 1)}
+
+
+async def test_a_tier_that_does_not_say_what_it_has_free_is_not_filled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercheck.measure.ROOM_UNKNOWN_BYTES", 10_000)
+    async with opened(MemoryDriver(name), "bench") as place:
+        found = await measure_in_room(place, [1000, 4000], [1, 4], 2, 1000, None, clock=ticking())
+    assert {(point.nbytes, point.concurrency) for point in found if point.operation == "put"} == {(1000, 1)}
+
+
+async def test_usage_is_given_up_in_time_and_a_driver_s_own_time_out_is_not() -> None:
+    class SilentDriver(MemoryDriver):
+        async def usage(self) -> Usage:
+            await asyncio.Event().wait()
+            raise AssertionError("it was set")
+
+    class FailingDriver(MemoryDriver):
+        async def usage(self) -> Usage:
+            raise TimeoutError("mine")
+
+    async with SilentDriver() as silent, FailingDriver() as failing, MemoryDriver() as quick:
+        assert await usage_in_time(silent, 0.01) is None
+        assert await usage_in_time(quick) == await quick.usage()
+        with pytest.raises(TimeoutError, match="mine"):
+            await usage_in_time(failing)
 
 
 async def test_what_the_tier_raises_ends_the_measurement_and_leaves_nothing(name: str) -> None:

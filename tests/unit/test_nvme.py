@@ -24,7 +24,8 @@ from tiercheck.errors import (
     Unauthorized,
     Unsupported,
 )
-from tiercheck.tiers import files
+from tiercheck.tiers import directory, files
+from tiercheck.tiers.files import unlock
 from tiercheck.tiers.nvme import NvmeDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import PutMode, Survives
@@ -118,6 +119,62 @@ async def test_a_failing_call_leaves_nothing_behind(root: Path, failing: str, nu
             assert temporaries(root) == []
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+async def test_what_fails_after_publishing_does_not_say_that_nothing_was_published(root: Path, number: int) -> None:
+    fsync = os.fsync
+
+    def fails_on_directories(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    async with NvmeDriver(root) as driver:
+        await driver.put("a/b", [b"old"])
+        with (
+            mock.patch.object(os, "fsync", fails_on_directories),
+            pytest.raises(Transient, match="the object is published, but may not outlive") as caught,
+        ):
+            await driver.put("a/b", [b"new"])
+        assert (caught.value.tier, caught.value.key) == (driver.url, "a/b")
+        assert os.strerror(number) in str(caught.value)
+        assert bytes(await driver.get("a/b")) == b"new"
+        assert temporaries(root) == []
+
+
+async def test_a_disk_that_becomes_read_only_once_it_has_published(root: Path) -> None:
+    """Such a file system refuses to unlink also what is not there."""
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "tmp":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, missing_ok)
+
+    async with NvmeDriver(root) as driver:
+        with mock.patch.object(Path, "unlink", refused):
+            assert (await driver.put("a", [b"new"])).nbytes == 3
+
+
+async def test_a_put_whose_object_is_deleted_at_once_was_stored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other client has removed the directory, which the put is about to make durable, with its last object."""
+    async with NvmeDriver(root) as driver, NvmeDriver(root) as other:
+        publish = driver.directory.replace
+
+        def published(source: Path, path: Path, current: os.stat_result | None) -> None:
+            publish(source, path, current)
+            monkeypatch.setattr(driver.directory, "_sync_upwards", deleted_first)
+
+        def deleted_first(path: Path, top: Path) -> None:
+            other.directory.remove("a/b/c")
+            assert not path.exists()
+            type(driver.directory)._sync_upwards(path, top)
+
+        monkeypatch.setattr(driver.directory, "replace", published)
+        assert (await driver.put("a/b/c", [b"xy"])).nbytes == 2
+        with pytest.raises(NotFound):
+            await driver.stat("a/b/c")
+
+
 async def test_short_writes_are_continued(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, preadv = os.writev, os.preadv
     async with NvmeDriver(root) as driver:
@@ -207,6 +264,32 @@ class TestDebris:
             assert not dead.exists()
             assert foreign.exists(), "its lock may not reach us: it may well be alive"
             assert not foreign_old.exists()
+
+    @pytest.mark.parametrize("gone_before", ["open", "try_lock"])
+    async def test_those_that_are_given_up_while_another_opens(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, gone_before: str
+    ) -> None:
+        """A writer removes its own file without the lock, so it may go at any moment of the cleaning."""
+        async with NvmeDriver(root) as driver:
+            given_up = []
+            temporary = driver.directory.create_temporary(1, lambda: None)
+            module = os if gone_before == "open" else directory
+            call = getattr(module, gone_before)
+
+            def give_up_first(first: object, *arguments: object, **options: object) -> object:
+                is_it = first == temporary.path or (
+                    isinstance(first, int) and os.fstat(first).st_ino == os.fstat(temporary.fd).st_ino
+                )
+                if not given_up and is_it:
+                    given_up.append(temporary)
+                    temporary.path.unlink()
+                    unlock(temporary.fd)
+                return call(first, *arguments, **options)
+
+            monkeypatch.setattr(module, gone_before, give_up_first)
+            async with NvmeDriver(root):
+                assert given_up == [temporary]
+            driver.directory.discard(temporary)
 
     async def test_those_of_the_living_stay(self, root: Path) -> None:
         async with NvmeDriver(root) as driver:

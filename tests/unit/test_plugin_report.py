@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tiercheck.testing.plugin import CAPABILITY, CERTIFIES, DRIVER, KIT, CertificationReport
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.plugin import (
+    CAPABILITY,
+    CERTIFIES,
+    CRASHED,
+    DRIVER,
+    ELSEWHERE,
+    KILLED,
+    KIT,
+    OWN,
+    WHOLE,
+    CertificationReport,
+    kit_tests,
+)
 
 CLAIMS = [(DRIVER, "x://y"), (f"{CAPABILITY}mappable", "False"), (f"{CAPABILITY}survives", "RACK")]
+WHOLE_KIT = (WHOLE, json.dumps({"test_a": 1, "test_b": 2}))
+DEATHS = ((ELSEWHERE, "another process"), (CRASHED, "before it published"), (KILLED, "kill -9"))
 
 
 def outcome(
-    report: CertificationReport, name: str, result: str, *certifies: str, kit: str = "TestX", when: str = "call"
+    report: CertificationReport,
+    name: str,
+    result: str,
+    *certifies: str,
+    kit: str = "TestX",
+    when: str = "call",
+    shown: Sequence[tuple[str, str]] = DEATHS,
 ) -> None:
+    own = [(OWN, name.partition("[")[0])] if name.startswith(("test_a", "test_b")) else []
     report.pytest_runtest_logreport(
         pytest.TestReport(
             f"test_x.py::{kit}::{name}",
@@ -24,7 +48,14 @@ def outcome(
             result,  # type: ignore[arg-type]
             None,
             when,  # type: ignore[arg-type]
-            user_properties=[(KIT, kit), *((CERTIFIES, flag) for flag in certifies), *CLAIMS],
+            user_properties=[
+                (KIT, kit),
+                WHOLE_KIT,
+                *own,
+                *((CERTIFIES, flag) for flag in certifies),
+                *CLAIMS,
+                *shown,
+            ],
         )
     )
 
@@ -36,15 +67,78 @@ def lines(report: CertificationReport) -> list[str]:
 def test_a_driver_that_passes_is_certified() -> None:
     report = CertificationReport()
     outcome(report, "test_a", "passed", "mappable")
-    outcome(report, "test_b", "passed", "mappable")
-    outcome(report, "test_c", "passed")
-    outcome(report, "test_c", "passed", when="setup")
-    outcome(report, "test_c", "passed", when="teardown")
+    outcome(report, "test_b[1]", "passed", "mappable")
+    outcome(report, "test_b[2]", "passed", "mappable")
+    outcome(report, "test_the_author_s_own", "passed")
+    outcome(report, "test_a", "passed", when="setup")
+    outcome(report, "test_a", "passed", when="teardown")
     assert lines(report) == [
-        "test_x.py TestX (x://y): certified, 3 passed",
-        "  mappable = False: is refused as Unsupported, in 2 tests",
+        "test_x.py TestX (x://y): certified, 4 passed",
+        "  mappable = False: is refused as Unsupported, in 3 tests",
         "  on the author's word: survives = RACK",
     ]
+
+
+@pytest.mark.parametrize("names", [("test_a",), ("test_a", "test_b[1]"), ("test_b[1]", "test_b[2]"), ("test_other",)])
+def test_a_part_of_the_kit_certifies_nothing(names: tuple[str, ...]) -> None:
+    report = CertificationReport()
+    for name in names:
+        outcome(report, name, "passed")
+    assert lines(report)[0] == f"test_x.py TestX (x://y): not certified whole, {len(names)} passed"
+    assert "of the kit's 2 tests did not pass whole: test_" in lines(report)[-1]
+
+
+@pytest.mark.parametrize(
+    ("shown", "verdict", "remarks"),
+    [
+        (DEATHS, "certified", []),
+        ((DEATHS[0], DEATHS[2]), "certified", ["a death right between write and publish"]),
+        (
+            ((ELSEWHERE, "another thread"), DEATHS[1]),
+            "certified within one process only",
+            ["atomicity and conditions against another process (the other client was in another thread)"],
+        ),
+        (
+            ((ELSEWHERE, "another thread"),),
+            "not certified whole",
+            ["atomicity and conditions against another process", "a death right between write and publish"],
+        ),
+    ],
+)
+def test_what_was_not_staged_is_said(shown: tuple[tuple[str, str], ...], verdict: str, remarks: list[str]) -> None:
+    report = CertificationReport()
+    for name in ("test_a", "test_b[1]", "test_b[2]"):
+        outcome(report, name, "passed", shown=shown)
+    found = lines(report)
+    assert f": {verdict}, 3 passed" in found[0]
+    said = [line for line in found if line.startswith("  not shown: ")]
+    assert len(said) == len(remarks)
+    for line, remark in zip(said, remarks, strict=True):
+        assert line.startswith(f"  not shown: {remark}")
+
+
+def test_what_a_failed_test_staged_shows_nothing() -> None:
+    report = CertificationReport()
+    for name in ("test_a", "test_b[1]", "test_b[2]"):
+        outcome(report, name, "failed")
+    assert any("another process" in line for line in lines(report))
+
+
+def test_the_kit_s_tests_are_known_whatever_a_subclass_makes_of_them() -> None:
+    class Cut(TierDriverTests):
+        test_create = None  # type: ignore[assignment]
+
+        async def test_update(self) -> None:  # type: ignore[override]
+            """Says that all is well."""
+
+        async def test_my_own(self) -> None:
+            """No part of the kit."""
+
+    whole = kit_tests(Cut)
+    assert whole == kit_tests(TierDriverTests)
+    assert whole["test_create"] == whole["test_update"] == 1
+    assert whole["test_what_is_put_is_what_is_there"] == 6
+    assert "test_my_own" not in whole
 
 
 def test_one_that_fails_is_not() -> None:
@@ -70,7 +164,7 @@ def test_one_with_tests_skipped_is_not_certified_whole() -> None:
     outcome(report, "test_a", "skipped", "mappable")
     outcome(report, "test_b", "passed")
     assert lines(report)[0] == "test_x.py TestX (x://y): not certified whole, 1 passed, 1 skipped"
-    assert "mappable = False" in lines(report)[-1], "a skipped test holds nothing to its word"
+    assert "word: mappable = False" in lines(report)[1], "a skipped test holds nothing to its word"
 
 
 def test_tests_of_others_are_no_part_of_it() -> None:
@@ -91,6 +185,34 @@ class TestMine(TierDriverTests):
     async def raw_put(self, driver, key, content): ...
     def crash_before_publish(self, driver): return None
 """
+
+
+CUT_TEST = """
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.tiers.memory import MemoryDriver
+
+class TestCut(TierDriverTests):
+    test_create = None
+    async def test_update(self): ...
+    async def make_driver(self): return MemoryDriver("mine")
+    async def second_client(self, driver): return MemoryDriver("mine")
+    async def raw_get(self, driver, key): return None
+    async def raw_put(self, driver, key, content): ...
+    def crash_before_publish(self, driver): return None
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_test_that_an_author_replaced_is_not_the_kit_s(tmp_path: Path, processes: str) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "test_cut.py").write_text(CUT_TEST)
+    select = "test_update or test_create or test_into_must"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", processes, "-k", select]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    whole = kit_tests(TierDriverTests)
+    assert "TestCut (memory://mine): not certified whole, 2 passed" in done.stdout
+    assert f"{len(whole) - 1} of the kit's {len(whole)} tests did not pass whole" in done.stdout
 
 
 def test_reports_of_several_processes_are_one(tmp_path: Path) -> None:

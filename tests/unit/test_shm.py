@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tiercheck.errors import (
     Unsupported,
 )
 from tiercheck.tiers.files import try_lock
+from tiercheck.tiers.namespaces import hold_namespace, open_alive, release_namespace
 from tiercheck.tiers.shm import ShmDriver, namespaces, remove_namespace
 from tiercheck.types import PutMode, Survives
 
@@ -317,6 +319,38 @@ class TestNamespaces:
             await driver.put("a", [b"x"])
             assert (root_of(name) / "a").read_bytes() == b"x"
         assert raced[0]
+
+    async def test_one_that_takes_long_to_be_removed_is_waited_for(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = root_of(name)
+        release_namespace(hold_namespace(root))
+        removing = open_alive(root)
+        assert try_lock(removing)
+        pauses = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 300:
+                shutil.rmtree(root)
+                os.close(removing)
+
+        monkeypatch.setattr("tiercheck.tiers.namespaces.time.sleep", pause)
+        async with ShmDriver(name, size=MIB) as driver:
+            await driver.put("a", [b"x"])
+        assert len(pauses) == 300
+
+    async def test_one_that_is_never_removed_is_given_up_at_a_deadline(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = root_of(name)
+        release_namespace(hold_namespace(root))
+        removing = open_alive(root)
+        assert try_lock(removing)
+        monkeypatch.setattr("tiercheck.tiers.namespaces.HOLD_WAIT_S_MAX", 0.02)
+        with pytest.raises(Transient, match=r"has been removing .* for 0 s; try again once it is done"):
+            hold_namespace(root)
+        os.close(removing)
 
     async def test_another_mount(self, name: str, tmp_path: Path) -> None:
         async with ShmDriver(name, size=MIB, mount=tmp_path) as driver:

@@ -35,6 +35,11 @@ def blocks(name: str) -> dict[int, int]:
     return {path.stat().st_ino: path.stat().st_blocks * 512 for path in (root_of(name) / ".tiercheck/pool").iterdir()}
 
 
+def pool(name: str) -> set[str]:
+    """The spares, with their lengths and owners."""
+    return {path.name for path in (root_of(name) / ".tiercheck/pool").iterdir()}
+
+
 def populated_bytes(driver: ShmDriver) -> list[int]:
     return [kept.window._populated_bytes for kept in driver._mapped.cache._kept.values()]
 
@@ -87,6 +92,23 @@ async def test_what_another_process_keeps_ready_is_not_counted(name: str, monkey
         assert blocks(name) == {}, "but in need it is taken"
         for reservation in reservations:
             await reservation.drop()
+
+
+@pytest.mark.parametrize("nbytes", [100 << 10, MIB - 1, MIB, MIB + 1])
+async def test_a_put_leaves_alone_what_another_process_keeps_ready(
+    name: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would come back as nobody's and cut: a window that was pinned would have to be pinned anew."""
+    sizes = [(128 << 10, 1), (MIB, 2)]
+    async with ShmDriver(name, size=64 * MIB) as trainer, ShmDriver(name, size=64 * MIB) as other:
+        await trainer.prepare_reservations(sizes)
+        ready = pool(name)
+        monkeypatch.setattr("os.getpid", lambda: 1)  # a process that lives, and is not this one
+        await other.put("a", [bytes(nbytes)])
+        assert pool(name) == ready
+        await other.delete(["a"])
+        await other.put("a", [bytes(nbytes)])
+        assert pool(name) >= ready
 
 
 async def test_what_a_dead_process_kept_ready_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,16 @@
 
 The whole conformance kit and the stateful model run against the tier, which must be empty; whatever is put there is
 deleted. It needs nothing but the URL, and this has a price: access "past the driver" is a second client of the same
-driver, and no crash is staged between write and publish. A driver that garbles on the way in what it mends on the way
-out is not found this way. A test file with raw access is the full proof: see docs/how-to/write-a-driver.md.
+driver, and no crash is staged between write and publish; a client in another process is killed at any moment instead. A
+driver that garbles on the way in what it mends on the way out is not found this way. A test file with raw access is the
+full proof: see docs/how-to/write-a-driver.md.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import pytest_asyncio
@@ -23,6 +25,7 @@ from tiercheck.testing.scratch import remove_all
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
+from tiercheck.types import Survives
 
 __all__ = ["TestURL", "TestURLAgainstADictionary"]
 
@@ -88,6 +91,11 @@ class TestURL(TierDriverTests):
 
     def crash_before_publish(self, driver: TierDriver) -> None:
         """From outside nobody can reach in between."""
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
+        if driver.capabilities.survives is Survives.NOTHING:
+            return None  # the same URL is another tier there
+        return functools.partial(make_driver, self.tier_url)
 
 
 class UrlMachine(DriverMachine):

@@ -1,7 +1,9 @@
 """A quick check of any open driver, without pytest: is the tier at this URL what its capabilities say?
 
 The conformance kit certifies a driver's code on an empty tier. These checks look at one tier as it is today, in
-seconds and under a prefix of their own, so that ``tiercheck doctor`` can try a tier that a job is using.
+seconds and under a prefix of their own, so that ``tiercheck doctor`` can try a tier that a job is using. Both clients
+are this process's and take turns, so what they see of conditions and of whole objects is no proof for two processes:
+that is the kit's.
 """
 
 from __future__ import annotations
@@ -170,7 +172,7 @@ async def check_conditions(place: Place) -> str:
     stale = driver.put(key, [b"third"], mode=PutMode.UPDATE(first.etag))
     await refused(stale, PreconditionFailed, "UPDATE with an etag that is no longer the object's")
     await place.expect(driver, "conditional", b"second", "after a refused UPDATE")
-    return "1 of 4 creators won; a stale etag was refused"
+    return "1 of 4 creators in this process won; a stale etag was refused"
 
 
 async def check_whole_objects(place: Place) -> str:
@@ -197,7 +199,7 @@ async def check_whole_objects(place: Place) -> str:
     finally:
         writing.cancel()
         await asyncio.wait({writing})
-    return f"{reads} reads during {rounds - 1} overwrites, each of one whole object"
+    return f"{reads} reads during {rounds - 1} overwrites from this process, each of one whole object"
 
 
 async def check_reservations(place: Place) -> str:

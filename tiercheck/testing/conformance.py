@@ -9,6 +9,7 @@ gives raw access past it, so that the driver cannot certify itself::
         async def raw_get(self, driver, key): ...
         async def raw_put(self, driver, key, content): ...
         def crash_before_publish(self, driver): ...
+        def client_elsewhere(self, driver): ...
 
 Every capability is tested both ways: what a false flag excludes must raise ``Unsupported``; nothing is skipped.
 Needs pytest and pytest-asyncio.
@@ -17,6 +18,7 @@ Needs pytest and pytest-asyncio.
 from __future__ import annotations
 
 import tiercheck.testing.plugin  # noqa: F401  (registers the kit's assertions for rewriting, before the imports below)
+from tiercheck.testing.kit_elsewhere import ElsewhereTests
 from tiercheck.testing.kit_objects import BAD_KEYS, GOOD_KEYS, ObjectTests
 from tiercheck.testing.kit_reservations import ReservationTests
 from tiercheck.testing.kit_writers import WriterTests
@@ -24,5 +26,5 @@ from tiercheck.testing.kit_writers import WriterTests
 __all__ = ["BAD_KEYS", "GOOD_KEYS", "TierDriverTests"]
 
 
-class TierDriverTests(ObjectTests, WriterTests, ReservationTests):
+class TierDriverTests(ObjectTests, WriterTests, ElsewhereTests, ReservationTests):
     """The whole kit: subclass it, give the methods of :class:`~tiercheck.testing.kit.TierKit`, name it ``Test...``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
@@ -19,7 +19,7 @@ __all__ = ["TierKit", "record_driver"]
 
 
 class TierKit(abc.ABC):
-    """Give the five methods."""
+    """Give the five methods, and ``client_elsewhere`` where another process can open the tier."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="function")  # whatever the author configured
     tiercheck_kit = True
@@ -31,6 +31,14 @@ class TierKit(abc.ABC):
     """Rounds of the tests that race a writer against readers."""
     races = 5
     """Rounds of the test in which many create one object."""
+    race_s = 0.5
+    """Seconds of each test that races a client elsewhere."""
+    kills = 3
+    """How many clients elsewhere are killed."""
+    kill_nbytes = 8 << 20
+    """An object large enough to be killed in the middle of."""
+
+    _item: pytest.Item | None = None
 
     # What a subclass supplies.
 
@@ -57,7 +65,28 @@ class TierKit(abc.ABC):
         ``None`` where writing and publishing are one step of the server's, so that there is no in-between.
         """
 
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
+        """What another process calls to have a driver, not open, on the tier of ``driver``.
+
+        It is found there by its name, so it is a function or a class of a module, or :func:`functools.partial` of one
+        with texts, numbers, paths or ``None``: ``partial(make_driver, url)``. ``None`` only where no other process can
+        open the tier, whose capabilities then say that it survives ``NOTHING``: then one process is all that is
+        certified.
+        """
+        return None
+
     # Fixtures and helpers.
+
+    @pytest.fixture(autouse=True)
+    def _noting(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        self._item = request.node
+        yield
+        self._item = None
+
+    def note(self, name: str, value: str) -> None:
+        """Tell the plug-in's report what this test did. Nothing where a test is called by hand."""
+        if self._item is not None:
+            self._item.user_properties.append((name, value))
 
     @pytest_asyncio.fixture(loop_scope="function")
     async def driver(self, request: pytest.FixtureRequest) -> AsyncIterator[TierDriver]:

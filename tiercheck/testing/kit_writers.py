@@ -10,6 +10,7 @@ import pytest
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Unsupported
 from tiercheck.testing.faults import FaultPlan, FaultyDriver, Killed, count_points
 from tiercheck.testing.kit import TierKit
+from tiercheck.testing.plugin import CRASHED
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ObjectInfo, PutMode, Survives
 
@@ -181,6 +182,7 @@ class WriterTests(TierKit):
                 held = [await second.get("a"), *held[:4]]
                 for content in held:
                     check(content)
+                await asyncio.sleep(0)  # a driver that never waits would not let the writer go on
             await writing
 
     async def test_of_two_writers_one_is_last(self, driver: TierDriver) -> None:
@@ -221,6 +223,7 @@ class WriterTests(TierKit):
         await driver.put("old", [b"old"])
         crash = self.crash_before_publish(driver)
         if crash is not None:
+            self.note(CRASHED, "before it published")
             with crash:
                 for key in ("old", "new"):
                     with pytest.raises(Killed):

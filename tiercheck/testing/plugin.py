@@ -2,13 +2,16 @@
 
 It explains the conformance kit's failing assertions, registers its marker, gives ``--tiercheck-url`` for
 :mod:`tiercheck.testing.certify`, and ends a run that used the kit with a short report: which driver, which
-capabilities, and how many tests held each of them to its word.
+capabilities, how many tests held each of them to its word, and what was not shown.
 
 It loads nothing of TierCheck and costs a test run nothing that does not use the kit.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,9 +21,15 @@ KIT = "tiercheck.kit"
 CERTIFIES = "tiercheck.certifies"
 DRIVER = "tiercheck.driver"
 CAPABILITY = "tiercheck.capability."
+WHOLE = "tiercheck.whole"
+OWN = "tiercheck.own"
+ELSEWHERE = "tiercheck.elsewhere"
+CRASHED = "tiercheck.crashed"
+KILLED = "tiercheck.killed"
 """Names of the user properties that carry a test's part of the report, also to a pytest-xdist controller."""
 
-REWRITTEN = ("certify", "kit", "kit_objects", "kit_reservations", "kit_writers", "stateful")
+REWRITTEN = ("certify", "kit", "kit_elsewhere", "kit_objects", "kit_reservations", "kit_writers", "stateful")
+KIT_MODULES = "tiercheck.testing.kit_"
 
 # Before anything imports them: a failing assertion of the kit shows its values in the author's own test run.
 pytest.register_assert_rewrite(*(f"tiercheck.testing.{name}" for name in REWRITTEN))
@@ -44,8 +53,25 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     owner = getattr(item, "cls", None)
     if owner is not None and getattr(owner, "tiercheck_kit", False):
-        item.user_properties.append((KIT, owner.__name__))
+        whole = kit_tests(owner)
+        item.user_properties += [(KIT, owner.__name__), (WHOLE, json.dumps(whole))]
+        name = getattr(item, "originalname", item.name)
+        # An author's own test of that name is not the kit's.
+        if name in whole and getattr(owner, name).__module__.startswith(KIT_MODULES):
+            item.user_properties.append((OWN, name))
         item.user_properties += [(CERTIFIES, str(mark.args[0])) for mark in item.iter_markers("certifies")]
+
+
+def kit_tests(owner: type) -> dict[str, int]:
+    """The tests that the kit holds a driver to, whatever ``owner`` made of them, and how often each runs."""
+    bases = [base for base in owner.__mro__ if base.__module__.startswith(KIT_MODULES)]
+    tests = {name: test for base in bases for name, test in vars(base).items() if name.startswith("test_")}
+    return {name: times(test) for name, test in tests.items()}
+
+
+def times(test: object) -> int:
+    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
+    return math.prod(len(mark.args[1]) for mark in marks)
 
 
 @dataclass
@@ -59,12 +85,25 @@ class Certification:
     skipped: list[str] = field(default_factory=list)
     held: dict[str, list[bool]] = field(default_factory=dict)
     """Per capability: whether each test that holds it passed."""
+    whole: dict[str, int] = field(default_factory=dict)
+    """The kit's own tests, and how often each runs."""
+    own: Counter[str] = field(default_factory=Counter)
+    """Those of them that passed, and how often."""
+    shown: dict[str, str] = field(default_factory=dict)
+    """Where the other client was, and which deaths were staged."""
+
+    @property
+    def not_run(self) -> list[str]:
+        """The kit's tests that were left out, replaced or skipped, in whole or in part."""
+        return sorted(name for name, count in self.whole.items() if self.own[name] < count)
 
     @property
     def verdict(self) -> str:
         if self.failed:
             return "NOT certified"
-        return "not certified whole" if self.skipped else "certified"
+        if self.skipped or self.not_run or not self.passed or not self.shown.keys() & {CRASHED, KILLED}:
+            return "not certified whole"
+        return "certified" if KILLED in self.shown else "certified within one process only"
 
     def lines(self, name: str) -> Iterable[str]:
         counts = [f"{self.passed} passed"]
@@ -79,6 +118,21 @@ class Certification:
         untested = [f"{flag} = {claim}" for flag, claim in sorted(self.capabilities.items()) if flag not in self.held]
         if untested:
             yield f"  on the author's word: {', '.join(untested)}"
+        for remark in self.remarks():
+            yield f"  not shown: {remark}"
+
+    def remarks(self) -> Iterable[str]:
+        """What the tests that ran do not say."""
+        if self.not_run and not self.failed:
+            few = ", ".join(self.not_run[:3]) + (", ..." if len(self.not_run) > 3 else "")
+            yield f"{len(self.not_run)} of the kit's {len(self.whole)} tests did not pass whole: {few}"
+        if KILLED not in self.shown:
+            race = (
+                f"the other client was in {self.shown[ELSEWHERE]}" if ELSEWHERE in self.shown else "no test raced one"
+            )
+            yield f"atomicity and conditions against another process ({race}), and a writer's kill -9"
+        if CRASHED not in self.shown:
+            yield "a death right between write and publish; none was staged"
 
 
 KEPT = {"True": "can be done, and keeps its promises", "False": "is refused as Unsupported"}
@@ -104,6 +158,12 @@ class CertificationReport:
                 found.capabilities[name.removeprefix(CAPABILITY)] = str(value)
             elif name == CERTIFIES and not report.skipped:
                 found.held.setdefault(str(value), []).append(report.passed)
+            elif name == WHOLE:
+                found.whole = json.loads(str(value))
+            elif name == OWN and report.passed:
+                found.own[str(value)] += 1
+            elif name in (ELSEWHERE, CRASHED, KILLED) and report.passed:
+                found.shown[name] = str(value)
         if report.passed:
             found.passed += 1
         else:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiercheck.errors import NotFound, Transient
+from tiercheck.errors import Transient
+from tiercheck.tiers.directory import CONTROL
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.namespaces import SHM, namespaces, remove_namespace
+from tiercheck.tiers.files import try_lock
+from tiercheck.tiers.namespaces import SHM, namespace_path, namespaces, open_alive
 from tiercheck.tiers.registry import TierURL, make_driver
 
-__all__ = ["Scratch", "remove_all", "scratch"]
+__all__ = ["Scratch", "remove_all", "scratch", "within"]
 
+OPEN_S = 60.0
+CLOSE_S = 60.0
 REMOVAL_S = 60.0
 PAGE = 1000
 
@@ -35,12 +41,13 @@ class Scratch:
 async def scratch(url: str, purpose: str) -> AsyncIterator[Scratch]:
     """Open the tier and go to work under ``tiercheck-PURPOSE-<16 hex digits>/``, which is removed at the end.
 
-    What the tier holds is neither read nor changed, nor even listed. A shared-memory namespace that was not there
-    before goes again, with the memory that it keeps for reuse; a directory that opening made stays, empty. What a kill
-    leaves behind lies under that prefix.
+    No object that the tier holds is read or changed. Opening does what it does for a job: what dead writers left is
+    reclaimed, old uploads among it. A shared-memory namespace that was not there before goes again, with the memory
+    that it keeps for reuse, unless somebody has put an object there meanwhile; a directory that opening made stays,
+    empty. What a kill leaves behind lies under that prefix.
 
-    Errors: the registry's and the driver's own, of opening and of deleting; ``TimeoutError`` where the removal
-    takes over a minute.
+    Errors: the registry's and the driver's own, of opening and of deleting; ``Transient`` where opening, the removal
+    or closing takes over a minute.
     """
     with new_namespace_removed(TierURL.parse(url)):
         async with opened(make_driver(url), purpose) as place:
@@ -49,13 +56,36 @@ async def scratch(url: str, purpose: str) -> AsyncIterator[Scratch]:
 
 @asynccontextmanager
 async def opened(driver: TierDriver, purpose: str) -> AsyncIterator[Scratch]:
-    async with driver:
+    async with within(OPEN_S, driver, "opening it"):
+        await driver.open()
+    try:
         place = Scratch(driver, f"tiercheck-{purpose}-{secrets.token_hex(8)}/")
         try:
             yield place
         finally:
             # Also when this task is being cancelled: the tier is as it was before anybody hears of it.
-            await asyncio.shield(asyncio.wait_for(remove_all(driver, place.prefix), REMOVAL_S))
+            await asyncio.shield(removed(place))
+    finally:
+        async with within(CLOSE_S, driver, "closing it"):
+            await driver.close()
+
+
+async def removed(place: Scratch) -> None:
+    async with within(REMOVAL_S, place.driver, f"removing what lies under {place.prefix}"):
+        await remove_all(place.driver, place.prefix)
+
+
+@asynccontextmanager
+async def within(seconds: float, driver: TierDriver, what: str) -> AsyncIterator[None]:
+    """A deadline for calls of the driver. Errors: ``Transient``."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            yield
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # the driver's own
+        message = f"{what} took over {seconds:.0f} s; look at the tier, and at the network to it"
+        raise Transient(message, tier=driver.url) from None
 
 
 async def remove_all(driver: TierDriver, prefix: str) -> None:
@@ -75,7 +105,7 @@ async def remove_all(driver: TierDriver, prefix: str) -> None:
 def new_namespace_removed(url: TierURL) -> Iterator[None]:
     """Where opening ``url`` makes a shared-memory namespace, remove it at the end: it would keep memory from others.
 
-    Where another process has come to use it meanwhile, it stays.
+    Where another process uses it meanwhile, or has put an object there and is gone, it stays.
     """
     if url.scheme != "shm":
         yield
@@ -86,5 +116,22 @@ def new_namespace_removed(url: TierURL) -> Iterator[None]:
         yield
     finally:
         if url.location not in before and url.location in {info.name for info in namespaces(mount)}:
-            with suppress(NotFound, Transient):  # removed, or in use, by another process
-                remove_namespace(url.location, mount)
+            with suppress(FileNotFoundError):  # another process has removed it
+                remove_if_empty(namespace_path(url.location, mount))
+
+
+def remove_if_empty(root: Path) -> None:
+    """Remove a namespace that nobody has open and that holds no object; what it keeps for reuse is none."""
+    fd = open_alive(root)
+    try:
+        if try_lock(fd) and not any(holds_objects(root)):
+            shutil.rmtree(root)
+    finally:
+        os.close(fd)
+
+
+def holds_objects(root: Path) -> Iterator[bool]:
+    for folder, folders, names in os.walk(root):
+        if Path(folder) == root and CONTROL in folders:
+            folders.remove(CONTROL)
+        yield bool(names)

@@ -21,11 +21,11 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Unsupported
+from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Transient, Unsupported
 from tiercheck.keys import validate_key
 from tiercheck.tiers.files import (
     fsync_directory,
@@ -45,6 +45,7 @@ __all__ = [
     "check_condition",
     "info_of",
     "not_found",
+    "once_published",
     "payload_bytes",
 ]
 
@@ -144,6 +145,7 @@ class ObjectDirectory:
         os.utime(temporary.fd, ns=(temporary.stamp_ns, temporary.stamp_ns))
         if self.durable:
             os.fsync(temporary.fd)
+        info = info_of(key, os.fstat(temporary.fd))
         with self.locked():
             current = self._current(path, key)
             check_condition(mode, key, current)
@@ -151,13 +153,17 @@ class ObjectDirectory:
             try_lock(temporary.fd, shared=True)
             self.replace(temporary.path, path, current)
         if self.durable:
-            self._sync_upwards(path.parent, self.root)
-        return info_of(key, os.fstat(temporary.fd))
+            # Where a directory is missing, another client has removed what was put, and the directory with it.
+            with once_published(key), suppress(FileNotFoundError):
+                self._sync_upwards(path.parent, self.root)
+        return info
 
     def discard(self, temporary: Temporary) -> None:
         """Close the temporary file, and remove it where it was not published."""
         try:
-            temporary.path.unlink(missing_ok=True)
+            # Looked for first: a file system that has become read-only refuses to unlink even what is not there.
+            if temporary.path.exists():
+                temporary.path.unlink(missing_ok=True)
             unlock(temporary.fd)
         finally:
             os.close(temporary.fd)
@@ -291,10 +297,14 @@ class ObjectDirectory:
         for path, status in files_in(self.control / "tmp"):
             ours = path.name.rpartition("-")[0].rpartition("-")[0] == HOST
             if ours or time.time() - status.st_mtime > FOREIGN_DEBRIS_AGE_S:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except FileNotFoundError:
+                    continue  # its writer has just given it up
                 try:
                     if try_lock(fd):
-                        self.retire(path, status)
+                        with suppress(FileNotFoundError):
+                            self.retire(path, status)
                         unlock(fd)
                 finally:
                     os.close(fd)
@@ -353,6 +363,21 @@ class ObjectDirectory:
         while path != top:
             path = path.parent
             fsync_directory(path)
+
+
+@contextmanager
+def once_published(key: str) -> Iterator[None]:
+    """What is left to do when an object has its name. Errors: ``Transient`` for whatever the system refuses.
+
+    Not the error's usual meaning: ``CapacityExceeded``, say, would promise that nothing was published.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise Transient(
+            f"the object is published, but may not outlive a power failure: {error.strerror or error}; put it again",
+            key=key,
+        ) from error
 
 
 def check_condition(mode: PutMode, key: str, current: os.stat_result | None) -> None:

@@ -41,7 +41,7 @@ from tiercheck.errors import (
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Reading
-from tiercheck.tiers.fsspec_errors import map_foreign_errors
+from tiercheck.tiers.fsspec_errors import first_line, map_foreign_errors
 from tiercheck.tiers.fsspec_probe import probe
 from tiercheck.tiers.fsspec_protocols import argument, known_protocol, shown_url
 from tiercheck.tiers.fsspec_workers import Ticket, Workers
@@ -74,7 +74,8 @@ class FsspecDriver(TierDriver):
 
     Reads: up to a part at once, larger ones in parts, by ranged requests or by seeking in an open file, whichever the
     probe found to return what was asked for. Where there are parts, the object's etag is compared before and after, so
-    that the bytes are those of one put.
+    that the bytes are those of one put; where the probe found that etags do not tell puts of one length apart, objects
+    are read at once, and ranges refused. Over SFTP parts are read one after the other, through one open file.
 
     Threads: everything goes through fsspec's blocking interface in threads of the driver's own, for asynchronous file
     systems too (whose coroutines then run on fsspec's own loop): files open for writing exist only there.
@@ -197,6 +198,9 @@ class FsspecDriver(TierDriver):
                 return backend.info(key)
             except FileNotFoundError as error:
                 raise Transient("the object was put, and removed at once by another client") from error
+            except Exception as error:
+                # Whatever it is, it must not be told as the put's: that would say that nothing was put.
+                raise Transient(f"the object was put, but cannot be looked at ({first_line(error)})") from error
 
         try:
             return await self._call(work, key, writes=(key,), lent=payload)
@@ -300,8 +304,14 @@ class FsspecDriver(TierDriver):
                         part[:] = content
             return True
 
-        threads = min(self._capabilities.parts_in_flight, -(-len(wanted) // step))
+        threads = min(self._parts_at_once, -(-len(wanted) // step))
         return all(await together(self._call(work, key) for _ in itertools.repeat(None, threads)))
+
+    @property
+    def _parts_at_once(self) -> int:
+        backend = self._backend
+        steady = backend is not None and backend.reading is Reading.STEADY
+        return 1 if steady else self._capabilities.parts_in_flight
 
     def _connected(self, ticket: Ticket) -> Backend:
         """The file system; connected anew where the connection was lost. Runs in a thread."""

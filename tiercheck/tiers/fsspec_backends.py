@@ -49,6 +49,7 @@ class Reading(Enum):
 
     RANGES = "by ranged requests"
     SEEKING = "by seeking in an open file"
+    STEADY = "by seeking in one open file, which stays as it was opened"
     WHOLE = "only as a whole"
 
 
@@ -62,6 +63,8 @@ class Backend:
     """Keys are plain strings: no directories to make, to walk, or to prune."""
     publishes = ""
     """How, in a few words for people."""
+    ways_of_reading: tuple[Reading, ...] = (Reading.RANGES, Reading.SEEKING)
+    """Those that may be used, the best first; as a whole is left where none of them works."""
 
     def __init__(self, fs: Any, root: str, *, place: str, part_bytes: int, deadline_s: float) -> None:
         self.fs = fs
@@ -135,7 +138,7 @@ class Backend:
     def reader(self, key: str) -> Iterator[Fetch]:
         """A function that reads a range of the object. A server may answer with less than asked for at its end."""
         path = self.path_of(key)
-        if self.reading is Reading.SEEKING:
+        if self.reading in (Reading.SEEKING, Reading.STEADY):
             with self.fs.open(path, "rb") as file:
                 yield lambda start, stop: read_at(file, start, stop)
             return
@@ -158,8 +161,7 @@ class Backend:
             return
         except Exception:
             # A directory of that name, or an object above it, is something else than the object.
-            self.fs.invalidate_cache()
-            if not self.fs.exists(path) or self.fs.isdir(path):
+            if self._type_of(path) in (None, "directory"):
                 return
             raise
         if not self.flat:
@@ -210,7 +212,7 @@ class Backend:
                 found: list[Info] = self.fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 # Some fail so when a file of the directory goes while they list it.
-                if not self.fs.isdir(path):
+                if self._type_of(path) in (None, "file"):
                     return []
             else:
                 return [info for info in found if str(info["name"]).rstrip("/") != path]
@@ -226,6 +228,17 @@ class Backend:
         if key not in found:
             raise Unsupported("an object that was put is not listed")
         return found[key]
+
+    def _type_of(self, path: str) -> str | None:
+        """``file``, ``directory`` or the like; ``None`` where there is nothing.
+
+        Not by fsspec's ``exists`` and ``isdir``: they take every failure, such as a server that is down, for a no.
+        """
+        self.fs.invalidate_cache()
+        try:
+            return str(self.fs.info(path)["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def _prune(self, key: str) -> None:
         folder = key.rpartition("/")[0]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from tiercheck.errors import CapacityExceeded, NotFound, TierCheckError, TierError, Transient, Unauthorized, Unsupported
 from tiercheck.tiers.fsspec_workers import Abandoned
 
-__all__ = ["map_foreign_errors", "meaning_of"]
+__all__ = ["first_line", "map_foreign_errors", "meaning_of"]
 
 _NESTED = "here a key cannot lie under another key, nor be what others lie under; rename one"
 _REFUSED = "the file system refuses this user; check its credentials and permissions"

@@ -17,8 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tiercheck.errors import Unsupported
-from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Parts, token
+from tiercheck.errors import Transient, Unsupported
+from tiercheck.tiers.directory import once_published
+from tiercheck.tiers.files import fsync_directory
+from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Parts, Reading, token
+from tiercheck.tiers.fsspec_errors import meaning_of
 from tiercheck.tiers.fsspec_workers import Ticket
 
 __all__ = ["LocalBackend", "MovingBackend", "RenamingBackend", "SftpBackend", "Stamps"]
@@ -36,8 +39,8 @@ class Stamps:
     """Modification times that never repeat for a path, in steps of the file system's, near the true time.
 
     They are remembered by the process as long as they lie in the future; what another process has put there is seen
-    on the file itself. So only a key that one process deletes and another puts again within one step, with as many
-    bytes, can get the same stamp twice.
+    on the file itself. So only a key that one process deletes and another puts again within one step, or that two put
+    at the same moment, with as many bytes, can get the same stamp twice.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class RenamingBackend(Backend):
 
     def prepare(self) -> None:
         """Make the tier's directory, and remove what dead processes have left there."""
-        self.fs.makedirs(self.path_of(TEMPORARY), exist_ok=True)
+        self.make_directory(self.path_of(TEMPORARY))
         for info in self._entries(TEMPORARY):
             if info["type"] == "file" and time.time() - age_stamp_s(info) > DEBRIS_AGE_S:
                 self._drop(str(info["name"]))
@@ -77,10 +80,18 @@ class RenamingBackend(Backend):
             self._move(temporary, path, ticket)
         except BaseException as error:
             self._drop(temporary)
-            reason = self._reason(key, nbytes) if isinstance(error, Exception) else None
+            reason = self._reason(key, nbytes) if may_have_a_reason(error) else None
             if reason is not None:
                 raise reason from error
             raise
+        self.make_durable(key)
+
+    def make_directory(self, path: str) -> None:
+        """Make the directory, and those above it that are missing."""
+        self.fs.makedirs(path, exist_ok=True)
+
+    def make_durable(self, key: str) -> None:
+        """See that the name that an object has just got outlives a power failure. Errors: ``Transient`` alone."""
 
     def write(self, path: str, parts: Parts) -> None:
         """Write a new file; on return its bytes are as durable as the file system can make them."""
@@ -103,7 +114,7 @@ class RenamingBackend(Backend):
             except FileNotFoundError:
                 if attempt == PUBLISH_TRIES:
                     raise
-            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.make_directory(path.rpartition("/")[0])
         return None
 
     def _drop(self, path: str) -> None:
@@ -140,10 +151,16 @@ class MovingBackend(RenamingBackend):
 
 
 class LocalBackend(RenamingBackend):
-    """``fsspec+file:///directory``: a put returns once the file and its name are on the disk (fsync of each)."""
+    """``fsspec+file:///directory``: a put returns once the file and its name are on the disk (fsync of each).
+
+    Files and directories are their user's alone.
+    """
+
+    def make_directory(self, path: str) -> None:
+        make_private_directory(Path(path))
 
     def write(self, path: str, parts: Parts) -> None:
-        with open(path, "xb") as file:  # noqa: PTH123  (a path of fsspec's, with its own idea of separators)
+        with open(path, "xb", opener=open_private) as file:
             for part in parts:
                 file.write(part)
             file.flush()
@@ -160,11 +177,15 @@ class LocalBackend(RenamingBackend):
 
     def replace(self, source: str, path: str) -> None:
         Path(source).replace(path)
-        # All of them up to the tier's own: any may be new, and a clean one costs microseconds.
-        for folder in Path(path).parents:
-            sync_directory(folder)
-            if folder == Path(self.root or "/"):
-                break
+
+    def make_durable(self, key: str) -> None:
+        # All of them up to the tier's own: any may be new, and a clean one costs microseconds. Where one is missing,
+        # another client has removed what was put, and the directory with it.
+        with once_published(key), suppress(FileNotFoundError):
+            for folder in Path(self.path_of(key)).parents:
+                fsync_directory(folder)
+                if folder == Path(self.root or "/"):
+                    break
 
     def free_bytes(self) -> int | None:
         status = os.statvfs(self.root or "/")
@@ -176,7 +197,12 @@ class SftpBackend(RenamingBackend):
 
     The plain rename of the protocol refuses to replace, and fsspec's ``mv`` copies where the extension is missing;
     so the extension is called by name. Data are made durable by ``fsync@openssh.com`` where the server has it.
+
+    Modification times are whole seconds, and two processes that put one key at once may choose the same one. So an
+    object is read through one open file, which the server keeps as it was, whatever is moved onto its name.
     """
+
+    ways_of_reading = (Reading.STEADY,)
 
     def __init__(self, fs: Any, root: str, *, place: str, part_bytes: int, deadline_s: float) -> None:
         super().__init__(fs, root, place=place, part_bytes=part_bytes, deadline_s=deadline_s)
@@ -283,9 +309,27 @@ class _LostConnectionsHushed:
             self._before(loop, context)
 
 
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def may_have_a_reason(error: BaseException) -> bool:
+    """Whether a failure may be told as what it was: not where the object may have been published all the same."""
+    if not isinstance(error, Exception):
+        return False
+    meaning = meaning_of(error)
+    return meaning is None or meaning[0] is not Transient
+
+
+def make_private_directory(path: Path) -> None:
+    """Make the directory and those missing above it, each for this user alone, and each name durable."""
+    if path.is_dir():
+        return
+    make_private_directory(path.parent)
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        fsync_directory(path.parent)
+
+
+def open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -93,7 +93,9 @@ class MappedSegments:
         if nbytes < SPARE_BYTES_MIN:
             return self.directory.store(key, payload, mode, check)
         self.locality.apply()
-        segment = self.directory.take(nbytes, nbytes, check, self._selection)
+        # What another process keeps ready, and may have pinned, is for its reservations: a put would bring it back as
+        # nobody's, cut to another length.
+        segment = self.directory.take(nbytes, nbytes, check, replace(self._selection, owned=False))
         window: Window | None = None
         try:
             if 2 * segment.recycled_bytes >= nbytes:

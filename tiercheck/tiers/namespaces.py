@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,9 @@ __all__ = [
 ]
 
 SHM = Path("/dev/shm")
-HOLD_ATTEMPTS_MAX = 100
+HOLD_WAIT_S_MAX = 30.0
+"""Removing a namespace gives its memory back, which takes a second for each few dozen GiB."""
+HOLD_PAUSE_S = 0.01
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -57,23 +60,37 @@ def namespace_path(name: str, mount: Path = SHM) -> Path:
 def hold_namespace(root: Path) -> int:
     """Make the namespace where it is missing and mark it as in use; returns what :func:`release_namespace` takes.
 
-    Errors: ``Unauthorized`` where the directory is not this user's alone; ``Unsupported`` without the mount.
+    One that another process is removing is waited for, and made anew.
+
+    Errors: ``Unauthorized`` where the directory is not this user's alone; ``Unsupported`` without the mount;
+    ``Transient`` where the removal takes longer than :data:`HOLD_WAIT_S_MAX`.
     """
     if not root.parent.is_dir():
         raise Unsupported(f"there is no {root.parent}; mount a tmpfs there, or name another with mount=")
-    for _ in range(HOLD_ATTEMPTS_MAX):
-        try:
-            with contextlib.suppress(FileExistsError):
-                root.mkdir(mode=0o700)
-            check_private(root)
-            (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
-            fd = open_alive(root)
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        if try_lock(fd, shared=True) and still_there(root, fd):
-            return fd
-        os.close(fd)
-    raise Transient(f"{root} is being removed by another process again and again")
+    deadline = time.monotonic() + HOLD_WAIT_S_MAX
+    while (fd := _held(root)) is None:
+        if time.monotonic() > deadline:
+            raise Transient(
+                f"another process has been removing {root} for {HOLD_WAIT_S_MAX:.0f} s; try again once it is done"
+            )
+        time.sleep(HOLD_PAUSE_S)
+    return fd
+
+
+def _held(root: Path) -> int | None:
+    """One try at :func:`hold_namespace`; ``None`` where somebody is removing the namespace, or just has."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        check_private(root)
+        (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
+        fd = open_alive(root)
+    except FileNotFoundError:
+        return None
+    if try_lock(fd, shared=True) and still_there(root, fd):
+        return fd
+    os.close(fd)
+    return None
 
 
 def release_namespace(fd: int) -> None:

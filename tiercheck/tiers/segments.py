@@ -84,7 +84,7 @@ class SegmentDirectory(ObjectDirectory):
 
     def create_temporary(self, nbytes: int, check: Callable[[], None]) -> Temporary:
         """A file of ``nbytes``, all of them backed by memory. Errors: ``CapacityExceeded``."""
-        return self.take(nbytes, nbytes, check).temporary
+        return self.take(nbytes, nbytes, check, Selection(owned=False)).temporary
 
     def take(
         self,

@@ -36,6 +36,7 @@ from tiercheck.tiers.directory import (
     Temporary,
     check_condition,
     info_of,
+    once_published,
     payload_bytes,
 )
 from tiercheck.tiers.files import locked, try_lock, unlock
@@ -130,7 +131,8 @@ class SharedDirectory(ObjectDirectory):
             current = self._current(path, key)
             check_condition(mode, key, current)
             self.with_parents(path, key, lambda: self._name(temporary.path, path, key, mode))
-        self._sync_names(path.parent)
+        with once_published(key):
+            self._sync_names(path.parent)
         return info
 
     def discard(self, temporary: Temporary) -> None:

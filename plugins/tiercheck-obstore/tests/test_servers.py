@@ -8,9 +8,10 @@ Credentials come from the environment, as for the driver. Everything lies under 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import obstore
 import pytest
@@ -62,6 +63,9 @@ class ServerTests(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(self.tier_url)
 
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, self.tier_url)
+
     def raw_store(self) -> ObjectStore:
         driver = make_driver(self.tier_url)
         assert isinstance(driver, ObstoreDriver)
@@ -83,6 +87,23 @@ class ServerTests(TierDriverTests):
     async def test_the_server_honours_conditions(self, driver: TierDriver) -> None:
         assert driver.capabilities.conditional_put
         assert driver.facts()["conditional puts"] == "CREATE and UPDATE were tried, and hold"
+
+    async def test_a_repeat_that_is_refused_by_its_own_object_has_won(
+        self, driver: TierDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first try was done; its answer was lost, and the client tried again."""
+        put_async = obstore.put_async
+
+        async def twice(*arguments: object, **options: object) -> object:
+            await put_async(*arguments, **options)
+            return await put_async(*arguments, **options)
+
+        monkeypatch.setattr(obstore, "put_async", twice)
+        created = await driver.put("a", [b"created"], mode=PutMode.CREATE)
+        assert await driver.stat("a") == created
+        updated = await driver.put("a", [b"updated"], mode=PutMode.UPDATE(created.etag))
+        assert await driver.stat("a") == updated
+        assert await self.content(driver, "a") == b"updated"
 
     async def test_the_probe_of_open_is_not_left_behind(self, driver: TierDriver) -> None:
         assert [page async for page in obstore.list(self.raw_store()) if page] == []

@@ -16,8 +16,8 @@ from aiobotocore.config import AioConfig
 from botocore import exceptions as boto
 from botocore.handlers import add_expect_header
 
-from tiercheck.errors import Closed, ConfigurationError
-from tiercheck.tiers.s3.failures import FOREIGN, classify
+from tiercheck.errors import Closed, ConfigurationError, Transient
+from tiercheck.tiers.s3.failures import FOREIGN, InDoubt, classify
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.waiting import settled
@@ -128,24 +128,27 @@ class S3Client:
             raise Closed("the driver is not open", tier=self.tier, key=key)
 
     async def ask(self, operation: str, key: str | None = None, *, patience: int = 1, **arguments: Any) -> Answer:
-        """A request without a body to speak of. ``key`` is the object's, for errors."""
+        """A request without a body to speak of. ``key`` is the object's, for errors, which are :meth:`send`'s."""
 
         async def once() -> Answer:
             async with self._small, asyncio.timeout(self.settings.timeout_s * patience):
                 return await self._send(operation, arguments)
 
-        return await self.retrying(once, key)
+        return await self.retrying(once, key, acted=lambda: operation == "CompleteMultipartUpload")
 
     async def send(self, operation: str, key: str, buffers: Buffers, start: int, stop: int, **arguments: Any) -> Answer:
         """A request with ``[start, stop)`` of the payload as its body.
 
         Cancellation stops it where the server cannot have the whole body, and waits for the answer where it may:
         afterwards the server acts on it no more.
+
+        Errors: ``InDoubt`` where a request that publishes fails for good after a try that may have done so.
         """
+        bodies: list[Body] = []
 
         async def once() -> Answer:
+            bodies.clear()
             async with self._transfers:
-                bodies: list[Body] = []
 
                 async def transfer() -> Answer:
                     async with asyncio.timeout(self.settings.timeout_s) as scope:
@@ -155,7 +158,10 @@ class S3Client:
 
                 return await settled(transfer(), lambda: not bodies or not bodies[0].handed_over)
 
-        return await self.retrying(once, key)
+        def acted() -> bool:
+            return operation == "PutObject" and bool(bodies) and bodies[0].handed_over
+
+        return await self.retrying(once, key, acted)
 
     @contextlib.asynccontextmanager
     async def receiving(self) -> AsyncIterator[Progress]:
@@ -167,12 +173,17 @@ class S3Client:
         """``GetObject`` without retries or mapping; the caller reads the body and closes it."""
         return await self._send("GetObject", arguments)
 
-    async def retrying(self, attempt: Callable[[], Awaitable[T]], key: str | None) -> T:
+    async def retrying(
+        self, attempt: Callable[[], Awaitable[T]], key: str | None, acted: Callable[[], bool] = lambda: False
+    ) -> T:
         """``attempt`` until it succeeds, or fails for good, or the deadline has passed.
 
         Waits a random time up to a bound that doubles. Source: Brooker, "Exponential Backoff And Jitter" (AWS
         Architecture Blog, 2015), "full jitter".
+
+        ``acted``, asked after a try that failed: whether the server may have published by it, for all that was sent.
         """
+        in_doubt = False
         deadline = asyncio.get_running_loop().time() + self.settings.deadline_s
         for tries in itertools.count(1):
             self.check_open(key)
@@ -186,7 +197,12 @@ class S3Client:
                 pause = random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S * 2**tries))
                 late = asyncio.get_running_loop().time() + pause >= deadline
                 if not failure.retryable or tries >= TRIES_MAX or late:
-                    raise failure.error(self.tier, key, tries) from error
+                    final = failure.error(self.tier, key, tries)
+                    if in_doubt and not isinstance(final, Transient):
+                        reason = f"an earlier try went without an answer, and may have published; then: {final.message}"
+                        raise InDoubt(reason, tier=self.tier, key=key) from final
+                    raise final from error
+                in_doubt = in_doubt or (failure.acted and acted())
             self.retries += 1
             await asyncio.sleep(pause)
         raise AssertionError("unreachable: the tries have a bound")

@@ -22,7 +22,7 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers.s3.settings import S3Settings
 
-__all__ = ["FOREIGN", "Failure", "Refused", "classify", "to_open_error"]
+__all__ = ["FOREIGN", "Failure", "InDoubt", "Refused", "classify", "to_open_error"]
 
 FOREIGN: tuple[type[Exception], ...] = (
     boto.BotoCoreError,
@@ -49,6 +49,11 @@ BUSY = frozenset({
     "ServiceUnavailable", "SlowDown", "ThrottlingException", "TooManyRequestsException",
     "XMinioServerNotInitialized", "XMinioReadQuorum", "XMinioWriteQuorum",
 })  # fmt: skip
+THROTTLED = frozenset({
+    "ServerBusy", "ServiceUnavailable", "SlowDown", "ThrottlingException", "TooManyRequestsException",
+    "XMinioServerNotInitialized",
+})  # fmt: skip
+"""Answers of 500 and more by which the server says that it has not even begun."""
 BROKEN = (AssertionError, AttributeError, NameError, TypeError)
 """A mistake in a program rather than in the network: trying again would hide it."""
 ABSENT = frozenset(["404", "NoSuchKey", "NotFound"])
@@ -62,14 +67,20 @@ class Refused(TierError):
         self.code = code
 
 
+class InDoubt(Transient):
+    """A request that publishes has failed for good (``__cause__`` says how), and an earlier try may have published."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """``retryable``: another try may succeed. ``code``: S3's, or empty where no answer came."""
+    """``retryable``: another try may succeed. ``code``: S3's, or empty where no answer came. ``acted``: the server may
+    have done what it was asked, or may still do it."""
 
     kind: type[TierError]
     reason: str
     retryable: bool
     code: str = ""
+    acted: bool = True
 
     def error(self, tier: str, key: str | None, tries: int) -> TierError:
         reason = f"{self.reason} (tried {tries} times)" if tries > 1 else self.reason
@@ -102,9 +113,9 @@ def classify_answer(error: boto.ClientError) -> Failure:
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     said = f"the server says {code or status}: {detail.get('Message') or 'no reason given'}"
     if code in BUSY:
-        return Failure(Transient, said, True, code)
+        return Failure(Transient, said, True, code, acted=status >= 500 and code not in THROTTLED)
     if code in DAMAGED:
-        return Failure(Corruption, f"the bytes arrived damaged; {said}", True, code)
+        return Failure(Corruption, f"the bytes arrived damaged; {said}", True, code, acted=False)
     if code in FULL or status == 507:
         return Failure(CapacityExceeded, said, False, code)
     if code in WRONG_PLACE:
@@ -122,7 +133,7 @@ def classify_answer(error: boto.ClientError) -> Failure:
     if status == 412:
         return Failure(PreconditionFailed, said, False, code)
     if status in (409, 429) or (status >= 500 and status != 501):
-        return Failure(Transient, said, True, code)
+        return Failure(Transient, said, True, code, acted=status >= 500)
     return Failure(Refused, said, False, code or str(status))
 
 

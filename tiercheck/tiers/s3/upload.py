@@ -16,7 +16,7 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers.s3.checksums import PREFERRED
 from tiercheck.tiers.s3.client import COMPLETION_PATIENCE, Answer, S3Client
-from tiercheck.tiers.s3.failures import Refused
+from tiercheck.tiers.s3.failures import InDoubt, Refused
 from tiercheck.tiers.s3.names import TOKEN_FIELD, etag_in, etag_of, new_token, server_etag
 from tiercheck.tiers.s3.payload import Buffers
 from tiercheck.tiers.s3.settings import SINGLE_PUT_BYTES_MAX
@@ -69,6 +69,13 @@ class Upload:
                 **self._client.settings.put_arguments,
                 **condition,
             )
+        except InDoubt as doubt:
+            ours = await self._settle(doubt)
+            if ours is not None:
+                return ours
+            if mode.kind == "create" and isinstance(doubt.__cause__, PreconditionFailed):
+                raise self._lost(mode) from doubt
+            raise
         except (PreconditionFailed, NotFound) as error:
             # The answer to an earlier try may have been lost: then it is our own object that is in the way.
             ours = await self._ours()
@@ -110,6 +117,15 @@ class Upload:
         except NotFound:
             return None
         return str(found["ETag"]) if found.get("Metadata", {}).get(TOKEN_FIELD) == self._token else None
+
+    async def _settle(self, doubt: InDoubt) -> str | None:
+        """As :meth:`_ours`, or ``None`` where nobody can tell. Nor does ``None`` itself say that nothing was published:
+        another client may have replaced it, and the server may still come to it."""
+        try:
+            return await self._ours()
+        except TierError as error:
+            doubt.add_note(f"and the object cannot be looked at: {error.message}")
+            return None
 
     # In parts.
 
@@ -187,6 +203,12 @@ class Upload:
 
         try:
             answer = await settled(publish())
+        except InDoubt as doubt:
+            ours = await self._settle(doubt)
+            if ours is None:
+                raise
+            self._published = True
+            return ours
         except (Refused, NotFound):
             # Completed by an earlier try whose answer was lost, or aborted by somebody: the object's token tells.
             ours = await self._ours()

@@ -112,6 +112,13 @@ class ObstoreDriver(TierDriver):
             raise errors.PreconditionFailed(f"the etag should be {etag!r}", tier=self._url, key=key)
         return {"e_tag": f'"{etag}"'}
 
+    async def own_put(self, key: str, attributes: Attributes | None) -> PutResult | None:
+        """The result of the put that wrote ``attributes``, where its object is there; ``None`` where it is not, or
+        cannot be told. Asked where a condition failed: the store may have done a request whose answer was lost, and
+        have refused its repetition. Raises obstore's errors.
+        """
+        return None
+
     def own_etag(self, etag: str | None, key: str) -> str:
         """The store's etag without its quotes, which some servers leave out of listings."""
         if not etag:
@@ -237,14 +244,19 @@ class ObstoreDriver(TierDriver):
             try:
                 return await obstore.put_async(self.store, key, content, attributes=attributes, mode="create")
             except (AlreadyExistsError, PreconditionError):
-                message = "there is an object under this key already"
-                raise errors.AlreadyExists(message, tier=self._url, key=key) from None
-        try:
-            version = await self.update_version(key, mode.etag or "")
-            return await obstore.put_async(self.store, key, content, attributes=attributes, mode=version)
-        except (FileNotFoundError, errors.NotFound, PreconditionError, AlreadyExistsError):
-            message = f"the etag should be {mode.etag!r}"
-            raise errors.PreconditionFailed(message, tier=self._url, key=key) from None
+                own = await self.own_put(key, attributes)
+            message = "there is an object under this key already"
+            refused: errors.TierError = errors.AlreadyExists(message, tier=self._url, key=key)
+        else:
+            refused = errors.PreconditionFailed(f"the etag should be {mode.etag!r}", tier=self._url, key=key)
+            try:
+                version = await self.update_version(key, mode.etag or "")
+                return await obstore.put_async(self.store, key, content, attributes=attributes, mode=version)
+            except (FileNotFoundError, errors.NotFound, PreconditionError, AlreadyExistsError):
+                own = await self.own_put(key, attributes)
+        if own is None:
+            raise refused
+        return own
 
     async def _put_parts(self, key: str, views: Sequence[memoryview], attributes: Attributes | None) -> PutResult:
         abandoned = False

@@ -16,7 +16,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.url import OptionReader, TierURL, parse_size
 from tiercheck.types import Survives, bytes_text
 from tiercheck_obstore.driver import ObstoreDriver, Settings
-from tiercheck_obstore.tokens import TokenDriver
+from tiercheck_obstore.tokens import MarkingDriver, TokenDriver
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -143,7 +143,7 @@ class S3Driver(TokenDriver, BucketDriver):
         )
 
 
-class AzureDriver(BucketDriver):
+class AzureDriver(MarkingDriver, BucketDriver):
     """``az://container/prefix[?account=NAME][&endpoint=http://host:port/account]``: Azure Blob Storage.
 
     Credentials come from ``AZURE_STORAGE_ACCOUNT_KEY``, ``AZURE_STORAGE_SAS_KEY``, a service principal's variables or
@@ -160,6 +160,7 @@ class AzureDriver(BucketDriver):
 
     scheme = "az"
     called = "container"
+    field = "tiercheck_put"  # Azure takes identifiers only
 
     def __init__(
         self, location: str, settings: Settings, *, endpoint: str | None = None, account: str | None = None

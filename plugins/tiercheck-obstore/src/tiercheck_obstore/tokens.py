@@ -1,8 +1,9 @@
-"""Etags that change with every put, on stores whose own are a hash of the content.
+"""A random token in the metadata of each object, by which a put is told from every other.
 
-Each put writes a random token into the object's metadata, and an etag is ``<the store's>.<token>``. Where somebody else
-has put the object, its time of change takes the token's place. Listings show no metadata: what this driver has not seen
-itself is asked for once, object by object, and remembered for as long as the store's etag stays.
+A conditional put knows its own object by it where a try was done, its answer lost, and the repetition refused. And on
+stores whose etags are a hash of the content it makes them change with every put: an etag is ``<the store's>.<token>``.
+Where somebody else has put the object, its time of change takes the token's place. Listings show no metadata: what this
+driver has not seen itself is asked for once, object by object, and remembered for as long as the store's etag stays.
 
 So of two puts of the very same bytes by two clients, a listing may still show the etag of the first; an ``UPDATE`` with
 it fails, as it should.
@@ -15,7 +16,7 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import obstore
 
@@ -25,18 +26,37 @@ from tiercheck_obstore.driver import ObstoreDriver
 from tiercheck_obstore.failures import mapped_errors
 
 if TYPE_CHECKING:
-    from obstore import Attributes, ObjectMeta, UpdateVersion
+    from obstore import Attributes, ObjectMeta, PutResult, UpdateVersion
 
-__all__ = ["TokenDriver"]
+__all__ = ["MarkingDriver", "TokenDriver"]
 
-FIELD = "tiercheck-put"
 REMEMBERED_MAX = 1 << 16
 ASKED_AT_ONCE = 32
 _ETAG = re.compile(r'[^"*\s]+\.[0-9a-f@]{1,32}\Z')
 
 
-class TokenDriver(ObstoreDriver):
-    """A driver with etags of this kind; ``UPDATE`` compares the token, then lets the store compare its own etag.
+class MarkingDriver(ObstoreDriver):
+    """A driver whose puts know their own objects."""
+
+    field: ClassVar[str] = "tiercheck-put"
+    """What the token is called in the metadata."""
+
+    def new_attributes(self) -> Attributes:
+        return {self.field: secrets.token_hex(8)}
+
+    async def own_put(self, key: str, attributes: Attributes | None) -> PutResult | None:
+        assert attributes is not None
+        try:
+            found = await obstore.get_async(self.store, key, options={"head": True})
+        except FileNotFoundError:
+            return None
+        if found.attributes.get(self.field) != attributes[self.field]:
+            return None
+        return {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+
+
+class TokenDriver(MarkingDriver):
+    """A driver with etags that have a token; ``UPDATE`` compares the token, then lets the store compare its own etag.
 
     Between the two only a put of the very same bytes can go unnoticed, which replaces what the caller has seen by its
     equal.
@@ -48,12 +68,9 @@ class TokenDriver(ObstoreDriver):
         self._seen = OrderedDict()
         await super().open()
 
-    def new_attributes(self) -> Attributes:
-        return {FIELD: secrets.token_hex(8)}
-
     def info_of_put(self, key: str, nbytes: int, etag: str, attributes: Attributes | None) -> ObjectInfo:
         assert attributes is not None
-        return ObjectInfo(key, nbytes, self._remember(key, etag, str(attributes[FIELD])))
+        return ObjectInfo(key, nbytes, self._remember(key, etag, str(attributes[self.field])))
 
     async def head(self, key: str) -> ObjectInfo:
         return (await self._look(key))[0]
@@ -92,7 +109,7 @@ class TokenDriver(ObstoreDriver):
     async def _look(self, key: str) -> tuple[ObjectInfo, ObjectMeta]:
         found = await obstore.get_async(self.store, key, options={"head": True})
         meta = found.meta
-        token = found.attributes.get(FIELD) or f"@{meta['last_modified'].timestamp():.0f}"
+        token = found.attributes.get(self.field) or f"@{meta['last_modified'].timestamp():.0f}"
         return ObjectInfo(key, meta["size"], self._remember(key, self.own_etag(meta["e_tag"], key), str(token))), meta
 
     def _known(self, meta: ObjectMeta) -> str | None:
