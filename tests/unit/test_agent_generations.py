@@ -189,9 +189,9 @@ async def test_memory_that_neighbours_have_filled_keeps_no_agent_from_coming_bac
             return SimpleNamespace(f_bavail=0, f_frsize=4096)
 
         monkeypatch.setattr("tiercheck.tiers.shm.os", SimpleNamespace(**{**vars(os), "statvfs": full}))
-        with pytest.raises(CapacityExceeded, match="does not fit into"):
-            async with make_driver(nomination.tiers[0][1]):
-                pass
+        async with make_driver(nomination.tiers[0][1]) as driver:
+            with pytest.raises(CapacityExceeded):
+                await driver.reserve("more", 1 << 20)
         async with running(node) as agent, await connect_agent(node.name) as client:
             assert agent.roster.unreadable == {}
             (assignment,) = agent.roster

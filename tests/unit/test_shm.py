@@ -153,6 +153,17 @@ class TestLimits:
     async def test_too_large_a_size_is_refused_at_open(self, name: str) -> None:
         with pytest.raises(CapacityExceeded, match=r"/dev/shm: [\d.]+ \w+ are free.*remount,size="):
             await ShmDriver(name, size=1 << 60).open()
+
+    async def test_objects_that_are_there_can_be_had_although_the_rest_has_been_taken(
+        self, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with ShmDriver(name, size=4 * MIB) as driver:
+            await driver.put("a", [b"mine"])
+        async with ShmDriver(name, size=1 << 60) as driver:
+            assert await driver.get("a") == b"mine"
+            limit_bytes = (await driver.usage()).limit_bytes
+            assert limit_bytes is not None and limit_bytes < 1 << 50
+        assert "opened with what there is" in caplog.text
         remove_namespace(name)  # it is not held by the driver that could not open
 
     async def test_without_a_size_the_limit_is_what_is_free(self, name: str) -> None:

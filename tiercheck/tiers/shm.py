@@ -6,6 +6,7 @@ outlives every process and goes with the node's memory (or by :func:`remove_name
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMod
 
 __all__ = ["NamespaceInfo", "ShmDriver", "namespaces", "remove_namespace"]
 
+log = logging.getLogger(__name__)
+
 NUMA_MODES = ("auto", "off")
 THREADS_MAX = 64
 
@@ -47,8 +50,9 @@ class ShmDriver(FileDriver):
     """Shared memory as a tier: mappable, atomic among processes, and it survives any of them.
 
     ``size`` is checked when the tier is opened: a shared memory that is smaller is an error then, not a
-    failed save later. Without it the limit is what is free, plus what the namespace holds already. While an
-    object is being overwritten, both the old and the new one count. ``pool``
+    failed save later (a warning, where the tier holds objects already: a recovery may need them). Without it the
+    limit is what is free, plus what the namespace holds already. While an object is being overwritten, both the old
+    and the new one count. ``pool``
     bounds the memory kept for reuse (default: half of the limit); it is never in the way of an object.
     ``mount`` is another tmpfs, such as one with huge pages. ``threads`` copy a large put (default: one).
 
@@ -110,15 +114,19 @@ class ShmDriver(FileDriver):
         held = namespace_bytes(segments.root)
         status = os.statvfs(segments.root)
         free = status.f_bavail * status.f_frsize
-        if self._size is not None and self._size > free + held:
-            mount = segments.root.parent
-            raise CapacityExceeded(
-                f"size={bytes_text(self._size)} does not fit into {mount}: {bytes_text(free)} are free and the tier "
-                f"holds {bytes_text(held)}; "
-                f"ask for a smaller size=, or enlarge it with 'mount -o remount,size=... {mount}' "
-                f"(in a container: --shm-size, or an emptyDir with medium: Memory)"
-            )
         segments.limit_bytes = free + held if self._size is None else self._size
+        if segments.limit_bytes > free + held:
+            short = (
+                f"size={bytes_text(segments.limit_bytes)} does not fit into {segments.root.parent}: {bytes_text(free)} "
+                f"are free and the tier holds {bytes_text(held)}; ask for a smaller size=, or enlarge it with "
+                f"'mount -o remount,size=... {segments.root.parent}' (in a container: --shm-size, or an emptyDir with "
+                "medium: Memory)"
+            )
+            if next(segments.scan(locked=True), None) is None:
+                raise CapacityExceeded(short)
+            # What others have put beside it since must not keep a job from its own objects.
+            log.warning("%s: %s; it is opened with what there is", self.url, short)
+            segments.limit_bytes = free + held
         segments.pool_bytes = segments.limit_bytes // 2 if self._pool is None else self._pool
         segments.prepare()
         huge = huge_pages_of(segments.root)
