@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest_asyncio
 
@@ -56,6 +57,9 @@ class PeerKit(TierDriverTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10&connections=2")
+
+    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        return functools.partial(make_driver, f"peer://{self.name}?at={self.running.endpoint}&deadline=10")
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         return await self.content(self.stores[self.name], key)

@@ -136,13 +136,14 @@ class Network:
         limits: PeerLimits | None = None,
         credit_bytes: int = 4 << 16,
         mappable: bool = True,
+        deadline_s: float = 240.0,
     ) -> None:
         self.random = random.Random(seed)
         self.chances = dict(chances)
         self.now = 0.0
         self.limits = limits or PeerLimits(chunk_bytes=1 << 16, in_flight_bytes=8 << 16, idle_s=60)
         self.store = Store(mappable)
-        self.settings = ClientSettings("simulated:1", 1 << 16, credit_bytes, deadline_s=30.0)
+        self.settings = ClientSettings("simulated:1", 1 << 16, credit_bytes, deadline_s)
         self.client = ClientProtocol(self.settings)
         self.server = ServerProtocol(self.limits, 1)
         self.client.caller.incarnation = 1
@@ -207,7 +208,7 @@ class Network:
                 self.store.do(self.tasks.popleft().task)
         self.tasks.clear()
         self.store.reserved.clear()
-        self.server = ServerProtocol(self.limits, 1 + self.restarts)
+        self.server = ServerProtocol(self.limits, 1 + self.restarts * 1_000_000)
         for link in list(self.pipes):
             del self.pipes[link]
             self.act_client(self.client.disconnected(link, self.now))

@@ -59,6 +59,7 @@ FIELDS = {
     "entries": st.just(()),
     "credit": st.sampled_from([0, 1, 5, 1 << 20]),
     "chunk_bytes_max": st.just(CHUNK),
+    "opening": st.integers(0, 4),
     "chunk_bytes": st.sampled_from([0, 1, CHUNK, CHUNK + 1, 1 << 30]),
 }
 
@@ -252,7 +253,7 @@ def test_frames_are_counted_by_reason() -> None:
     assert network.server.desk.dropped == {}
     network.send([encode(1, good), bytes(CHUNK)])
     assert network.server.desk.dropped == {"replayed": 1}
-    for message in (AbortPut(transfer), EndGet(transfer), GetChunk(transfer, 0)):
+    for message in (AbortPut(transfer), EndGet(transfer), GetChunk(transfer, 0, 1)):
         network.send([encode(2, message), b"data where none belongs"])
     assert network.server.desk.dropped["malformed"] == 3
     network.send([encode(3, BeginGet(transfer, "n", "../a", True, 0, 0, CHUNK))])
@@ -262,6 +263,6 @@ def test_frames_are_counted_by_reason() -> None:
 def test_replies_are_small_unless_they_carry_what_was_asked_for() -> None:
     """A small request never draws an answer that is large: nobody can be flooded through the server."""
     network = Network(1, {}, limits=LIMITS)
-    effects = network.server.receive(b"9", [encode(1, GetChunk(b"t" * 16, 0))], 0.0)
+    effects = network.server.receive(b"9", [encode(1, GetChunk(b"t" * 16, 0, 1))], 0.0)
     assert [type(effect) for effect in effects] == [Reply]
     assert len(effects[0].head) < 64  # type: ignore[union-attr]

@@ -195,7 +195,7 @@ def test_what_the_server_refuses_is_raised(seed: int, nbytes: int) -> None:
 
 
 def test_a_peer_that_is_silent_is_named_when_the_deadline_passes() -> None:
-    network = Network(1, {"swallow": 1.0})
+    network = Network(1, {"swallow": 1.0}, deadline_s=30.0)
     number = network.begin(putting("a", bytes(5 * CHUNK)))
     while number not in network.results:
         for pipe in network.pipes.values():

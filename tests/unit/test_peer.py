@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from tiercheck.errors import (
     Closed,
     ConfigurationError,
     NotFound,
+    PreconditionFailed,
     TierError,
     Transient,
     Unauthorized,
@@ -24,8 +26,10 @@ from tiercheck.errors import (
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
+from tiercheck.tiers.peer.calling import Caller, Operation
+from tiercheck.tiers.peer.messages import Stat
 from tiercheck.tiers.registry import make_driver
-from tiercheck.types import ObjectInfo, Payload, PutMode, Survives
+from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode, Survives
 
 Serve = Callable[..., AbstractAsyncContextManager[PeerServer]]
 CHUNK = 1 << 16
@@ -284,6 +288,69 @@ async def test_errors_of_the_servers_driver_travel(error: Exception, kind: type[
         assert "secret" not in str(caught.value)
         assert "inner" not in str(caught.value)
         await client.usage()
+
+
+async def test_one_callers_mistake_is_nobody_elses() -> None:
+    """Whatever a caller gets wrong ends that call; others under way, and later ones, know nothing of it."""
+    data = bytes(range(256)) * 2000
+    async with serving() as server, small(server) as driver:
+        await driver.put("a", [data])
+        others = [asyncio.create_task(driver.get("a")) for _ in range(3)]
+        for into in (
+            memoryview(bytes(len(data))),
+            memoryview(array("d", bytes(len(data) + 8))),
+            memoryview(bytearray(2 * len(data)))[::2],
+        ):
+            with pytest.raises(ValueError, match="into must be"):
+                await driver.get("a", into=into)
+        with pytest.raises(ValueError, match="past the end"):
+            await driver.get("a", range=ByteRange(0, 1 << 70))
+        with pytest.raises(PreconditionFailed):
+            await driver.put("a", [b"x"], mode=PutMode.UPDATE("\ud800"))
+        assert await asyncio.gather(*others) == [data] * 3
+        assert await driver.get("a") == data
+
+
+async def test_an_operation_that_fails_within_the_links_thread_fails_alone() -> None:
+    class Faulty(Operation):
+        def __init__(self, at_once: bool) -> None:
+            super().__init__()
+            self.at_once = at_once
+
+        def start(self, caller: Caller, now: float) -> None:
+            if self.at_once:
+                raise RuntimeError("at the start")
+            caller.requests[caller.send(self, caller.links[0], Stat("n", "a"))] = self
+
+        def receive(self, caller: Caller, link: int, request_id: int, *_: object) -> None:
+            raise RuntimeError("at the answer")
+
+    async with serving() as server, small(server) as driver:
+        await driver.put("a", [bytes(3 * CHUNK)])
+        link = driver._opened()
+        for at_once, text in ((True, "at the start"), (False, "at the answer")):
+            other = asyncio.create_task(driver.get("a"))
+            with pytest.raises(RuntimeError, match=text):
+                await link.run(Faulty(at_once))
+            assert await other == bytes(3 * CHUNK)
+
+
+async def test_a_result_that_closing_has_reported_already_is_passed_over() -> None:
+    async with serving() as server, small(server) as driver:
+        await driver.put("a", [b"1"])
+        link = driver._opened()
+        future = asyncio.get_running_loop().create_future()
+        link._futures[0] = future
+        link._deliver(0, "result")
+        link._deliver(0, Closed("the driver was closed"))
+        assert future.result() == "result"
+
+
+async def test_buffers_of_another_format_are_stored_byte_for_byte() -> None:
+    numbers = array("d", range(3 * CHUNK // 8))
+    async with serving() as server, small(server) as driver:
+        await driver.put("a", [memoryview(numbers)])
+        assert await driver.get("a") == numbers.tobytes()
 
 
 async def test_statistics_count() -> None:

@@ -198,11 +198,12 @@ async def test_a_reader_that_stops_holds_nobody_up(
         await driver.put("a", [data])
         dealer.send(encode(1, BeginGet(b"r" * 16, namespace, "a", True, 0, 0, CHUNK)))
         assert await asyncio.to_thread(dealer.poll, 5000)
-        dealer.recv_multipart()
+        _, state = decode(dealer.recv_multipart()[0])
+        opening = state.opening  # type: ignore[union-attr]
         # More than the server lets wait; and nothing is read from now on.
         for n in range(2000):
             with contextlib.suppress(zmq.Again):
-                dealer.send(encode(n, GetChunk(b"r" * 16, n % 12)), zmq.NOBLOCK)
+                dealer.send(encode(n, GetChunk(b"r" * 16, n % 12, opening)), zmq.NOBLOCK)
         peak = 0
         for _ in range(3):
             assert await driver.get("a") == data

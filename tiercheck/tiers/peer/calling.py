@@ -15,9 +15,11 @@ Each operation ends with a result, an error of the server's, or, when nothing ha
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tiercheck import errors
 from tiercheck.errors import TierError, Transient, Unauthorized
@@ -25,6 +27,8 @@ from tiercheck.tiers.peer.messages import BadFrame, Failure, Message, decode, en
 from tiercheck.types import Buffer
 
 __all__ = ["Call", "Caller", "ClientProtocol", "ClientSettings", "Finish", "Operation", "Reset", "Send", "error_of"]
+
+log = logging.getLogger(__name__)
 
 ABORT_S = 3.0
 """How long a cancelled put waits for the server's word that it is dropped."""
@@ -101,6 +105,14 @@ class Operation:
     def cancel(self, caller: Caller, now: float) -> None:
         caller.finish(self, TierError("cancelled"))
 
+    def refused(self, caller: Caller, error: Unauthorized) -> None:
+        """The peer lets us in no more."""
+        caller.finish(self, error)
+
+    def told(self, error: Exception) -> Exception:
+        """What to raise where ``error`` ends the operation: never more than is known."""
+        return error
+
     def moved(self, now: float) -> None:
         self.progress = now
         self.resends = 0
@@ -168,6 +180,7 @@ class Caller:
         for request_id in operation.request_ids:
             self.requests.pop(request_id, None)
         operation.release(self)
+        result = operation.told(result) if isinstance(result, Exception) else result
         self.effects.append(Finish(operation.number, result))
 
 
@@ -212,6 +225,7 @@ class ClientProtocol:
         self.caller = Caller(settings)
         self.dropped: dict[str, int] = {}
         self._cancelled: dict[int, float] = {}
+        self._refusal: str | None = None
 
     @property
     def idle(self) -> bool:
@@ -224,7 +238,10 @@ class ClientProtocol:
         caller.operations[number] = operation
         if operation.transfer is not None:
             caller.transfers[operation.transfer] = operation
-        operation.start(caller, now)
+        if self._refusal is not None:
+            caller.finish(operation, Unauthorized(self._refusal, key=operation.key))
+        else:
+            self._attempt(operation, lambda: operation.start(caller, now))
         return self._effects(now)
 
     def cancel(self, number: int, now: float) -> list[Effect]:
@@ -232,7 +249,7 @@ class ClientProtocol:
         operation = self.caller.operations.get(number)
         if operation is not None and number not in self._cancelled:
             self._cancelled[number] = now + ABORT_S
-            operation.cancel(self.caller, now)
+            self._attempt(operation, lambda: operation.cancel(self.caller, now))
         return self._effects(now)
 
     def receive(self, link: int, frames: Sequence[Buffer], now: float) -> list[Effect]:
@@ -247,31 +264,34 @@ class ClientProtocol:
                 operation = self.caller.requests.get(request_id)
             if operation is None:
                 raise BadFrame("unasked", f"{type(message).__name__} for nobody")
-            operation.receive(self.caller, link, request_id, message, frames[1] if len(frames) == 2 else None, now)
+            data = frames[1] if len(frames) == 2 else None
+            self._attempt(operation, lambda: operation.receive(self.caller, link, request_id, message, data, now))
         except BadFrame as bad:
             self.dropped[bad.reason] = self.dropped.get(bad.reason, 0) + 1
         return self._effects(now)
 
     def connected(self, link: int, now: float) -> list[Effect]:
+        self._refusal = None
         self.caller.links.append(link)
         if len(self.caller.links) == 1:  # others need no help: they are under way on another link
             for operation in list(self.caller.operations.values()):
                 operation.asked = now
-                operation.start(self.caller, now)
+                self._attempt(operation, partial(operation.start, self.caller, now))
         return self._effects(now)
 
     def disconnected(self, link: int, now: float) -> list[Effect]:
         if link in self.caller.links:
             self.caller.links.remove(link)
             for operation in list(self.caller.operations.values()):
-                operation.lost(self.caller, link, now)
+                self._attempt(operation, partial(operation.lost, self.caller, link, now))
         return self._effects(now)
 
     def refused(self, reason: str, now: float) -> list[Effect]:
-        """The peer lets us not in, and will not: whatever waits for a connection ends."""
+        """The peer lets us not in, and will not: whatever waits for a connection ends, and what begins later too."""
         if not self.caller.links:
+            self._refusal = reason
             for operation in list(self.caller.operations.values()):
-                self.caller.finish(operation, Unauthorized(reason, key=operation.key))
+                operation.refused(self.caller, Unauthorized(reason, key=operation.key))
         return self._effects(now)
 
     def close(self, error: TierError) -> list[Effect]:
@@ -303,8 +323,20 @@ class ClientProtocol:
             if self.caller.links and now - max(operation.progress, operation.asked) >= wait_s:
                 operation.asked = now
                 operation.resends += 1
-                operation.start(self.caller, now)
+                self._attempt(operation, partial(operation.start, self.caller, now))
         return self._effects(now)
+
+    def _attempt(self, operation: Operation, step: Callable[[], None]) -> None:
+        """Run ``step``. What it raises ends that operation, and no other: a mistake of one caller is that caller's."""
+        try:
+            step()
+        except BadFrame:
+            raise
+        except Exception as error:
+            if operation.number in self.caller.operations:
+                self.caller.finish(operation, error)
+            else:
+                log.exception("after the end of %s", operation.what)
 
     def _effects(self, now: float) -> list[Effect]:
         caller = self.caller
@@ -314,7 +346,7 @@ class ClientProtocol:
             operation = caller.starved.popleft()
             operation.wants_credit = False
             if operation.number in caller.operations:
-                operation.pump(caller, now)
+                self._attempt(operation, partial(operation.pump, caller, now))
         effects, caller.effects = caller.effects, []
         for effect in effects:
             if isinstance(effect, Finish):

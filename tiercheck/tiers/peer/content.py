@@ -1,13 +1,14 @@
-"""A put's payload as chunks, and a get's result as room for chunks. Neither copies more than a chunk."""
+"""A put's payload as chunks, and memory that is about to be sent. Neither copies more than a chunk."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import mmap
 
 from tiercheck.types import Payload
 
-__all__ = ["PayloadChunks"]
+__all__ = ["PayloadChunks", "touch"]
 
 
 class PayloadChunks:
@@ -18,7 +19,7 @@ class PayloadChunks:
     """
 
     def __init__(self, payload: Payload) -> None:
-        self._views = [memoryview(buffer) for buffer in payload]
+        self._views = [as_bytes(memoryview(buffer)) for buffer in payload]
         self._starts = [0, *itertools.accumulate(view.nbytes for view in self._views)]
         self.nbytes = self._starts[-1]
 
@@ -41,3 +42,14 @@ class PayloadChunks:
         for view in self._views:
             view.release()
         self._views = []
+
+
+def as_bytes(view: memoryview) -> memoryview:
+    """``view`` in format ``B``. Errors: ``TypeError`` where it is not contiguous."""
+    return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
+
+
+def touch(content: memoryview) -> None:
+    """Enter what is mapped into the page table, so that ZeroMQ's thread, which has the most to do, need not."""
+    with content[:: mmap.PAGESIZE] as pages:
+        pages.tobytes()

@@ -21,9 +21,10 @@ from tiercheck.tiers.peer.calling import Call, ClientSettings, Operation
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.getting import Getting
 from tiercheck.tiers.peer.keys import KEYS_VARIABLE, PeerKeys, parse_public_key
-from tiercheck.tiers.peer.limits import CHUNK_BYTES, CREDIT_BYTES
+from tiercheck.tiers.peer.limits import CHUNK_BYTES, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
 from tiercheck.tiers.peer.link import Link
 from tiercheck.tiers.peer.messages import (
+    COUNT_MAX,
     KEYS_MAX,
     BadFrame,
     Delete,
@@ -75,7 +76,7 @@ class PeerDriver(TierDriver):
         server_key: str | None = None,
         connections: int = CONNECTIONS,
         credit_bytes: int = CREDIT_BYTES,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         deadline_s: float = DEADLINE_S,
         survives: Survives = Survives.NODE,
     ) -> None:
@@ -85,14 +86,14 @@ class PeerDriver(TierDriver):
         self._server_key = server_key or (keys.server_public if keys is not None else None)
         self._connections = connections
         self._credit_bytes = credit_bytes
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if keys is None else ENCRYPTED_CHUNK_BYTES)
         self._deadline_s = deadline_s
         self._url = TierURL("peer", namespace, {"at": at}).text
         self._capabilities = Capabilities(
             survives=survives,
             conditional_put=True,
-            part_bytes=chunk_bytes,
-            parts_in_flight=max(1, credit_bytes // chunk_bytes),
+            part_bytes=self._chunk_bytes,
+            parts_in_flight=max(1, credit_bytes // self._chunk_bytes),
         )
         self._link: Link | None = None
 
@@ -168,8 +169,9 @@ class PeerDriver(TierDriver):
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         validate_key(key)
-        if mode.etag is not None and len(mode.etag.encode(errors="replace")) > PREFIX_BYTES_MAX:
-            raise PreconditionFailed("no object has an etag of that length", tier=self._url, key=key)
+        self._opened(key)
+        if mode.etag is not None and not (is_unicode(mode.etag) and len(mode.etag.encode()) <= PREFIX_BYTES_MAX):
+            raise PreconditionFailed("no object has such an etag", tier=self._url, key=key)
         chunks = PayloadChunks(payload)
         try:
             return await self._call(Putting(self._namespace, key, chunks, mode, new_transfer), ObjectInfo)
@@ -178,6 +180,10 @@ class PeerDriver(TierDriver):
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         validate_key(key)
+        if into is not None and (into.readonly or into.format != "B" or into.ndim != 1 or not into.c_contiguous):
+            raise ValueError("into must be a writable, contiguous memoryview of format B")
+        if range is not None and range.stop > COUNT_MAX:
+            raise ValueError(f"{range} reaches past the end of any object")
         return await self._call(Getting(self._namespace, key, range, into, new_transfer), memoryview)
 
     async def stat(self, key: str) -> ObjectInfo:

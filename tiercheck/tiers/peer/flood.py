@@ -70,8 +70,8 @@ class FloodWatch:
     def _received_bytes(self, fd: int) -> int | None:
         """``None`` where ``fd`` is no connection of ours any more: it may have been closed and opened as another."""
         try:
-            with socket.socket(fileno=os.dup(fd)) as connection:
-                if connection.getsockname()[1] != self._port:
+            with duplicate(fd) as connection:
+                if not self._is_ours(connection):
                     return None
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_OFFSET + 8)
         except OSError:
@@ -82,8 +82,25 @@ class FloodWatch:
 
     def _cut(self, fd: int) -> int:
         try:
-            with socket.socket(fileno=os.dup(fd)) as connection:
+            with duplicate(fd) as connection:
+                if not self._is_ours(connection):
+                    return 0
                 connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             return 0  # it went by itself
         return 1
+
+    def _is_ours(self, connection: socket.socket) -> bool:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return False
+        return bool(connection.getsockname()[1] == self._port)
+
+
+def duplicate(fd: int) -> socket.socket:
+    """A socket of our own over what ``fd`` is now. Errors: ``OSError`` where that is no socket, and nothing is left."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except BaseException:
+        os.close(copy)
+        raise

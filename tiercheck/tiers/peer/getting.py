@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable
 
 from tiercheck.errors import CapacityExceeded, TierError
 from tiercheck.tiers.peer.calling import Caller, Operation, error_of
+from tiercheck.tiers.peer.limits import CHUNK_BYTES_MAX
 from tiercheck.tiers.peer.messages import (
     CHUNKS_MAX,
     BadFrame,
@@ -23,6 +25,9 @@ from tiercheck.tiers.peer.messages import (
 from tiercheck.types import Buffer, ByteRange
 
 __all__ = ["Getting"]
+
+HEAP_BYTES_MAX = 2 * CHUNK_BYTES_MAX
+"""Up to here memory that was used before is taken again, see :mod:`~tiercheck.tiers.peer.heap`."""
 
 
 class Getting(Operation):
@@ -46,6 +51,7 @@ class Getting(Operation):
         self._into = into
         self._target: memoryview | None = None
         self._etag: str | None = None
+        self._opening = 0
         self._nbytes = 0
         self._count = 0
         self._next = 0
@@ -81,7 +87,7 @@ class Getting(Operation):
     ) -> None:
         match message:
             case Data():
-                self._take(caller, message, data, now)
+                self._take(caller, request_id, message, data, now)
             case GetState():
                 self._opened(caller, link, request_id, message, data, now)
             case Failure():
@@ -89,6 +95,7 @@ class Getting(Operation):
             case Forgotten():
                 # Another object may be there by now; the answer's etag will tell.
                 self._give_back(caller)
+                self._opening = 0
                 caller.rename(self, self._new_transfer())
                 self.start(caller, now)
             case _:
@@ -105,6 +112,10 @@ class Getting(Operation):
             if not self._prepare(caller, state):
                 return
             self.moved(now)
+        if state.opening != self._opening:
+            # What was asked of an earlier one is answered by nothing any more.
+            self._opening = state.opening
+            self._give_back(caller)
         if data is not None:
             assert self._target is not None
             self._target[:] = data
@@ -135,16 +146,18 @@ class Getting(Operation):
             self._target = self._into[: state.nbytes]
             return True
         try:
-            self._target = memoryview(bytearray(state.nbytes))
-        except (MemoryError, OverflowError):
+            self._target = untouched_memory(state.nbytes)
+        except (MemoryError, OverflowError, OSError, ValueError):
             error = CapacityExceeded(f"this process has no memory for {state.nbytes} bytes", key=self.key)
             caller.finish(self, error)
             return False
         return True
 
-    def _take(self, caller: Caller, message: Data, data: Buffer | None, now: float) -> None:
+    def _take(self, caller: Caller, request_id: int, message: Data, data: Buffer | None, now: float) -> None:
         index = message.index
-        if index not in self._outstanding or self._target is None:
+        asked = self._outstanding.get(index)
+        # The request's number tells it from what was asked before, of an object that was there before.
+        if asked is None or asked[1] != request_id or self._target is None:
             raise BadFrame("unasked", f"chunk {index} was not asked for, or has arrived")
         nbytes = self._length(caller, index)
         del self._outstanding[index]
@@ -164,7 +177,7 @@ class Getting(Operation):
 
     def pump(self, caller: Caller, now: float) -> None:
         """Ask for as much as the client has credit for."""
-        while True:
+        while self._opening:  # 0: what to ask of is not known yet
             index = self._lost.popleft() if self._lost else self._next
             if index >= self._count:
                 return
@@ -175,7 +188,8 @@ class Getting(Operation):
                 self._lost.appendleft(index)
                 caller.starve(self)
                 return
-            self._outstanding[index] = (link, caller.send(self, link, GetChunk(self._id(), index)))
+            wanted = GetChunk(self._id(), index, self._opening)
+            self._outstanding[index] = (link, caller.send(self, link, wanted))
 
     def lost(self, caller: Caller, link: int, now: float) -> None:
         self.start(caller, now)
@@ -204,3 +218,10 @@ class Getting(Operation):
     def _length(self, caller: Caller, index: int) -> int:
         start = index * caller.settings.chunk_bytes
         return min(start + caller.settings.chunk_bytes, self._nbytes) - start
+
+
+def untouched_memory(nbytes: int) -> memoryview:
+    """Room for that much, of which a page is taken only once something arrives for it: ``nbytes`` is a peer's word."""
+    if nbytes <= HEAP_BYTES_MAX:
+        return memoryview(bytearray(nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -8,14 +8,33 @@ from types import MappingProxyType
 
 from tiercheck.errors import ConfigurationError
 
-__all__ = ["CHUNK_BYTES", "CHUNK_BYTES_MAX", "CHUNK_BYTES_MIN", "CREDIT_BYTES", "PeerLimits", "PeerStatistics"]
+__all__ = [
+    "CHUNK_BYTES",
+    "CHUNK_BYTES_MAX",
+    "CHUNK_BYTES_MIN",
+    "CREDIT_BYTES",
+    "ENCRYPTED_CHUNK_BYTES",
+    "LOOPBACK_RECEIVE_BYTES",
+    "LOOPBACK_SEND_BYTES",
+    "PeerLimits",
+    "PeerStatistics",
+]
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 """The size of a chunk unless somebody asks for another. Below it the cost of a message shows; far above it memory is
 no longer found in the cache when it is checked and copied."""
+ENCRYPTED_CHUNK_BYTES = 1 << 20
+"""The same with keys. A chunk is encrypted before any of it leaves and decrypted once all of it is there, so that
+smaller ones keep both ends at work."""
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 16 << 20
 CREDIT_BYTES = 32 << 20
+LOOPBACK_SEND_BYTES = 256 << 10
+"""Without keys: what the kernel may hold of a connection that is not received yet. There is no distance to fill, and
+what is sent is received while it is in the cache. Elsewhere the kernel finds the size that fits: over a network there
+is a distance, and with keys the next chunk has to arrive while one is decrypted."""
+
+LOOPBACK_RECEIVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,9 +44,15 @@ class PeerLimits:
     memory_bytes: int = 1 << 60
     """Objects and half-received objects of all namespaces together; more raises ``CapacityExceeded``."""
     in_flight_bytes: int = 256 << 20
-    """What senders may have under way at once, all together: the credit that the server has to give."""
+    """What senders of several chunks may have under way at once, all together: the credit that the server has to
+    give. Objects of one chunk come without asking for it; once as many bytes of them are being stored, nothing more is
+    read from the network. Besides, each connection may have 16 MiB (or one message, if that is more) queued, and one
+    half read: for the worst that ``connections`` clients can do together, count that for each of them, and many times
+    that for one that sends frames without content. Without keys they are processes of this machine, with keys they
+    are listed."""
     buffer_bytes: int = 1 << 30
-    """Copies of objects on their way to or from drivers whose memory cannot be mapped."""
+    """Copies of objects on their way to or from drivers whose memory cannot be mapped; and, while it is read, a chunk
+    for each of ``calls``."""
     chunk_bytes: int = 8 << 20
     """The largest frame taken; a longer one ends its connection."""
     namespaces: int = 64

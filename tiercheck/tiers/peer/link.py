@@ -23,7 +23,7 @@ from tiercheck.errors import Closed
 from tiercheck.tiers.peer.calling import ClientProtocol, ClientSettings, Effect, Finish, Operation, Reset, Send
 from tiercheck.tiers.peer.heap import keep_frame_memory
 from tiercheck.tiers.peer.keys import PeerKeys
-from tiercheck.tiers.peer.limits import CHUNK_BYTES_MAX
+from tiercheck.tiers.peer.limits import CHUNK_BYTES_MAX, LOOPBACK_SEND_BYTES
 from tiercheck.tiers.peer.mailbox import Mailbox
 
 __all__ = ["Link"]
@@ -102,7 +102,11 @@ class Link:
     # In the event loop.
 
     async def run(self, operation: Operation) -> object:
-        """The operation's result. A cancelled call waits until no buffer of it is in use and it has no effect to come.
+        """The operation's result. A cancelled call waits until no buffer of it is in use.
+
+        It also waits for the peer's word that it has no effect to come. Where that does not come within ``ABORT_S``,
+        its connections are broken, so that nothing of it is sent any more; but what the peer's kernel has received by
+        then, an object of a single chunk or the last chunk of a larger one, may still be stored once the peer goes on.
 
         Errors: the operation's.
         """
@@ -145,8 +149,8 @@ class Link:
             self._mailbox.close()
 
     def _deliver(self, number: int, result: object) -> None:
-        future = self._futures.pop(number)
-        if not future.done():
+        future = self._futures.pop(number, None)  # closing reports what is left once more
+        if future is not None and not future.done():
             future.set_result(result)
 
     # In the thread.
@@ -156,6 +160,8 @@ class Link:
         # A thread each: encryption, where there is any, is what limits a connection.
         socket.setsockopt(zmq.AFFINITY, 1 << turn % self._io_threads)
         socket.setsockopt(zmq.LINGER, 0)
+        if self._keys is None:
+            socket.setsockopt(zmq.SNDBUF, LOOPBACK_SEND_BYTES)
         # Queue nothing for a connection that is not there: what to do then is the protocol's decision.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES_MAX)
@@ -250,7 +256,7 @@ class Link:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals += 1
             if self._refusals >= REFUSALS_MAX and self._keys is not None:
-                reason = "hangs up during the handshake; is server_key (or server.public in the keys) its key?"
+                reason = "hangs up: it has no keys, or server_key (or server.public in the keys) is not its key"
                 self._act(self._protocol.refused(f"peer {self._settings.peer} {reason}", now))
         else:
             reason = (

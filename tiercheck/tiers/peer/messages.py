@@ -217,10 +217,11 @@ class BeginGet:
 
 @dataclass(frozen=True)
 class GetChunk:
-    """Send that chunk: the credit that the reader gives."""
+    """Send that chunk: the credit that the reader gives. ``opening``: the one whose bytes it wants, of no other."""
 
     transfer: bytes = transfer_id()
     index: int = number(CHUNKS_MAX)
+    opening: int = number((1 << 64) - 1)
 
 
 @dataclass(frozen=True)
@@ -299,12 +300,16 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class GetState:
-    """``nbytes`` are to come. Where they fit one chunk they are the message's data, and that was all."""
+    """``nbytes`` are to come. Where they fit one chunk they are the message's data, and that was all.
+
+    ``opening`` is another number each time a server opens an object.
+    """
 
     transfer: bytes = transfer_id()
     nbytes: int = number()
     etag: str = text(1024)
     checksum: int = checksum_field()
+    opening: int = number((1 << 64) - 1)
 
 
 @dataclass(frozen=True)

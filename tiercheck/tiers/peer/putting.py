@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from tiercheck.errors import TierError, Transient
+from tiercheck.errors import Closed, TierError, Transient, Unauthorized
 from tiercheck.tiers.peer.calling import Caller, Operation, error_of
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.messages import (
@@ -41,6 +41,8 @@ class Putting(Operation):
         self._chunks = chunks
         self._mode = mode
         self._cancelling = False
+        self._may_be_stored = False
+        """All of it was sent to a server that has forgotten it: whatever another one says, nobody knows."""
         self._incarnation = 0
         self._began = 0.0
         self._begins = 0
@@ -134,19 +136,14 @@ class Putting(Operation):
     def _begin_anew(self, caller: Caller, answer: Forgotten, now: float) -> None:
         """The server knows nothing of this put: it was restarted, or has dropped it."""
         is_whole = self._chunks.nbytes <= caller.settings.chunk_bytes
-        all_sent = self._next >= self._count(caller)
+        if self._all_sent(caller) and not (is_whole and self._begins == 1):
+            self._may_be_stored = True
         caller.incarnation = answer.incarnation
         if self._cancelling:
             caller.finish(self, TierError("cancelled"))
-        elif self._mode.conditional and all_sent and not (is_whole and self._begins == 1):
-            caller.finish(
-                self,
-                Transient(
-                    f"peer {caller.settings.peer} was restarted before it could answer: the object may have been "
-                    f"stored or not; look before another {self._mode.kind}",
-                    key=self.key,
-                ),
-            )
+        elif self._mode.conditional and self._may_be_stored:
+            restarted = TierError(f"peer {caller.settings.peer} was restarted before it could answer", key=self.key)
+            caller.finish(self, restarted)
         else:
             self._give_back(caller)
             self._next, self._begins, self._credit = 0, 0, 0
@@ -154,6 +151,16 @@ class Putting(Operation):
             self._taken.clear()
             caller.rename(self, self._new_transfer())
             self.start(caller, now)
+
+    def refused(self, caller: Caller, error: Unauthorized) -> None:
+        self._may_be_stored = self._may_be_stored or self._all_sent(caller)
+        caller.finish(self, error)
+
+    def told(self, error: Exception) -> Exception:
+        if not self._may_be_stored or not isinstance(error, TierError) or isinstance(error, Transient | Closed):
+            return error
+        message = f"{error.message}; the object may have been stored or not: look before another {self._mode.kind}"
+        return Transient(message, key=self.key)
 
     def pump(self, caller: Caller, now: float) -> None:
         """Send what credit, the server's and the client's own, allows."""
@@ -202,6 +209,9 @@ class Putting(Operation):
         for index in self._outstanding:
             caller.return_credit(self._nbytes(caller, index))
         self._outstanding.clear()
+
+    def _all_sent(self, caller: Caller) -> bool:
+        return self._begins > 0 and self._next >= self._count(caller)
 
     def _count(self, caller: Caller) -> int:
         return max(1, -(-self._chunks.nbytes // caller.settings.chunk_bytes))

@@ -11,11 +11,13 @@ resumes it, and once it is over, answers with its outcome. So a lost answer chan
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 
 from tiercheck.keys import validate_key
+from tiercheck.tiers.peer.checksums import KnownChecksums
 from tiercheck.tiers.peer.limits import CHUNK_BYTES_MIN
 from tiercheck.tiers.peer.messages import (
     CHUNKS_MAX,
@@ -48,6 +50,10 @@ __all__ = ["ABORTED", "Incoming", "Outcomes", "Phase", "Puts"]
 ABORTED = "Aborted"
 """The error of a put that its own client gave up."""
 MODES = ("overwrite", "create", "update")
+SILENT_S = 5.0
+"""A sender that has said nothing for that long gives its credit back where others wait for some."""
+QUEUED_S = 60.0
+"""How long a message may have been under way: its sender's ``age_ms`` is that much too small at most."""
 
 
 class Phase(Enum):
@@ -70,9 +76,12 @@ class Incoming:
     memory: Memory | None = None
     received: bytearray = field(default_factory=bytearray)
     """A bit for each chunk that is there, lowest first."""
+    checksums: array[int] = field(default_factory=lambda: array("Q"))
     missing: int = 0
     credit: int = 0
     aborted: bool = False
+    is_waiting: bool = False
+    """For credit, in the line of those that do."""
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         start = index * self.begin.chunk_bytes
@@ -110,12 +119,15 @@ class Outcomes:
 class Puts:
     """All puts of a server, and its deletes, whose repetition must not lie either."""
 
-    def __init__(self, desk: Desk, incarnation: int) -> None:
+    def __init__(self, desk: Desk, incarnation: int, known: KnownChecksums) -> None:
         self._desk = desk
         self._incarnation = incarnation
+        self._known = known
         self.outcomes = Outcomes(desk.limits.outcomes)
         self.under_way: dict[bytes, Incoming] = {}
         self.credit_bytes = 0
+        self.whole_bytes = 0
+        """Of objects that came whole, in a message, and are not stored yet."""
         self.objects = 0
         self.nbytes = 0
         self._without_credit: deque[Incoming] = deque()
@@ -133,8 +145,10 @@ class Puts:
             put.peer, put.request_id, put.touched = peer, request_id, now
             if put.phase is Phase.RECEIVING:
                 self._reply_state(put)
+                self._want_credit(put)
             return
-        forgotten = begin.age_ms and self.outcomes.may_have_forgotten(now - begin.age_ms / 1000)
+        began = now - begin.age_ms / 1000 - QUEUED_S
+        forgotten = begin.age_ms and self.outcomes.may_have_forgotten(began)
         if begin.incarnation != self._incarnation or forgotten:
             self._desk.reply(peer, request_id, Forgotten(begin.transfer, self._incarnation))
             return
@@ -146,9 +160,10 @@ class Puts:
         self.under_way[begin.transfer] = put
         if data is not None:
             put.phase = Phase.PUBLISHING
+            self.whole_bytes += begin.nbytes
             mode = PutMode(begin.mode, begin.etag if begin.mode == "update" else None)
             task = StoreWhole(begin.namespace, begin.key, data, mode)
-            self._desk.ask(task, lambda outcome, now: self._published(put, outcome, now))
+            self._desk.ask(task, lambda outcome, now: self._stored(put, outcome, now))
         else:
             self._desk.ask(
                 ReserveMemory(begin.namespace, begin.key, begin.nbytes),
@@ -203,9 +218,14 @@ class Puts:
             return
         put.memory.buffer[start:stop] = data
         put.received[chunk.index >> 3] |= 1 << (chunk.index & 7)
+        put.checksums[chunk.index] = chunk.checksum
         put.missing -= 1
         self._desk.reply(peer, request_id, ChunkTaken(chunk.transfer, chunk.index))
         self._return_credit(put, put.missing)
+        if put.missing and not put.credit:
+            # It was silent until its credit was taken back: it may not go on as if it had some.
+            self._reply_state(put, request_id)
+            self._want_credit(put)
         if not put.missing:
             put.phase = Phase.PUBLISHING
             begin = put.begin
@@ -239,7 +259,8 @@ class Puts:
             )
 
     def tick(self, now: float) -> None:
-        """Drop the puts whose client has been silent for too long."""
+        """Drop the puts whose client has been silent for too long, and before that give their credit to others."""
+        self._take_back_credit(now - SILENT_S)
         oldest = now - self._desk.limits.idle_s
         for put in list(self.under_way.values()):
             if put.touched < oldest and put.phase is Phase.RECEIVING:
@@ -254,22 +275,28 @@ class Puts:
             return
         put.memory = outcome  # type: ignore[assignment]
         put.received = bytearray((put.count + 7) // 8)
+        put.checksums = array("Q", bytes(8 * put.count))
         put.missing = put.count
         put.touched = now
         if put.aborted:
             self._drop(put)
             return
         put.phase = Phase.RECEIVING
-        self._without_credit.append(put)
-        self._give_credit()
+        self._want_credit(put)
         if not put.credit:
             self._reply_state(put)
+
+    def _stored(self, put: Incoming, outcome: object, now: float) -> None:
+        self.whole_bytes -= put.begin.nbytes
+        self._published(put, outcome, now)
 
     def _published(self, put: Incoming, outcome: object, now: float) -> None:
         put.memory = None
         if isinstance(outcome, ObjectInfo):
             self.objects += 1
             self.nbytes += outcome.nbytes
+            if put.checksums:
+                self._known.keep(put.begin.namespace, outcome, put.begin.chunk_bytes, put.checksums)
             self._finish(put, Done(put.begin.transfer, outcome.nbytes, outcome.etag), now)
         else:
             assert isinstance(outcome, BaseException)
@@ -304,28 +331,48 @@ class Puts:
 
     def _finish(self, put: Incoming, outcome: Done | Failure, now: float) -> None:
         del self.under_way[put.begin.transfer]
-        # What may pass is not remembered: beginning again is to try again.
-        if isinstance(outcome, Done) or outcome.error != "Transient":
-            self.outcomes.keep(outcome, now)
+        # What may pass is remembered too: a driver that says so may have stored the object, and to do it again under
+        # the same id could deny that. To try again is another put.
+        self.outcomes.keep(outcome, now)
         self._desk.reply(put.peer, put.request_id, outcome)
 
     def _reply_state(self, put: Incoming, request_id: int | None = None) -> None:
         state = PutState(put.begin.transfer, self._incarnation, put.credit, bytes(put.received))
         self._desk.reply(put.peer, put.request_id if request_id is None else request_id, state)
 
+    def _want_credit(self, put: Incoming) -> None:
+        if not put.credit and not put.is_waiting:
+            put.is_waiting = True
+            self._without_credit.append(put)
+            self._give_credit()
+
+    def _take_back_credit(self, silent_since: float) -> None:
+        """From those that do not use it, while others wait. Their memory stays; they ask again when they go on.
+
+        It goes to the next in line, and, where that one is silent too, on to the next after it.
+        """
+        self._give_credit()  # lets go of those in line that are over
+        for put in list(self.under_way.values()):
+            if not self._without_credit:
+                return
+            if put.credit and put.touched < silent_since and put.phase is Phase.RECEIVING:
+                self._desk.drop("credit taken back")
+                self._return_credit(put, 0)
+                self._reply_state(put)
+
     def _give_credit(self) -> None:
         """Let those that wait send, first come, first served, while there is credit."""
         while self._without_credit:
             put = self._without_credit[0]
             if put.phase is not Phase.RECEIVING:
-                self._without_credit.popleft()
+                self._without_credit.popleft().is_waiting = False
                 continue
             chunk_bytes = put.begin.chunk_bytes
             chunks = min(max(put.begin.credit, 1), put.missing)
             free = (self._desk.limits.in_flight_bytes - self.credit_bytes) // chunk_bytes
             if not free:
                 return
-            self._without_credit.popleft()
+            self._without_credit.popleft().is_waiting = False
             put.credit = min(chunks, free)
             self.credit_bytes += put.credit * chunk_bytes
             self._reply_state(put)

@@ -27,7 +27,7 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.flood import FloodWatch
 from tiercheck.tiers.peer.heap import keep_frame_memory
 from tiercheck.tiers.peer.keys import PeerKeys
-from tiercheck.tiers.peer.limits import PeerLimits, PeerStatistics
+from tiercheck.tiers.peer.limits import LOOPBACK_RECEIVE_BYTES, LOOPBACK_SEND_BYTES, PeerLimits, PeerStatistics
 from tiercheck.tiers.peer.mailbox import Mailbox
 from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX
 from tiercheck.tiers.peer.serving import ServerProtocol
@@ -43,12 +43,17 @@ TICK_S = 0.25
 HANDSHAKE_MS = 5000
 """A client that takes longer to greet is cut off."""
 HEARTBEAT_MS = 3000
-FRAMES_QUEUED_MAX = 8
-"""Messages of one connection that wait to be handled; then its TCP window closes."""
+MESSAGES_AT_ONCE = 8
+MESSAGES_QUEUED_MAX = 8
+QUEUED_BYTES_MAX = 16 << 20
+"""Messages of one connection that wait to be handled, and their bytes; then its TCP window closes."""
 SOCKET_BYTES_MAX = 32 << 20
-"""Bytes of one connection that lie in the kernel or are half read."""
+LOOPBACK_SOCKET_BYTES_MAX = 4 * LOOPBACK_RECEIVE_BYTES
+"""Bytes of one connection that lie in the kernel, with and without keys."""
 SWEEP_S = 0.1
 """How often connections are looked at for floods."""
+FRAMES_KEPT_MAX = 3
+"""Of a message; none of the protocol's has more than two."""
 REPLIES_QUEUED_MAX = 256
 """Replies that wait for one connection; the next is dropped, and its client asks again."""
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -149,7 +154,9 @@ class _Running:
             self._close_sockets()
             raise ConfigurationError(f"the peer server cannot bind {bind}: {error.strerror}") from error
         self.endpoint = split_endpoint(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        unread_bytes_max = FRAMES_QUEUED_MAX * limits.chunk_bytes + SOCKET_BYTES_MAX
+        socket_bytes_max = LOOPBACK_SOCKET_BYTES_MAX if keys is None else SOCKET_BYTES_MAX
+        # One more is half read.
+        unread_bytes_max = (messages_queued_max(limits) + 1) * limits.chunk_bytes + socket_bytes_max
         self._watched = FloodWatch(int(self.endpoint.rpartition(":")[2]), unread_bytes_max)
         self._thread = threading.Thread(target=self._serve, name=f"tiercheck peer server {self.endpoint}", daemon=True)
         self._thread.start()
@@ -157,9 +164,12 @@ class _Running:
     def _make_router(self, bind: str) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
+        if self._keys is None:
+            router.setsockopt(zmq.SNDBUF, LOOPBACK_SEND_BYTES)
+            router.setsockopt(zmq.RCVBUF, LOOPBACK_RECEIVE_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, max(self._limits.chunk_bytes, HEAD_BYTES_MAX))
-        router.setsockopt(zmq.RCVHWM, FRAMES_QUEUED_MAX)
+        router.setsockopt(zmq.RCVHWM, messages_queued_max(self._limits))
         router.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -255,17 +265,32 @@ class _Running:
 
     def _receive(self) -> None:
         """A few messages, so that neither a busy client nor the loop's answers have to wait long."""
-        for _ in range(FRAMES_QUEUED_MAX):
+        for _ in range(MESSAGES_AT_ONCE):
             if self._protocol.saturated:
                 return
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer = self._router.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            peer, *rest = frames
-            if rest:
-                self._watched.handled(rest[0].get(zmq.SRCFD), len(rest), sum(map(len, rest)))
-            self._act(self._protocol.receive(peer.bytes, [frame.buffer for frame in rest], time.monotonic()))
+            frames = self._rest_of_message(peer.more)
+            self._act(self._protocol.receive(peer.bytes, [frame.buffer for frame in frames], time.monotonic()))
+
+    def _rest_of_message(self, more: bool) -> list[zmq.Frame]:
+        """What follows the sender's name. One frame too many is enough to know what it is: the others are let go of,
+        one by one."""
+        kept: list[zmq.Frame] = []
+        fd: int | None = None
+        count = nbytes = 0
+        while more:
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)  # a message is there as a whole, or not at all
+            more = frame.more
+            count, nbytes = count + 1, nbytes + len(frame)
+            if len(kept) < FRAMES_KEPT_MAX:
+                kept.append(frame)
+                fd = frame.get(zmq.SRCFD) if fd is None else fd
+        if fd is not None:
+            self._watched.handled(fd, count, nbytes)
+        return kept
 
     def _act(self, effects: list[Reply | Work]) -> None:
         for effect in effects:
@@ -346,6 +371,10 @@ def check_bind(bind: str, *, with_keys: bool) -> tuple[str, int]:
             f"and give it by keys= or TIERCHECK_KEYS"
         )
     return host, int(port)
+
+
+def messages_queued_max(limits: PeerLimits) -> int:
+    return max(1, min(MESSAGES_QUEUED_MAX, QUEUED_BYTES_MAX // limits.chunk_bytes))
 
 
 def split_endpoint(endpoint: str) -> str:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from tiercheck.errors import NotFound
+from tiercheck.errors import Corruption, NotFound
 from tiercheck.keys import validate_key
+from tiercheck.tiers.peer.checksums import KnownChecksums
+from tiercheck.tiers.peer.content import touch
 from tiercheck.tiers.peer.limits import CHUNK_BYTES_MIN, PeerLimits, PeerStatistics
 from tiercheck.tiers.peer.messages import (
     AbortPut,
@@ -73,19 +75,31 @@ class Outgoing:
     request_id: int
     touched: float
     source: Source | None = None
+    opening: int = 0
+    asked: bytearray = field(default_factory=bytearray)
+    """A bit for each chunk that was asked for, lowest first."""
+
+    def ask(self, index: int) -> bool:
+        """Whether that chunk was asked for before."""
+        bit = 1 << (index & 7)
+        before = self.asked[index >> 3] & bit
+        self.asked[index >> 3] |= bit
+        return bool(before)
 
 
 class Gets:
     """The server's side of gets: each chunk is sent when the reader asks for it, which is the reader's credit."""
 
-    def __init__(self, desk: Desk, incarnation: int) -> None:
+    def __init__(self, desk: Desk, incarnation: int, known: KnownChecksums) -> None:
         self._desk = desk
         self._incarnation = incarnation
+        self._known = known
         self.under_way: OrderedDict[bytes, Outgoing] = OrderedDict()
         self.copied_bytes = 0
         """Copies that were made for a reply and are not sent yet; the shell takes off what is."""
         self.objects = 0
         self.nbytes = 0
+        self._openings = incarnation
 
     def begin(self, peer: bytes, request_id: int, begin: BeginGet, now: float) -> None:
         get = self.under_way.get(begin.transfer)
@@ -107,7 +121,7 @@ class Gets:
 
     def send_chunk(self, peer: bytes, request_id: int, wanted: GetChunk, now: float) -> None:
         get = self.under_way.get(wanted.transfer)
-        if get is None or get.source is None:
+        if get is None or get.source is None or get.opening != wanted.opening:
             self._desk.reply(peer, request_id, Forgotten(wanted.transfer, self._incarnation))
             return
         get.touched = now
@@ -117,14 +131,22 @@ class Gets:
         stop = min(start + chunk_bytes, len(source.wanted))
         if start >= stop:
             raise BadFrame("malformed", f"chunk {wanted.index} is past the end")
+        part = ByteRange(source.wanted.start + start, source.wanted.start + stop)
         if source.content is not None:
-            self._send(peer, request_id, wanted, source.content[start:stop])
+            content = source.content[start:stop]
+            known = self._known.find(source.namespace, source.key, source.etag, part)
+            # A chunk that is asked for again was lost, or it is not what was put: then asking would never end.
+            if known is not None and get.ask(wanted.index) and checksum(content) != known:
+                self._desk.drop("decayed")
+                decayed = Corruption(f"{part} of {source.key!r} in the peer's memory is not what was put there")
+                self._desk.reply(peer, request_id, failure_of(decayed, wanted.transfer))
+            else:
+                self._send(peer, request_id, wanted, content, known)
             return
         if self.copied_bytes + chunk_bytes > self._desk.limits.buffer_bytes:
             self._desk.drop("no buffer")
             return
         self.copied_bytes += stop - start
-        part = ByteRange(source.wanted.start + start, source.wanted.start + stop)
 
         def read(outcome: object, now: float) -> None:
             if isinstance(outcome, memoryview):
@@ -157,7 +179,9 @@ class Gets:
             self._desk.reply(get.peer, get.request_id, failure_of(outcome, transfer))
             return
         assert isinstance(outcome, Source)
-        get.source, get.touched = outcome, now
+        self._openings += 1
+        get.source, get.opening, get.touched = outcome, self._openings, now
+        get.asked = bytearray(-(-len(outcome.wanted) // get.begin.chunk_bytes) // 8 + 1)
         self.objects += 1
         self._reply_state(get, outcome)
 
@@ -165,15 +189,32 @@ class Gets:
         transfer, nbytes = get.begin.transfer, len(source.wanted)
         if nbytes <= get.begin.chunk_bytes and source.content is not None:
             self.under_way.pop(transfer, None)
+            copied_bytes = nbytes if source.copied else 0
+            if self.copied_bytes + copied_bytes > max(self._desk.limits.buffer_bytes, copied_bytes):
+                self._desk.drop("no buffer")  # its client asks again
+                return
+            self.copied_bytes += copied_bytes
             self.nbytes += nbytes
-            state = GetState(transfer, nbytes, source.etag, checksum(source.content))
-            self._desk.reply(get.peer, get.request_id, state, source.content)
+            state = GetState(transfer, nbytes, source.etag, checksum(source.content), get.opening)
+            self._desk.reply(get.peer, get.request_id, state, source.content, copied_bytes)
         else:
-            self._desk.reply(get.peer, get.request_id, GetState(transfer, nbytes, source.etag, 0))
+            self._desk.reply(get.peer, get.request_id, GetState(transfer, nbytes, source.etag, 0, get.opening))
 
-    def _send(self, peer: bytes, request_id: int, wanted: GetChunk, content: memoryview, copied_bytes: int = 0) -> None:
+    def _send(
+        self,
+        peer: bytes,
+        request_id: int,
+        wanted: GetChunk,
+        content: memoryview,
+        known: int | None = None,
+        copied_bytes: int = 0,
+    ) -> None:
         self.nbytes += content.nbytes
-        data = Data(wanted.transfer, wanted.index, checksum(content))
+        if known is None:
+            known = checksum(content)
+        else:
+            touch(content)
+        data = Data(wanted.transfer, wanted.index, known)
         self._desk.reply(peer, request_id, data, content, copied_bytes)
 
 
@@ -183,13 +224,16 @@ class ServerProtocol:
     def __init__(self, limits: PeerLimits, incarnation: int) -> None:
         self.desk = Desk(limits)
         self.incarnation = incarnation
-        self.puts = Puts(self.desk, incarnation)
-        self.gets = Gets(self.desk, incarnation)
+        known = KnownChecksums()
+        self.puts = Puts(self.desk, incarnation, known)
+        self.gets = Gets(self.desk, incarnation, known)
 
     @property
     def saturated(self) -> bool:
-        """As many tasks are under way as there may be: take no further message before one is done."""
-        return self.desk.working >= self.desk.limits.calls
+        """As many tasks are under way as there may be, or as many bytes with them: take no further message before
+        one is done."""
+        limits = self.desk.limits
+        return self.desk.working >= limits.calls or self.puts.whole_bytes >= limits.in_flight_bytes
 
     def receive(self, peer: bytes, frames: Sequence[Buffer], now: float) -> list[Reply | Work]:
         """One message: its head and, where its kind has it, its data."""

@@ -171,8 +171,12 @@ class NamespaceStore:
                     f"{bytes_text(self._limits.buffer_bytes)} (PeerLimits.buffer_bytes) are in use",
                     key=key,
                 )
+            try:
+                memory = BufferMemory(self, driver, key, nbytes)
+            except (OSError, OverflowError, MemoryError) as error:
+                raise CapacityExceeded(f"the peer has no memory for {bytes_text(nbytes)}", key=key) from error
             self.buffered_bytes += nbytes
-            return BufferMemory(self, driver, key, nbytes)
+            return memory
 
     async def _usage(self, namespace: str) -> Usage:
         usage = await (await self.driver(namespace)).usage()
@@ -202,7 +206,10 @@ class NamespaceStore:
         driver = await self.driver(task.namespace)
         for _ in range(OPEN_ATTEMPTS_MAX):
             if not driver.capabilities.mappable:
-                return await self._open_unmapped(driver, task)
+                source = await self._open_unmapped(driver, task)
+                if source is not None:
+                    return source
+                continue
             info = await driver.stat(task.key)
             content = await driver.get(task.key, range=task.wanted)
             # The content's own etag matters only to a reader that has to come back for more of it.
@@ -212,23 +219,35 @@ class NamespaceStore:
                 return Source(task.namespace, task.key, wanted, info.etag, content)
         raise Transient("the object is replaced faster than it can be opened; try again", key=task.key)
 
-    async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> Source:
+    async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> Source | None:
+        """``None`` where the object was replaced meanwhile by one that is no longer what was prepared for."""
         info = await driver.stat(task.key)
         wanted = ByteRange(0, info.nbytes) if task.wanted is None else task.wanted
         if wanted.stop > info.nbytes:
             raise ValueError(f"{wanted} reaches past the end of {task.key!r}, which has {info.nbytes} bytes")
         content = None
         if len(wanted) <= task.whole_bytes:
-            content = await driver.get(task.key, range=None if len(wanted) == info.nbytes else wanted)
-            if task.wanted is None:
-                wanted = ByteRange(0, content.nbytes)
-        return Source(task.namespace, task.key, wanted, info.etag, content)
+            try:
+                content = await driver.get(task.key, range=task.wanted)
+            except ValueError:
+                if await self._is_still(driver, info):
+                    raise
+                return None
+            if content.nbytes != len(wanted):
+                return None
+        return Source(task.namespace, task.key, wanted, info.etag, content, copied=content is not None)
 
     async def _read(self, source: Source, wanted: ByteRange) -> memoryview:
         driver = await self.driver(source.namespace)
-        content = await driver.get(source.key, range=wanted)
+        replaced = NotFound("the object was replaced while it was read", key=source.key)
+        try:
+            content = await driver.get(source.key, range=wanted)
+        except ValueError as error:  # past the end of a shorter one
+            if (await driver.stat(source.key)).etag != source.etag:
+                raise replaced from error
+            raise
         if (await driver.stat(source.key)).etag != source.etag:
-            raise NotFound("the object was replaced while it was read", key=source.key)
+            raise replaced
         return content
 
     @staticmethod

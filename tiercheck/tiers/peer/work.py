@@ -52,13 +52,17 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """An object, or a range of one, that is open for reading. ``content`` is ``None`` where it cannot be mapped."""
+    """An object, or a range of one, that is open for reading. ``content`` is ``None`` where it cannot be mapped.
+
+    ``copied``: ``content`` is memory of its own, which goes with the reply that it is sent in.
+    """
 
     namespace: str
     key: str
     wanted: ByteRange
     etag: str
     content: memoryview | None
+    copied: bool = False
 
 
 @dataclass(frozen=True)
