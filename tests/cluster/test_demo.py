@@ -73,10 +73,11 @@ def test_a_software_failure_loses_nothing(tmp_path: Path) -> None:
     assert result["nodes_lost"] == []
 
 
-def test_a_lost_node_recovers_from_the_next_tier(tmp_path: Path) -> None:
+def test_a_lost_node_recovers_from_its_neighbours_memory(tmp_path: Path) -> None:
     result = demo(tmp_path / "out", "--seed", "12", "--failure", "node", "--zero", "3", "--dtype", "bf16")
     assert len(result["nodes_lost"]) == 1
-    assert set(result["sources"]) == {"shm", "nvme"}
+    # The very last version may not have left the node yet: then what both have is older, and still next door.
+    assert {"shm", "peer"} <= set(result["sources"])
 
 
 def test_a_lost_rack_recovers_from_the_durable_tier(tmp_path: Path) -> None:

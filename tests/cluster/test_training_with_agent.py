@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,16 +27,17 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of the job, and of its node's agent, which is ended afterwards."""
     name = f"agent-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("TIERCHECK_AGENT_NODE", name)
-    yield name
-    if RunDirectory.of(name).agent_lives():
-        asyncio.run(end(name))
-    with contextlib.suppress(NotFound):
-        remove_when_released(name)
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        monkeypatch.setenv("TIERCHECK_RUN_DIR", f"{folder}/run")
+        yield name
+        if RunDirectory.of(name).agent_lives():
+            asyncio.run(end(name))
+        with contextlib.suppress(NotFound):
+            remove_when_released(name)
 
 
 async def end(node: str) -> None:
