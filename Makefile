@@ -52,7 +52,8 @@ imports: $(INSTALLED) ## who may import whom
 $(SERVERS): $(INSTALLED) tests/servers/package.json
 	@mkdir -p $(dir $@)
 	@if command -v npm >/dev/null; then cp tests/servers/package.json $(dir $@) \
-	  && npm install --prefix $(dir $@) --silent --no-audit --no-fund --ignore-scripts && touch $@; \
+	  && npm install --prefix $(dir $@) --silent --no-audit --no-fund --ignore-scripts \
+	    --fetch-retries=1 --fetch-timeout=60000 && touch $@; \
 	else echo "npm is not installed: the tests against Azurite will be skipped"; fi
 
 pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
