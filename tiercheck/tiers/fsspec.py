@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -53,8 +54,6 @@ __all__ = ["FsspecDriver"]
 T = TypeVar("T")
 
 LIST_PAGE = 256
-READ_TRIES = 16
-"""How often a read begins anew because the object was put again meanwhile."""
 
 
 class FsspecDriver(TierDriver):
@@ -214,7 +213,8 @@ class FsspecDriver(TierDriver):
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         self._check(key)
         part_bytes = self._capabilities.part_bytes
-        for _ in itertools.repeat(None, READ_TRIES):
+        until = time.monotonic() + self._deadline_s
+        while time.monotonic() < until:  # it begins anew where the object was put again meanwhile
             before = await self.stat(key)
             wanted = self._wanted(key, before, range, into)
             at_once = len(wanted) <= part_bytes or not self._capabilities.ranged_get
@@ -227,7 +227,9 @@ class FsspecDriver(TierDriver):
                 with (memoryview(bytearray(len(wanted))) if into is None else into)[: len(wanted)] as room:
                     if await self._read_parts(key, wanted, room) and await self.stat(key) == before:
                         return room[:].toreadonly() if into is None else into[: len(wanted)]
-        raise Transient(f"the object was put anew each of the {READ_TRIES} times it was read", tier=self._url, key=key)
+        raise Transient(
+            f"the object was put anew each time it was read, for {self._deadline_s:g} s", tier=self._url, key=key
+        )
 
     async def stat(self, key: str) -> ObjectInfo:
         self._check(key)
