@@ -2,9 +2,10 @@
 
 A tier inside the node is listed at each look. A store behind a network is listed when something may have changed: at
 first, again when somebody asks for a fresh view, and else after a pause that doubles as long as nothing changes. In
-between, what this mover has itself put and deleted is added to what was listed. So a mover that copies a differential
-every second does not list its bucket every second; and a view that is behind costs a copy too many at most, since
-nothing is committed or deleted on it (:class:`tiercheck.mover.Mover` asks for a fresh one first).
+between, and while a listing is under way, what this mover has itself put and deleted is added to what was listed. So a
+mover that copies a differential every second does not list its bucket every second; and a view that is behind costs a
+copy too many at most, since nothing is committed or deleted on it (:class:`tiercheck.mover.Mover` asks for a fresh one
+first).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class _Known:
     """What is known of one tier. Times are the event loop's, in seconds."""
 
     objects: dict[Key, int] = field(default_factory=dict)
+    changes: dict[Key, int | None] = field(default_factory=dict)
+    """What this mover has put (bytes) and deleted (``None``) since the last listing began: one that was under way
+    meanwhile shows some of it, and some not."""
     listed_at: float = float("-inf")
     pause_s: float = RELIST_FIRST_S
     visible: bool = False
@@ -84,13 +88,15 @@ class Observer:
     def put(self, index: int, key: Key, nbytes: int) -> None:
         """This mover has put an object."""
         known = self._known[index]
-        known.objects[key] = nbytes
+        known.objects[key] = known.changes[key] = nbytes
         known.pause_s = RELIST_FIRST_S
 
     def gone(self, index: int, deleted: Iterable[Key]) -> None:
         """These objects are no longer there."""
+        known = self._known[index]
         for key in deleted:
-            self._known[index].objects.pop(key, None)
+            known.objects.pop(key, None)
+            known.changes[key] = None
 
     async def _list(self, tier: OpenTier, asked_at: float, fresh: bool) -> None:
         known = self._known[tier.index]
@@ -100,8 +106,11 @@ class Observer:
             due = asked_at - known.listed_at >= (0.0 if nearby or fresh else known.pause_s)
             if due or not known.visible:
                 found: dict[Key, int] = {}
+                known.changes.clear()
                 known.visible = await self._attempts.run(tier, lambda: self._read(tier, found), listing=True)
                 if known.visible:
+                    listed: dict[Key, int | None] = {**found, **known.changes}
+                    found = {key: nbytes for key, nbytes in listed.items() if nbytes is not None}
                     known.pause_s = min(2 * known.pause_s, RELIST_MAX_S) if found == known.objects else RELIST_FIRST_S
                     known.objects = found
                     known.listed_at = asyncio.get_running_loop().time()

@@ -93,7 +93,6 @@ async def gone(node: Node, deadline_s: float = 20.0) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.xfail(strict=False, reason='open: now and then "base 0 is committed, and not there" after a kill')
 def test_killed_before_every_call(node: Node) -> None:
     done = subprocess.run(
         [sys.executable, VICTIM, str(node.folder), "97"],

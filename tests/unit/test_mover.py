@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tiercheck import container, objects
+from tiercheck.attempts import Attempts
 from tiercheck.container import ShardMetadata, TensorEntry
 from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, JobConflict, Transient
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
 from tiercheck.mover import Mover
+from tiercheck.observer import Observer
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
@@ -361,3 +363,29 @@ async def test_a_full_tier_is_made_room_in_before_anything_is_copied_to_it(tmp_p
         calls.clear()
         await mover.cycle()
         assert calls.index("delete") < calls.index(f"put {base(30)}")
+
+
+async def test_a_listing_that_was_under_way_does_not_undo_what_was_done_meanwhile(tmp_path: Path) -> None:
+    """Else a base might be deleted of which the view does not know that it is committed."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(FaultyDriver):
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            found = [info async for info in super().list(prefix)]
+            begun.set()
+            await go_on.wait()
+            for info in found:
+                yield info
+
+    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: Slow(driver, FaultPlan()))
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        driver = hierarchy.tiers[1].driver
+        await driver.put(str(base(0)), shard(base(0)))
+        observer = Observer(hierarchy, Attempts(), rank=0, world_size=1, generation=1, lineage=Lineage(((1, None),)))
+        looking = asyncio.create_task(observer.look())
+        await begun.wait()
+        observer.put(1, CommitKey(1, 0), 10)
+        observer.gone(1, [base(0)])
+        go_on.set()
+        assert list((await looking).contents[1].nbytes) == [CommitKey(1, 0)]
+        assert list((await observer.look([1])).contents[1].nbytes) == [base(0)], "the next one tells the truth again"
