@@ -192,13 +192,13 @@ class TestFma:
         assert rounded_twice > c
 
     def test_numba_rounds_once_too(self) -> None:
-        from tiercheck.kernels import cpu
+        from tiercheck.kernels.cpu import adam
 
         generator = np.random.default_rng(3)
         p, g = (generator.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32) for _ in range(2))
         out = np.empty_like(p)
         for decay in (np.float32(0.1), np.float32(1 + 2**-23), np.float32(-3e-20)):
-            cpu.add_decay(p, g, out, decay, True)
+            adam.add_decay(p, g, out, decay, True)
             assert same_bits(out, reference.fma(p, decay, g))
 
 
@@ -237,10 +237,10 @@ class TestDispatch:
     def test_without_a_cache_directory_kernels_are_compiled_all_the_same(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        from tiercheck.kernels import cpu
+        from tiercheck.kernels.cpu.compiled import compiled
 
         monkeypatch.setattr(sys.modules["numba.core.caching"].CacheImpl, "_locator_classes", [])
-        twice = cpu.compiled(lambda number: 2 * number)
+        twice = compiled(lambda number: 2 * number)
         assert twice(21) == 42
         assert "NUMBA_CACHE_DIR" in caplog.text
 

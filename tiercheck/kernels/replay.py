@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import reference
 from tiercheck.kernels.adam import KINDS, AdamStep, check_arrays
+from tiercheck.kernels.threads import run, split
 
 __all__ = ["IMPLEMENTATIONS", "Implementation", "Replay", "supports"]
 
@@ -23,11 +22,6 @@ logger = logging.getLogger(__name__)
 
 State = NDArray[np.float32]
 Function = Callable[[State, State, State, Sequence[State], Sequence[AdamStep]], None]
-
-PIECE_MIN = 1 << 16
-"""Fewer elements are not worth a thread."""
-PIECE_UNIT = 64
-"""Pieces start at multiples of this, so that only the last one has a vector tail, as the whole array has."""
 
 
 @dataclass(frozen=True)
@@ -89,27 +83,12 @@ class Replay:
         check_arrays(param, exp_avg, exp_avg_sq, gradients, steps)
         state = [array.reshape(-1) for array in (param, exp_avg, exp_avg_sq)]
         flat = [gradient.reshape(-1) for gradient in gradients]
-        pieces = split(param.size, threads)
-        if len(pieces) == 1:
-            self.function(state[0], state[1], state[2], flat, steps)
-            return
 
         def apply(piece: slice) -> None:
             p, m, v = (array[piece] for array in state)
             self.function(p, m, v, [gradient[piece] for gradient in flat], steps)
 
-        with ThreadPoolExecutor(len(pieces) - 1, thread_name_prefix="tiercheck-replay") as pool:
-            others = [pool.submit(apply, piece) for piece in pieces[1:]]
-            apply(pieces[0])
-            for other in others:
-                other.result()
-
-
-def split(size: int, threads: int) -> list[slice]:
-    """``range(size)`` in at most ``threads`` contiguous pieces of about equal size."""
-    count = max(1, min(threads, size // PIECE_MIN))
-    edges = [size * index // count // PIECE_UNIT * PIECE_UNIT for index in range(count)] + [size]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
+        run(apply, split(param.size, threads))
 
 
 def supports(

@@ -90,7 +90,8 @@ def replay_adam_with_numba(
     ``contracted``: torch's vector code fuses the multiplications of ``lerp`` and ``addcmul`` into their additions
     (AVX2 and AVX-512), or does not.
     """
-    from tiercheck.kernels import cpu
+    from tiercheck.kernels.cpu import adam as cpu
+    from tiercheck.kernels.cpu.compiled import frozen
 
     rows = np.array([cpu.scalar_row(Coefficients.of(step)) for step in steps], np.float32).reshape(len(steps), 8)
     coupled = [step.weight_decay != 0 and not step.decoupled for step in steps]
@@ -102,10 +103,10 @@ def replay_adam_with_numba(
         tile = slice(start, min(start + TILE, param.size))
         p, m, v = param[tile], exp_avg[tile], exp_avg_sq[tile]
         for index, gradient in enumerate(gradients):
-            g = cpu.frozen(gradient[tile])
+            g = frozen(gradient[tile])
             if coupled[index]:
                 cpu.add_decay(p, g, scratch, l2_decays[index], contracted)
-                g = cpu.frozen(scratch[: p.size])
+                g = frozen(scratch[: p.size])
             cpu.update_moments(p, m, v, g, rows[index], contracted)
             torch.sqrt(second_moments[tile], out=roots_out[: p.size])
             cpu.update_parameter(p, m, roots, rows[index])
