@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -289,3 +290,27 @@ async def test_too_many_spares_go_oldest_first(name: str, monkeypatch: pytest.Mo
         left = [path.stat().st_ino for path in (root_of(name) / ".tiercheck/pool").iterdir()]
         assert set(left) == set(inodes[-14:]), "a few more than one go at a time"
         assert driver.segments._ledger.read()[:3] == (0, 14 * nbytes, 14)
+
+
+async def test_a_recount_while_a_file_is_cut_counts_it_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted twice, the cut would leave a count that is too low, and the tier would hand out more than there is."""
+    async with ShmDriver(name, size=8 * MIB) as driver, ShmDriver(name, size=8 * MIB) as other:
+        reservation = await driver.reserve("a", 2 * MIB)
+        cut = os.ftruncate
+
+        def recounted(fd: int, nbytes: int) -> None:
+            cut(fd, nbytes)
+            recount = threading.Thread(target=lambda: other.segments.prepare())
+            recount.start()
+            recount.join(0.3)  # it must wait for the lock, which who cuts holds
+            recounts.append(recount)
+
+        recounts: list[threading.Thread] = []
+        monkeypatch.setattr("tiercheck.tiers.segments.os.ftruncate", recounted)
+        await reservation.publish(MIB + 5)
+        monkeypatch.undo()
+        assert recounts
+        for recount in recounts:
+            recount.join(10)
+        held = [info.nbytes async for info in driver.list()]
+        assert driver.segments._ledger.read().charged == sum(held) == MIB + 5

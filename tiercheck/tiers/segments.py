@@ -131,8 +131,8 @@ class SegmentDirectory(ObjectDirectory):
     def shrink(self, segment: Segment, nbytes: int) -> None:
         """Cut it to ``nbytes``."""
         if nbytes != segment.nbytes:
-            os.ftruncate(segment.fd, nbytes)
-            with self.locked():
+            with self.locked():  # a recount in between would count the cut twice
+                os.ftruncate(segment.fd, nbytes)
                 self._ledger.add(charged=nbytes - segment.nbytes)
 
     def extend(self, segment: Segment, nbytes: int, check: Callable[[], None]) -> Segment:
