@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import errno
 import gc
+import io
 import os
 import shutil
 import stat
@@ -34,6 +35,7 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers import fsspec_renaming
 from tiercheck.tiers.fsspec import FsspecDriver
+from tiercheck.tiers.fsspec_backends import opened
 from tiercheck.tiers.fsspec_errors import map_foreign_errors, meaning_of
 from tiercheck.tiers.fsspec_renaming import Stamps
 from tiercheck.tiers.registry import make_driver
@@ -606,6 +608,8 @@ def named(name: str, base: type[Exception] = Exception) -> Exception:
         (named("SFTPQuotaExceeded"), CapacityExceeded),
         (named("MyOwnTimeout", TimeoutError), Transient),
         (named("NobodyKnowsThis"), TierError),
+        (ValueError("Can't create any SFTP connections!"), Transient),
+        (ValueError("x"), TierError),
         (KeyError("x"), TierError),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else repr(value)[:40],
@@ -628,3 +632,36 @@ def test_an_exception_that_hides_another_is_seen_through() -> None:
         meaning = meaning_of(error)
     assert meaning is not None
     assert meaning[0] is Unauthorized
+
+
+@pytest.mark.parametrize("failing", ["read", "close"])
+def test_a_file_whose_server_is_gone_is_closed_once(failing: str) -> None:
+    """The garbage collector would close it again, in whatever thread, and may wait there without end."""
+    closed = 0
+
+    class Gone(io.RawIOBase):
+        _closed = False
+
+        @property
+        def closed(self) -> bool:  # type: ignore[override]
+            return self._closed
+
+        def readinto(self, buffer: object) -> int:
+            raise ConnectionResetError("the server is gone")
+
+        def close(self) -> None:
+            nonlocal closed
+            if not self._closed:
+                closed += 1
+                raise ConnectionResetError("the server is gone")
+
+    class FileSystem:
+        def open(self, path: str, mode: str) -> Gone:
+            return Gone()
+
+    with pytest.raises(ConnectionResetError), opened(FileSystem(), "a", "rb") as file:
+        if failing == "read":
+            file.read(1)
+    del file
+    gc.collect()
+    assert closed == 1

@@ -25,7 +25,7 @@ from tiercheck.keys import validate_key
 from tiercheck.tiers.fsspec_workers import Ticket
 from tiercheck.types import ByteRange, ObjectInfo
 
-__all__ = ["CONTROL", "Backend", "ClosingBackend", "MemoryBackend", "Parts", "Reading"]
+__all__ = ["CONTROL", "Backend", "ClosingBackend", "MemoryBackend", "Parts", "Reading", "opened"]
 
 CONTROL = ".tiercheck"
 """The directory, beside the objects, that is TierCheck's own; no key may begin with it."""
@@ -139,7 +139,7 @@ class Backend:
         """A function that reads a range of the object. A server may answer with less than asked for at its end."""
         path = self.path_of(key)
         if self.reading in (Reading.SEEKING, Reading.STEADY):
-            with self.fs.open(path, "rb") as file:
+            with opened(self.fs, path, "rb") as file:
                 yield lambda start, stop: read_at(file, start, stop)
             return
 
@@ -310,6 +310,21 @@ def defuse(file: Any) -> None:
     if discard is not None:
         with suppress(Exception):  # what the server keeps of it expires there
             discard()
+
+
+@contextmanager
+def opened(fs: Any, path: str, mode: str) -> Iterator[Any]:
+    """An open file, closed at the end: once. Where that fails the garbage collector would try again, in whatever thread
+    it happens to run, and some wait for a server that is gone without end."""
+    file = fs.open(path, mode)
+    try:
+        with file:
+            yield file
+    except BaseException:
+        for name in ("closed", "_closed"):
+            with suppress(AttributeError):
+                setattr(file, name, True)
+        raise
 
 
 def read_at(file: Any, start: int, stop: int) -> bytes:

@@ -60,6 +60,9 @@ _BY_NAME: dict[str, Meaning] = {
         (Transient, _BROKEN),
     ),
 }  # fmt: skip
+_BY_TEXT: dict[tuple[str, str], Meaning] = {
+    ("ValueError", "Can't create any SFTP connections!"): (Transient, _BROKEN),  # sshfs, of a server that is not there
+}
 
 
 @contextmanager
@@ -98,6 +101,8 @@ def _meaning(error: BaseException) -> Meaning | None:
     status = status_of(error)
     if status is not None:
         return _BY_STATUS.get(status, (Transient, _BROKEN) if status >= 500 else (TierError, "the server refused"))
+    if (said := (type(error).__name__, str(error))) in _BY_TEXT:
+        return _BY_TEXT[said]
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
 

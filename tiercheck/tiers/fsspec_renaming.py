@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from tiercheck.errors import Transient, Unsupported
 from tiercheck.tiers.directory import once_published
 from tiercheck.tiers.files import fsync_directory
-from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Parts, Reading, token
+from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Parts, Reading, opened, token
 from tiercheck.tiers.fsspec_errors import meaning_of
 from tiercheck.tiers.fsspec_workers import Ticket
 
@@ -95,7 +95,7 @@ class RenamingBackend(Backend):
 
     def write(self, path: str, parts: Parts) -> None:
         """Write a new file; on return its bytes are as durable as the file system can make them."""
-        with self.fs.open(path, "wb") as file:
+        with opened(self.fs, path, "wb") as file:
             for part in parts:
                 file.write(part)
 
@@ -215,7 +215,7 @@ class SftpBackend(RenamingBackend):
         self._channel = self._on_loop(fs.client.start_sftp_client)
 
     def write(self, path: str, parts: Parts) -> None:
-        with self.fs.open(path, "wb") as file:
+        with opened(self.fs, path, "wb") as file:
             for part in parts:
                 file.write(part)
             if self._fsync:
