@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import statistics
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tiercheck.tiers.pinning import CudaPinning
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +21,6 @@ def gpu() -> None:
     pinning = CudaPinning("auto")
     if not pinning.available():
         pytest.skip(f"needs a GPU: {pinning.obstacle}")
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    if Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}").exists():
-        remove_namespace(name)
 
 
 async def test_copies_from_the_device_land_in_pinned_segments_again_and_again(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,28 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from tests.encoding import APPROXIMATE, EXACT, FEEDBACK, encode
 from tiercheck.errors import ConfigurationError, Corruption
-from tiercheck.streams.codecs import DTYPES, Encoding, codec, decode
+from tiercheck.streams.codecs import CODECS, decode, decode_sparse
 
 SETTINGS = settings(max_examples=150, deadline=None)
-
-
-@dataclass(frozen=True)
-class Stored:
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-
-def encode(name: str, array: NDArray[Any], dtype: str, seed: int = 0) -> tuple[Encoding, dict[str, Stored]]:
-    parts: dict[str, Stored] = {}
-
-    def slot(suffix: str, part_dtype: str, shape: tuple[int, ...]) -> memoryview:
-        memory = memoryview(bytearray(math.prod(shape) * DTYPES[part_dtype].itemsize))
-        parts[suffix] = Stored(part_dtype, shape, memory)
-        return memory
-
-    return codec(name).encode(array, dtype, seed=seed, slot=slot), parts
 
 
 def bit_patterns(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[NDArray[np.uint32]]:
@@ -88,8 +70,74 @@ def test_sparse_keeps_the_largest_and_says_so(bits: NDArray[np.uint32], seed: in
 
 
 @SETTINGS
+@given(st.sampled_from(EXACT), bit_patterns(st.integers(0, 600)), st.integers(0, 100))
+def test_what_is_called_exact_returns_every_bit(name: str, bits: NDArray[np.uint32], zeros: int) -> None:
+    bits[: bits.size * zeros // 100] = 0
+    for array, dtype in (
+        (bits.view(np.float32), "F32"),
+        (bits.view(np.uint16), "BF16"),
+        (bits.view(np.float16), "F16"),
+    ):
+        encoding, parts = encode(name, array, dtype)
+        assert decode(encoding.to_object(), parts).tobytes() == array.tobytes()
+        assert sum(len(part.data) for part in parts.values()) <= array.nbytes
+
+
+@SETTINGS
+@given(bit_patterns(st.integers(0, 600)))
+def test_nf4_is_within_half_the_widest_gap_or_nan(bits: NDArray[np.uint32]) -> None:
+    values = bits.view(np.float32)
+    encoding, parts = encode("nf4", values, "F32")
+    decoded = decode(encoding.to_object(), parts)
+    for start in range(0, values.size, 256):
+        block, result = values[start : start + 256], decoded[start : start + 256]
+        if not np.all(np.isfinite(block)):
+            assert np.all(np.isnan(result))
+            continue
+        scale = np.abs(block.astype(np.float64)).max()
+        error = np.abs(result.astype(np.float64) - block)
+        assert np.all(error <= scale * (0.1519037 + 2.0**-22) + 2.0**-150)
+    assert encoding.scalars["nonfinite"] == np.count_nonzero(np.isnan(decoded))
+
+
+@SETTINGS
+@given(bit_patterns(st.integers(0, 400)))
+def test_onebit_keeps_the_signs_and_one_magnitude_a_block(bits: NDArray[np.uint32]) -> None:
+    values = bits.view(np.float32)
+    encoding, parts = encode("onebit", values, "F32")
+    decoded = decode(encoding.to_object(), parts)
+    for start in range(0, values.size, 128):
+        block, result = values[start : start + 128], decoded[start : start + 128]
+        if not np.all(np.isfinite(block)):
+            assert np.all(np.isnan(result))
+            continue
+        assert np.array_equal(np.signbit(result), np.signbit(block))
+        magnitude = np.abs(result.astype(np.float64))
+        mean = np.abs(block.astype(np.float64)).mean()
+        assert np.all(magnitude == magnitude[0])
+        assert abs(magnitude[0] - mean) <= mean * 2.0**-7 + 2.0**-133
+    assert encoding.scalars["nonfinite"] == np.count_nonzero(np.isnan(decoded))
+
+
+@SETTINGS
+@given(st.sampled_from(APPROXIMATE), bit_patterns(st.integers(0, 600)), st.data())
+def test_a_residual_is_finite_and_what_was_lost(name: str, bits: NDArray[np.uint32], data: st.DataObject) -> None:
+    values = bits.view(np.float32)
+    owed = data.draw(hnp.arrays(np.float32, values.size, elements=st.floats(width=32, allow_nan=False)))
+    owed[~np.isfinite(owed)] = 0
+    residual = owed.copy()
+    encoding, parts = encode(name, values, "F32", residual=residual)
+    decoded = decode(encoding.to_object(), parts)
+    with np.errstate(all="ignore"):
+        lost = (values + owed) - decoded
+    assert np.all(np.isfinite(residual))
+    finite = np.isfinite(lost)
+    assert residual[finite].tobytes() == lost[finite].tobytes()
+
+
+@SETTINGS
 @given(
-    st.sampled_from(["exact", "int8", "sparse"]),
+    st.sampled_from(EXACT + APPROXIMATE),
     hnp.arrays(np.float32, st.integers(0, 400), elements=st.floats(width=32)),
     st.data(),
 )
@@ -116,17 +164,29 @@ anything = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
 )
 
+integers = st.sampled_from([0, 1, -1, 2, 299, 300, 2**31, 2**32, 2**33, 2**48, 2**63])
+plausible: dict[str, st.SearchStrategy[Any]] = {
+    "codec": st.sampled_from(sorted(CODECS)),
+    "dtype": st.sampled_from(["F32", "BF16", "F16", "I32", "F8_E4M3"]),
+    "shape": st.lists(integers, max_size=3),
+    "parts": st.lists(st.sampled_from(["", "indices", "values", "counts", "codes", "scales", "rest", "exponents"])),
+    "scalars": st.dictionaries(st.sampled_from(["exponent", "nonfinite", "chunk_elements"]), integers),
+    "trained_on": st.booleans(),
+}
+"""Fields that a description could have, if of another tensor."""
+
 
 @SETTINGS
-@given(st.sampled_from(["exact", "int8", "sparse"]), st.data())
+@given(st.sampled_from(EXACT + APPROXIMATE + FEEDBACK), st.data())
 def test_any_description_is_refused_or_right(name: str, data: st.DataObject) -> None:
-    values = np.arange(300, dtype=np.float32)
+    values = np.where(np.arange(300) % 20 == 0, np.arange(300, dtype=np.float32), np.float32(0))
     encoding, parts = encode(name, values, "F32")
     description = encoding.to_object()
-    field = data.draw(st.sampled_from(sorted(description)))
-    description[field] = data.draw(anything)
+    field = data.draw(st.sampled_from([*sorted(description), "trained_on"]))
+    description[field] = data.draw(anything | plausible[field] if field in plausible else anything)
     try:
         decoded = decode(description, parts)
+        decode_sparse(description, parts)
     except Corruption:
         return
     except ConfigurationError:

@@ -31,125 +31,6 @@ def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
     return a.shape == b.shape and bool(np.all(equal | (np.isnan(a) & np.isnan(b))))
 
 
-class TestThreshold:
-    @pytest.mark.parametrize("seed", range(5))
-    def test_reaches_the_ratio_from_samples(self, seed: int) -> None:
-        values = np.random.default_rng(seed).standard_normal(2_000_000, dtype=np.float32)
-        threshold = kernels.select_threshold(values, 0.01, seed)
-        assert 0.85 < np.mean(np.abs(values) >= threshold) / 0.01 < 1.15
-
-    def test_is_the_exact_quantile_of_a_small_tensor(self) -> None:
-        values = np.arange(1, 1001, dtype=np.float32) * np.float32(-1)
-        assert kernels.select_threshold(values, 0.01, 0) == 991.0
-
-    def test_depends_on_the_seed_and_nothing_else(self) -> None:
-        values = np.random.default_rng(0).standard_normal(200_000, dtype=np.float32)
-        assert kernels.select_threshold(values, 0.01, 7) == kernels.select_threshold(values.copy(), 0.01, 7)
-        assert kernels.select_threshold(values, 0.01, 7) != kernels.select_threshold(values, 0.01, 8)
-
-    def test_is_never_zero_and_never_above_infinity(self) -> None:
-        assert kernels.select_threshold(np.zeros(100, np.float32), 0.01, 0) > 0
-        assert kernels.select_threshold(np.zeros(0, np.float32), 0.01, 0) > 0
-        assert kernels.select_threshold(np.full(100, np.nan, np.float32), 0.01, 0) == np.inf
-
-    @pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5, float("nan")])
-    def test_refuses_a_ratio_outside_of_0_to_1(self, ratio: float) -> None:
-        with pytest.raises(ValueError, match="ratio"):
-            kernels.select_threshold(np.ones(4, np.float32), ratio, 0)
-
-
-class TestCompact:
-    @pytest.mark.parametrize("by", BACKENDS)
-    def test_keeps_what_reaches_the_threshold_in_order(self, by: str) -> None:
-        values = np.array([0.5, -2.0, 1.0, np.nan, -np.inf, 0.99, -1.0], np.float32)
-        indices, survivors = kernels.compact(values, 1.0, by=by)
-        assert indices.dtype == np.uint32
-        assert indices.tolist() == [1, 2, 3, 4, 6]
-        assert survivors.view(np.uint32).tolist() == values[indices].view(np.uint32).tolist()
-
-    @pytest.mark.parametrize("by", BACKENDS)
-    def test_keeps_every_nan_and_infinity_at_the_largest_threshold(self, by: str) -> None:
-        nans = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000], np.uint32).view(np.float32)
-        values = np.concatenate((nans, np.array([np.inf, -np.inf, 3e38], np.float32)))
-        assert kernels.compact(values, float("inf"), by=by)[0].tolist() == [0, 1, 2, 3, 4]
-
-    @given(patterns, st.integers(0, 0x7F800000))
-    @settings(max_examples=60, deadline=None)
-    def test_numba_equals_the_reference(self, bits: NDArray[np.uint32], threshold: int) -> None:
-        values, least = bits.view(np.float32), float(np.uint32(threshold).view(np.float32))
-        for ours, theirs in zip(
-            kernels.compact(values, least, by="numba"), kernels.compact(values, least, by="reference"), strict=True
-        ):
-            assert ours.dtype == theirs.dtype
-            assert ours.view(np.uint32).tolist() == theirs.view(np.uint32).tolist()
-
-    @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4095, 4096, 4097, 100_003])
-    def test_numba_equals_the_reference_at_the_edges_of_its_groups(self, size: int) -> None:
-        values = np.random.default_rng(size).standard_normal(size, dtype=np.float32)
-        ours, theirs = (kernels.compact(values, 1.5, by=by) for by in ("numba", "reference"))
-        assert np.array_equal(ours[0], theirs[0])
-        assert same_bits(ours[1], theirs[1])
-
-    @pytest.mark.parametrize("threshold", [-1.0, float("nan")])
-    def test_refuses_a_threshold_that_is_no_magnitude(self, threshold: float) -> None:
-        for by in BACKENDS:
-            with pytest.raises(ValueError, match="magnitude"):
-                kernels.compact(np.ones(3, np.float32), threshold, by=by)
-
-
-class TestQuantise:
-    @given(patterns)
-    @settings(max_examples=80, deadline=None)
-    def test_numba_equals_the_reference_and_the_error_is_bounded(self, bits: NDArray[np.uint32]) -> None:
-        values = bits.view(np.float32)
-        codes, scales = kernels.quantise(values, by="reference")
-        ours = kernels.quantise(values, by="numba")
-        assert np.array_equal(ours[0], codes)
-        assert same_bits(ours[1], scales)
-        decoded = kernels.dequantise(codes, scales, by="reference")
-        assert same_bits(decoded, kernels.dequantise(codes, scales, by="numba"))
-        finite = np.isfinite(values)
-        assert np.array_equal(np.isnan(decoded), ~finite)
-        assert np.array_equal(codes == kernels.NONFINITE_CODE, ~finite)
-        spread = np.repeat(scales, kernels.BLOCK)[: values.size].astype(np.float64)
-        errors = np.abs(decoded.astype(np.float64) - values.astype(np.float64))
-        assert np.all(errors[finite] <= spread[finite] * (0.5 + 127 * 2.0**-22))
-
-    @pytest.mark.parametrize("by", BACKENDS)
-    def test_one_bad_value_spoils_no_other(self, by: str) -> None:
-        values = np.linspace(-1, 1, 256, dtype=np.float32)
-        clean = kernels.dequantise(*kernels.quantise(values, by=by), by=by)
-        values[[3, 77]] = np.nan, np.inf
-        decoded = kernels.dequantise(*kernels.quantise(values, by=by), by=by)
-        assert np.flatnonzero(np.isnan(decoded)).tolist() == [3, 77]
-        others = np.isfinite(decoded)
-        assert same_bits(decoded[others], clean[others])
-
-    @pytest.mark.parametrize("by", BACKENDS)
-    def test_rounds_half_to_even(self, by: str) -> None:
-        values = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5], np.float32)
-        codes, scales = kernels.quantise(values, by=by)
-        assert scales.tolist() == [1.0]
-        assert codes.tolist() == [127, 0, 2, 2, 0, -2]
-
-    @pytest.mark.parametrize("by", BACKENDS)
-    def test_keeps_the_sign_and_bound_of_denormals(self, by: str) -> None:
-        values = (np.arange(-150, 151) * np.float64(2.0**-149)).astype(np.float32)
-        codes, scales = kernels.quantise(values, by=by)
-        decoded = kernels.dequantise(codes, scales, by=by).astype(np.float64)
-        spread = np.repeat(scales, kernels.BLOCK)[: values.size]
-        assert np.all(np.abs(decoded - values) <= spread / 2)
-
-    @pytest.mark.parametrize("by", BACKENDS)
-    def test_the_largest_numbers_stay_finite(self, by: str) -> None:
-        values = np.full(300, np.finfo(np.float32).max, np.float32)
-        assert np.all(np.isfinite(kernels.dequantise(*kernels.quantise(values, by=by), by=by)))
-
-    def test_dequantise_refuses_a_wrong_number_of_scales(self) -> None:
-        with pytest.raises(ValueError, match="scales"):
-            kernels.dequantise(np.zeros(257, np.int8), np.ones(1, np.float32))
-
-
 class TestNarrowing:
     @given(hnp.arrays(np.uint16, st.integers(0, 300), elements=st.integers(0, 2**16 - 1)))
     @settings(max_examples=40, deadline=None)
@@ -192,13 +73,13 @@ class TestFma:
         assert rounded_twice > c
 
     def test_numba_rounds_once_too(self) -> None:
-        from tiercheck.kernels.cpu import adam
+        from tiercheck.kernels.cpu.sgd import add_scaled
 
         generator = np.random.default_rng(3)
         p, g = (generator.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32) for _ in range(2))
         out = np.empty_like(p)
         for decay in (np.float32(0.1), np.float32(1 + 2**-23), np.float32(-3e-20)):
-            adam.add_decay(p, g, out, decay, True)
+            add_scaled(g, p, decay, out, True)
             assert same_bits(out, reference.fma(p, decay, g))
 
 
@@ -224,7 +105,7 @@ class TestDispatch:
     def test_numba_that_is_not_there_is_refused_by_name_and_replaced_otherwise(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        kernels.backend.cache_clear()
+        kernels.dispatch.backend.cache_clear()
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         try:
             with pytest.raises(ConfigurationError, match="pip install numba"):
@@ -232,7 +113,7 @@ class TestDispatch:
             assert kernels.widen(np.array([0x3F80], np.uint16)).tolist() == [1.0]
             assert "run in NumPy" in caplog.text
         finally:
-            kernels.backend.cache_clear()
+            kernels.dispatch.backend.cache_clear()
 
     def test_without_a_cache_directory_kernels_are_compiled_all_the_same(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

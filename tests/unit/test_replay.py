@@ -192,6 +192,10 @@ def test_other_instruction_sets(instruction_set: str) -> None:
         f"    for implementation, choose in {CASES}:\n"
         "        assert kernels.supports(kind=kind, implementation=implementation, choose=choose, device='cpu',\n"
         "            torch_version=torch.__version__, instruction_set=torch.backends.cpu.get_cpu_capability())\n"
+        "from tiercheck.kernels.replay import supports_sgd\n"
+        "for implementation in ('single_tensor', 'foreach', 'fused'):\n"
+        "    assert supports_sgd(implementation=implementation, device='cpu', torch_version=torch.__version__,\n"
+        "        instruction_set=torch.backends.cpu.get_cpu_capability())\n"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": instruction_set}
     outcome = subprocess.run(
@@ -278,18 +282,18 @@ class TestSupport:
         """Had torch another rounding than we know, the experiment would find it."""
         right = replaying.function_of
 
-        def one_bit_off(*arguments: Any) -> None:
-            right("numba", "AVX2")(*arguments)
+        def one_bit_off(*arguments: Any, **options: Any) -> None:
+            right("numba", "fused", "AVX2")(*arguments, **options)
             arguments[2][-1:].view(np.uint32)[:] ^= 1
 
-        monkeypatch.setattr(replaying, "function_of", lambda name, instruction_set: one_bit_off)
+        monkeypatch.setattr(replaying, "function_of", lambda name, implementation, instruction_set: one_bit_off)
         assert replay_of(ADAMW, "fused") is None
         with pytest.raises(ConfigurationError, match="values of its self-test differ"):
             replay_of(ADAMW, "fused", "numba")
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("variant", ["amsgrad", "maximize", "differentiable", "capturable"])
+    @pytest.mark.parametrize("variant", ["differentiable", "capturable"])
     def test_variants_are_left_to_the_optimizer(self, variant: str) -> None:
         options = {**OPTIONS, variant: True}
         assert kernels.reason_not_replayable(ADAMW, options) == f"{variant} is on"

@@ -1,4 +1,4 @@
-"""What one step of Adam or AdamW is, apart from its arrays; and which of them can be replayed."""
+"""What one step of Adam or AdamW is, apart from its state; and which of them can be replayed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.kernels.gradients import Gradient, SparseGradient, check_gradients, check_state
 
-__all__ = ["KINDS", "STEP_MAX", "AdamStep", "Coefficients", "check_arrays", "reason_not_replayable"]
+__all__ = ["KINDS", "STEP_MAX", "AdamStep", "Coefficients", "SparseGradient", "check_arrays", "reason_not_replayable"]
 
 KINDS: Mapping[str, bool] = {"torch.optim.adam.Adam": False, "torch.optim.adamw.AdamW": True}
 """The optimizers that can be replayed, and whether their weight decay is decoupled by default."""
@@ -19,7 +20,7 @@ KINDS: Mapping[str, bool] = {"torch.optim.adam.Adam": False, "torch.optim.adamw.
 STEP_MAX = 1 << 24
 """torch counts the steps in fp32, which stops counting here."""
 
-_VARIANTS = ("amsgrad", "maximize", "differentiable", "capturable")
+_VARIANTS = ("differentiable", "capturable")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,12 @@ class AdamStep:
     """One step's scalars. ``step`` is the optimizer's count *after* the step: 1 for its first.
 
     Source: Kingma and Ba, *Adam* (2015), algorithm 1; Loshchilov and Hutter, *Decoupled Weight Decay
-    Regularization* (2019), algorithm 2 (``decoupled``), otherwise weight decay is L2.
+    Regularization* (2019), algorithm 2 (``decoupled``), otherwise weight decay is L2; Reddi et al., *On the
+    Convergence of Adam and Beyond* (2018), algorithm 2 (``amsgrad``, with torch's bias correction).
+
+    ``gradient_scale`` (of clipping, or the inverse of a loss scale) is rounded to fp32 and multiplied with the
+    gradient before anything else, rounding once more: as torch's clipping multiplies the gradients in place.
+    ``maximize`` then negates it, which is exact. A scale of 1 changes no bit.
     """
 
     step: int
@@ -37,6 +43,9 @@ class AdamStep:
     eps: float
     weight_decay: float
     decoupled: bool
+    amsgrad: bool = False
+    maximize: bool = False
+    gradient_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.step < STEP_MAX:
@@ -46,7 +55,7 @@ class AdamStep:
                 raise ConfigurationError(f"Adam's {name} must be in [0, 1), not {getattr(self, name)}")
 
     @classmethod
-    def of(cls, kind: str, options: Mapping[str, Any], step: int) -> AdamStep:
+    def of(cls, kind: str, options: Mapping[str, Any], step: int, gradient_scale: float = 1.0) -> AdamStep:
         """The step that an optimizer of this ``kind`` takes with a parameter group's ``options``.
 
         Raises:
@@ -63,7 +72,15 @@ class AdamStep:
             eps=float(options["eps"]),
             weight_decay=float(options["weight_decay"]),
             decoupled=bool(options.get("decoupled_weight_decay", KINDS[kind])),
+            amsgrad=bool(options.get("amsgrad", False)),
+            maximize=bool(options.get("maximize", False)),
+            gradient_scale=gradient_scale,
         )
+
+    @property
+    def coupled(self) -> bool:
+        """Whether decay is added to the gradient (L2)."""
+        return self.weight_decay != 0 and not self.decoupled
 
 
 def reason_not_replayable(kind: str, options: Mapping[str, Any]) -> str | None:
@@ -91,6 +108,8 @@ class Coefficients:
     root_correction: np.float32
     eps: np.float32
     negative_step_size: np.float32
+    multiplier: np.float32
+    """What the gradient is multiplied with first: its scale, negative where the step maximizes."""
 
     @classmethod
     def of(cls, step: AdamStep) -> Coefficients:
@@ -106,36 +125,24 @@ class Coefficients:
             root_correction=np.float32(correction2**0.5),
             eps=np.float32(step.eps),
             negative_step_size=np.float32(-(step.lr / correction1)),
+            multiplier=np.float32(-step.gradient_scale if step.maximize else step.gradient_scale),
         )
 
 
 def check_arrays(
-    param: NDArray[np.float32],
-    exp_avg: NDArray[np.float32],
-    exp_avg_sq: NDArray[np.float32],
-    gradients: Sequence[NDArray[np.float32]],
-    steps: Sequence[AdamStep],
+    state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient], steps: Sequence[AdamStep]
 ) -> None:
-    """Refuse arrays that a replay cannot work on in place.
+    """Refuse arrays that a replay of ``steps`` cannot work on in place.
 
     Raises:
         ConfigurationError: a dtype other than fp32, a non-contiguous array, state that is read-only or overlaps,
-            sizes or numbers that do not match.
+            sizes or numbers that do not match, a running maximum that is missing or that no step needs.
     """
+    if len({step.amsgrad for step in steps}) > 1:
+        raise ConfigurationError("the steps of one replay are all amsgrad or none is")
+    if steps and steps[0].amsgrad != ("max_exp_avg_sq" in state):
+        raise ConfigurationError("amsgrad steps, and no others, need max_exp_avg_sq")
     if len(gradients) != len(steps):
         raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
-    state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    named = {**state, **{f"gradients[{index}]": gradient for index, gradient in enumerate(gradients)}}
-    for name, array in named.items():
-        if array.dtype != np.float32:
-            raise ConfigurationError(f"a replay works on float32 alone; {name} is {array.dtype}")
-        if not array.flags.c_contiguous or not array.flags.aligned:
-            raise ConfigurationError(f"a replay needs contiguous, aligned arrays; {name} is not")
-        if array.size != param.size:
-            raise ConfigurationError(f"{name} has {array.size} elements, and param {param.size}")
-    for name, array in state.items():
-        if not array.flags.writeable:
-            raise ConfigurationError(f"a replay works in place; {name} is read-only")
-        for other, second in named.items():
-            if other != name and np.may_share_memory(array, second):
-                raise ConfigurationError(f"a replay works in place; {name} overlaps {other}")
+    check_state(state)
+    check_gradients(state, gradients)

@@ -5,64 +5,65 @@ Both run these operations in this order on CPU (``torch/optim/adam.py``: ``_sing
 lies, so that the same operations on tiles give the same bits, with one read and one write of the state for any
 number of steps. Writing the arithmetic ourselves would not: torch's square root goes through a vector
 library that is not always correctly rounded.
-
-The only file of the kernels that imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiercheck.kernels.adam import KINDS, AdamStep, Coefficients
+from tiercheck.kernels.adam import AdamStep, Coefficients
+from tiercheck.kernels.gradients import Gradient, SparseGradient
 
-__all__ = ["TILE", "differing_elements", "environment", "replay_adam", "replay_adam_with_numba"]
+__all__ = ["TILE", "replay_adam", "replay_adam_with_numba"]
 
 TILE = 32704
 """Elements a tile: enough for torch's cost of a call to matter little, with state and gradient in the second-level
 cache, and under torch's grain size, so that each operation runs on the calling thread."""
 
-ReplayFunction = Callable[..., None]
-
-
-def environment() -> tuple[str, str]:
-    """The version and the CPU instruction set of the torch in this process."""
-    return str(torch.__version__), str(torch.backends.cpu.get_cpu_capability())
+Array = NDArray[np.float32]
 
 
 def replay_adam(
-    param: NDArray[np.float32],
-    exp_avg: NDArray[np.float32],
-    exp_avg_sq: NDArray[np.float32],
-    gradients: Sequence[NDArray[np.float32]],
+    param: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    gradients: Sequence[Gradient],
     steps: Sequence[AdamStep],
+    *,
+    max_exp_avg_sq: Array | None = None,
 ) -> None:
     """Apply the steps in order, in place. All arrays are 1-D, float32 and contiguous, of one size."""
     state = [torch.from_numpy(array) for array in (param, exp_avg, exp_avg_sq)]
-    differentials = [torch.from_numpy(readable(gradient)) for gradient in gradients]
-    denominator, scratch = torch.empty(TILE), torch.empty(TILE)
+    largest = None if max_exp_avg_sq is None else torch.from_numpy(max_exp_avg_sq)
+    scratch = torch.empty(3, TILE)
     with torch.no_grad():
         for start in range(0, param.size, TILE):
-            p, m, v = (tensor[start : start + TILE] for tensor in state)
-            room = p.numel()
-            for gradient, step in zip(differentials, steps, strict=True):
-                one_step(p, m, v, gradient[start : start + TILE], step, denominator[:room], scratch[:room])
+            stop = min(start + TILE, param.size)
+            p, m, v = (tensor[start:stop] for tensor in state)
+            x = None if largest is None else largest[start:stop]
+            zeros, denominator, prepared = (row[: stop - start] for row in scratch)
+            for gradient, step in zip(gradients, steps, strict=True):
+                g = torch.from_numpy(readable(tile_of(gradient, start, stop, zeros.numpy())))
+                one_step(p, m, v, x, g, step, denominator, prepared)
 
 
 def one_step(
     p: torch.Tensor,
     m: torch.Tensor,
     v: torch.Tensor,
+    x: torch.Tensor | None,
     gradient: torch.Tensor,
     step: AdamStep,
     denominator: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
+    multiplier = float(Coefficients.of(step).multiplier)
+    if multiplier != 1:
+        gradient = torch.mul(gradient, multiplier, out=scratch)
     if step.weight_decay != 0:
         if step.decoupled:
             p.mul_(1 - step.lr * step.weight_decay)
@@ -71,18 +72,31 @@ def one_step(
     m.lerp_(gradient, 1 - step.beta1)
     v.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
     count = float(step.step)
-    torch.sqrt(v, out=denominator)
+    if x is not None:
+        torch.maximum(x, v, out=x)
+    torch.sqrt(v if x is None else x, out=denominator)
     denominator.div_((1 - step.beta2**count) ** 0.5).add_(step.eps)
     p.addcdiv_(m, denominator, value=-(step.lr / (1 - step.beta1**count)))
 
 
+def tile_of(gradient: Gradient, start: int, stop: int, zeros: Array) -> Array:
+    """A tile of a gradient: of a dense one a view, of a sparse one in the array given."""
+    if not isinstance(gradient, SparseGradient):
+        return gradient[start:stop]
+    first, last = gradient.between(start, stop)
+    zeros[:] = 0
+    zeros[gradient.indices[first:last] - np.uint32(start)] = gradient.values[first:last]
+    return zeros
+
+
 def replay_adam_with_numba(
-    param: NDArray[np.float32],
-    exp_avg: NDArray[np.float32],
-    exp_avg_sq: NDArray[np.float32],
-    gradients: Sequence[NDArray[np.float32]],
+    param: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    gradients: Sequence[Gradient],
     steps: Sequence[AdamStep],
     *,
+    max_exp_avg_sq: Array | None = None,
     contracted: bool,
 ) -> None:
     """As :func:`replay_adam`, with torch for the square roots alone; the rest are two loops in Numba.
@@ -93,23 +107,24 @@ def replay_adam_with_numba(
     from tiercheck.kernels.cpu import adam as cpu
     from tiercheck.kernels.cpu.compiled import frozen
 
-    rows = np.array([cpu.scalar_row(Coefficients.of(step)) for step in steps], np.float32).reshape(len(steps), 8)
-    coupled = [step.weight_decay != 0 and not step.decoupled for step in steps]
-    l2_decays = rows[:, 0].copy()
-    rows[coupled, 0] = 1
-    roots, scratch = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    second_moments, roots_out = torch.from_numpy(exp_avg_sq), torch.from_numpy(roots)
+    rows = cpu.rows_of(tuple(steps))
+    zeros, roots, prepared = np.empty((3, TILE), np.float32)
+    second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
+    second_moments, roots_out = torch.from_numpy(second), torch.from_numpy(roots)
     for start in range(0, param.size, TILE):
         tile = slice(start, min(start + TILE, param.size))
-        p, m, v = param[tile], exp_avg[tile], exp_avg_sq[tile]
-        for index, gradient in enumerate(gradients):
-            g = frozen(gradient[tile])
-            if coupled[index]:
-                cpu.add_decay(p, g, scratch, l2_decays[index], contracted)
-                g = frozen(scratch[: p.size])
-            cpu.update_moments(p, m, v, g, rows[index], contracted)
-            torch.sqrt(second_moments[tile], out=roots_out[: p.size])
-            cpu.update_parameter(p, m, roots, rows[index])
+        p, m, v, room = param[tile], exp_avg[tile], exp_avg_sq[tile], slice(0, tile.stop - start)
+        moments, out = second_moments[tile], roots_out[room]
+        for row, gradient in zip(rows, gradients, strict=True):
+            g = frozen(tile_of(gradient, tile.start, tile.stop, zeros[room]))
+            if row["prepares"]:
+                cpu.prepare(p, g, prepared, row, contracted)
+                g = frozen(prepared[room])
+            cpu.update_moments(m, v, g, row, contracted)
+            if max_exp_avg_sq is not None:
+                np.maximum(second[tile], v, out=second[tile])
+            torch.sqrt(moments, out=out)
+            cpu.move_by_roots(p, m, roots, row)
 
 
 def readable(gradient: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -121,49 +136,3 @@ def readable(gradient: NDArray[np.float32]) -> NDArray[np.float32]:
         (np.ctypeslib.as_ctypes_type(np.float32) * gradient.size).from_address(address)
     )
     return view
-
-
-@cache
-def differing_elements(replay: ReplayFunction, kind: str, implementation: str) -> int:
-    """How many values ``replay`` gets otherwise than the torch optimizer in this process: 0 certifies it.
-
-    Runs both on a few hundred elements, in sizes that leave a tail for any vector length, with and without weight
-    decay. Takes milliseconds, once a process.
-    """
-    differing = 0
-    generator = np.random.default_rng(20)
-    for size, beta1, weight_decay in ((301, 0.9, 0.1), (31, 0.4, 0.01), (16, 0.95, 0.0), (7, 0.9, 0.1)):
-        start = generator.standard_normal(size, dtype=np.float32)
-        gradients = [generator.standard_normal(size, dtype=np.float32) * np.float32(0.01) for _ in range(3)]
-        options: dict[str, Any] = {"lr": 1e-3, "betas": (beta1, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
-        steps = [AdamStep.of(kind, options, count) for count in (1, 2, 3)]
-        expected = run_optimizer(kind, implementation, start, gradients, options)
-        actual = (start.copy(), np.zeros_like(start), np.zeros_like(start))
-        replay(*actual, gradients, steps)
-        differing += sum(
-            int(np.count_nonzero(a.view(np.uint32) != b.view(np.uint32))) for a, b in zip(actual, expected, strict=True)
-        )
-    return differing
-
-
-def run_optimizer(
-    kind: str,
-    implementation: str,
-    start: NDArray[np.float32],
-    gradients: Sequence[NDArray[np.float32]],
-    options: dict[str, Any],
-) -> tuple[NDArray[np.float32], ...]:
-    classes = {"torch.optim.adam.Adam": torch.optim.Adam, "torch.optim.adamw.AdamW": torch.optim.AdamW}
-    assert set(classes) == set(KINDS)
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = classes[kind](
-        [parameter],
-        foreach=implementation == "foreach",
-        fused=implementation == "fused",
-        **options,
-    )
-    for gradient in gradients:
-        parameter.grad = torch.from_numpy(gradient.copy())
-        optimizer.step()
-    state = optimizer.state[parameter]
-    return tuple(tensor.detach().numpy() for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]))

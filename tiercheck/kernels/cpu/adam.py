@@ -1,167 +1,199 @@
-"""Adam and AdamW in Numba, with the bits of torch's fused CPU kernel."""
+"""Adam and AdamW in Numba, with the bits of torch's fused CPU kernel.
+
+All steps are applied to a tile of the state while it is in the second-level cache, block by block; meanwhile the next
+tile is fetched. :func:`step_contracted` does nearly all of the work: one square root and one division an element.
+What is rare (another instruction set, amsgrad, the end of a tensor, a bias correction that cannot be divided by
+without a divider) takes the same step in several loops.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep, Coefficients
-from tiercheck.kernels.cpu.compiled import TILE, compiled, multiply_add, pointer_to_floats
+from tiercheck.kernels.cpu.compiled import borrowed, compiled, multiply_add, pointer_to_floats
+from tiercheck.kernels.cpu.prefetch import LINE, lines_wanted, prefetch_lines
+from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
+from tiercheck.kernels.division import reciprocal
+from tiercheck.kernels.gradients import Gradient
 
-__all__ = ["add_decay", "replay_fused_adam", "scalar_row", "update_moments", "update_parameter"]
+__all__ = ["STEP", "move_by_roots", "prepare", "replay_fused_adam", "rows_of", "update_moments"]
+
+TILE = 16384
+"""Elements to which all steps are applied before the next: state and gradient take a fourth of a second-level cache."""
+
+BLOCK = 512
+"""Elements of a step between two requests for memory: a request for more at once waits for itself."""
+
+STEP = np.dtype(
+    [
+        (name, np.float32)
+        for name in (
+            *("decay", "l2_decay", "multiplier", "weight1", "weight2", "beta2"),
+            *("root_correction", "reciprocal_high", "reciprocal_low", "eps", "negative_step_size"),
+        )
+    ]
+    + [(name, np.bool_) for name in ("small_weight1", "divides", "coupled", "prepares")],
+    align=True,
+)
+"""A step's scalars. ``divides``: the reciprocal's two parts do not stand for a division."""
+
+Array = NDArray[np.float32]
+Row = Any  # a record of STEP
+
+
+@lru_cache(maxsize=16)
+def rows_of(steps: tuple[AdamStep, ...]) -> NDArray[np.void]:
+    """A record of :data:`STEP` a step; read-only, and kept: tensor after tensor takes the same steps."""
+    rows = np.zeros(len(steps), STEP)
+    for row, step in zip(rows, steps, strict=True):
+        c = Coefficients.of(step)
+        parts = reciprocal(float(c.root_correction)) if c.root_correction > 0 else None
+        row["decay"] = c.decay if c.decays and c.decoupled else 1
+        row["l2_decay"] = c.decay if step.coupled else 0
+        row["multiplier"] = c.multiplier
+        row["small_weight1"] = c.weight1 < np.float32(0.5)
+        row["weight1"] = c.weight1 if row["small_weight1"] else c.weight1 - np.float32(1)
+        row["weight2"], row["beta2"], row["root_correction"] = c.weight2, c.beta2, c.root_correction
+        row["eps"], row["negative_step_size"] = c.eps, c.negative_step_size
+        row["divides"] = parts is None or not parts.exact
+        if parts is not None and parts.exact:
+            row["reciprocal_high"], row["reciprocal_low"] = parts.high, parts.low
+        row["coupled"] = step.coupled
+        row["prepares"] = step.coupled or c.multiplier != 1
+    rows.flags.writeable = False
+    return rows
 
 
 def replay_fused_adam(
-    param: NDArray[np.float32],
-    exp_avg: NDArray[np.float32],
-    exp_avg_sq: NDArray[np.float32],
-    gradients: Sequence[NDArray[np.float32]],
+    param: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    gradients: Sequence[Gradient],
     steps: Sequence[AdamStep],
     *,
+    max_exp_avg_sq: Array | None = None,
     contracted: bool,
 ) -> None:
     """As the reference: torch's fused CPU kernel, bit for bit."""
-    scalars = np.array([scalar_row(Coefficients.of(step)) for step in steps], np.float32).reshape(len(steps), 8)
-    coupled = np.array([step.weight_decay != 0 and not step.decoupled for step in steps], np.bool_)
-    addresses = np.array([gradient.__array_interface__["data"][0] for gradient in gradients], np.uintp)
-    apply_steps(param, exp_avg, exp_avg_sq, addresses, scalars, coupled, contracted)
-
-
-def scalar_row(c: Coefficients) -> tuple[np.float32, ...]:
-    small = c.weight1 < np.float32(0.5)
-    return (
-        c.decay if c.decays else np.float32(1),
-        c.weight1 if small else c.weight1 - np.float32(1),
-        np.float32(small),
-        c.weight2,
-        c.beta2,
-        c.root_correction,
-        c.eps,
-        c.negative_step_size,
-    )
+    largest = np.empty(0, np.float32) if max_exp_avg_sq is None else max_exp_avg_sq
+    sources, streams = sources_of([param, exp_avg, exp_avg_sq, largest], gradients)
+    apply_steps(param, exp_avg, exp_avg_sq, largest, sources, streams, rows_of(tuple(steps)), contracted)
 
 
 @compiled
 def apply_steps(
-    param: NDArray[np.float32],
-    exp_avg: NDArray[np.float32],
-    exp_avg_sq: NDArray[np.float32],
-    addresses: NDArray[np.uintp],
-    scalars: NDArray[np.float32],
-    coupled: NDArray[np.bool_],
+    param: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    max_exp_avg_sq: Array,
+    sources: NDArray[np.void],
+    streams: NDArray[np.uintp],
+    steps: NDArray[np.void],
     contracted: bool,
 ) -> None:
     size = param.size
-    scratch = np.empty(TILE, np.float32)
+    zeros, scratch = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    scattered, prepared, params = borrowed(zeros), borrowed(scratch), borrowed(param)
+    moments1, moments2, largest = borrowed(exp_avg), borrowed(exp_avg_sq), borrowed(max_exp_avg_sq)
+    wanted = lines_wanted(streams.size, steps.size, BLOCK)
     for start in range(0, size, TILE):
         stop = min(start + TILE, size)
-        p, m, v = param[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop]
-        for index in range(addresses.size):
-            g = carray(pointer_to_floats(addresses[index]), (size,), np.float32)[start:stop]
-            row = scalars[index]
-            if coupled[index]:
-                add_decay(p, g, scratch, row[0], contracted)
-                g = scratch[: stop - start]
-                decay = np.float32(1)
-            else:
-                decay = row[0]
-            if contracted:
-                vectors = p.size - p.size % 8
-                step_contracted(p[:vectors], m[:vectors], v[:vectors], g[:vectors], decay, row)
-                step_contracted_tail(p[vectors:], m[vectors:], v[vectors:], g[vectors:], decay, row)
-            else:
-                step_plain(p, m, v, g, decay, row)
+        lines = max(0, min(TILE, size - stop)) // LINE
+        fetched = 0
+        for index in range(steps.size):
+            for first in range(start, stop, BLOCK):
+                prefetch_lines(streams, stop, lines, fetched, fetched + wanted)
+                fetched += wanted
+                last = min(first + BLOCK, stop)
+                p, m, v = params[first:last], moments1[first:last], moments2[first:last]
+                x = largest[first:last] if largest.size else largest
+                if sources[index].sparse:
+                    taken = take_block(sources, index, first, last, scattered)
+                    step_block(p, m, v, x, scattered[: last - first], prepared, steps[index], contracted)
+                    untake_block(sources, index, first, taken, scattered)
+                else:
+                    g = carray(pointer_to_floats(sources[index].values), (size,), np.float32)[first:last]
+                    step_block(p, m, v, x, g, prepared, steps[index], contracted)
 
 
 @compiled
-def add_decay(
-    p: NDArray[np.float32], g: NDArray[np.float32], out: NDArray[np.float32], decay: np.float32, contracted: bool
-) -> None:
-    """L2 decay: the gradient grows by ``decay * p``."""
-    if contracted:
-        for i in range(p.size):
-            out[i] = multiply_add(p[i], decay, g[i])
+def step_block(p: Array, m: Array, v: Array, x: Array, g: Array, prepared: Array, step: Row, contracted: bool) -> None:
+    if step.prepares:
+        prepare(p, g, prepared, step, contracted)
+        g = prepared[: p.size]
+    vectors = p.size - p.size % 8 if contracted else 0
+    if vectors and x.size == 0 and not step.divides:
+        step_contracted(p[:vectors], m[:vectors], v[:vectors], g[:vectors], step)
+        if vectors < p.size:
+            step_in_parts(p[vectors:], m[vectors:], v[vectors:], x, g[vectors:], step, contracted)
     else:
-        for i in range(p.size):
-            out[i] = p[i] * decay + g[i]
+        step_in_parts(p, m, v, x, g, step, contracted)
 
 
 @compiled
-def step_contracted(
-    p: NDArray[np.float32],
-    m: NDArray[np.float32],
-    v: NDArray[np.float32],
-    g: NDArray[np.float32],
-    decay: np.float32,
-    row: NDArray[np.float32],
-) -> None:
-    weight1, small, weight2, beta2 = row[1], row[2] != 0, row[3], row[4]
-    root_correction, eps, negative_step_size = row[5], row[6], row[7]
+def step_in_parts(p: Array, m: Array, v: Array, x: Array, g: Array, step: Row, contracted: bool) -> None:
+    """The step in a loop for each part. torch's compiler contracted the second moment of the elements behind the last
+    whole vector the other way round, and there ``std::max`` keeps the maximum where the new value is a NaN."""
+    vectors = p.size - p.size % 8
+    update_moments(m[:vectors], v[:vectors], g[:vectors], step, contracted)
+    if contracted:
+        update_last_moments(m[vectors:], v[vectors:], g[vectors:], step)
+    else:
+        update_moments(m[vectors:], v[vectors:], g[vectors:], step, contracted)
+    if x.size:
+        for i in range(p.size):
+            x[i] = x[i] if x[i] > v[i] or x[i] != x[i] or (i >= vectors and v[i] != v[i]) else v[i]
+        move(p, m, x, step)
+    else:
+        move(p, m, v, step)
+
+
+@compiled
+def step_contracted(p: Array, m: Array, v: Array, g: Array, step: Row) -> None:
+    """A whole step where torch's compiler fused multiplications into additions.
+
+    :func:`tiercheck.kernels.division.reciprocal` is why the quotient by the bias correction is that of a division. An
+    infinite second moment would become a NaN in ``root * reciprocal_low``, so there the root is bounded.
+    """
+    decay, weight1, small, weight2, beta2 = step.decay, step.weight1, step.small_weight1, step.weight2, step.beta2
+    high, low, eps, negative_step_size = step.reciprocal_high, step.reciprocal_low, step.eps, step.negative_step_size
     for i in range(p.size):
         gradient = g[i]
         first = multiply_add(weight1, gradient - m[i], m[i] if small else gradient)
         second = multiply_add(weight2 * gradient, gradient, v[i] * beta2)
         m[i] = first
         v[i] = second
-        p[i] = p[i] * decay + (negative_step_size * first) / (np.sqrt(second) / root_correction + eps)
+        root = np.sqrt(second)
+        corrected = multiply_add(root, high, min(root, np.float32(2.0**100)) * low)
+        p[i] = p[i] * decay + (negative_step_size * first) / (corrected + eps)
 
 
 @compiled
-def step_contracted_tail(
-    p: NDArray[np.float32],
-    m: NDArray[np.float32],
-    v: NDArray[np.float32],
-    g: NDArray[np.float32],
-    decay: np.float32,
-    row: NDArray[np.float32],
-) -> None:
-    """The elements behind the last whole vector: torch's compiler contracted their second moment otherwise."""
-    weight1, small, weight2, beta2 = row[1], row[2] != 0, row[3], row[4]
-    root_correction, eps, negative_step_size = row[5], row[6], row[7]
-    for i in range(p.size):
-        gradient = g[i]
-        first = multiply_add(weight1, gradient - m[i], m[i] if small else gradient)
-        second = multiply_add(v[i], beta2, (weight2 * gradient) * gradient)
-        m[i] = first
-        v[i] = second
-        p[i] = p[i] * decay + (negative_step_size * first) / (np.sqrt(second) / root_correction + eps)
+def prepare(p: Array, g: Array, out: Array, step: Row, contracted: bool) -> None:
+    """The gradient that the moments see: scaled (and negated), then L2 decay added."""
+    multiplier, l2_decay = step.multiplier, step.l2_decay
+    if not step.coupled:
+        for i in range(p.size):
+            out[i] = g[i] * multiplier
+    elif contracted:
+        for i in range(p.size):
+            out[i] = multiply_add(p[i], l2_decay, g[i] * multiplier)
+    else:
+        for i in range(p.size):
+            out[i] = p[i] * l2_decay + g[i] * multiplier
 
 
 @compiled
-def step_plain(
-    p: NDArray[np.float32],
-    m: NDArray[np.float32],
-    v: NDArray[np.float32],
-    g: NDArray[np.float32],
-    decay: np.float32,
-    row: NDArray[np.float32],
-) -> None:
-    weight1, small, weight2, beta2 = row[1], row[2] != 0, row[3], row[4]
-    root_correction, eps, negative_step_size = row[5], row[6], row[7]
-    for i in range(p.size):
-        gradient = g[i]
-        first = weight1 * (gradient - m[i]) + (m[i] if small else gradient)
-        second = (weight2 * gradient) * gradient + v[i] * beta2
-        m[i] = first
-        v[i] = second
-        p[i] = p[i] * decay + (negative_step_size * first) / (np.sqrt(second) / root_correction + eps)
-
-
-@compiled
-def update_moments(
-    p: NDArray[np.float32],
-    m: NDArray[np.float32],
-    v: NDArray[np.float32],
-    g: NDArray[np.float32],
-    row: NDArray[np.float32],
-    contracted: bool,
-) -> None:
-    """Decoupled decay of ``p``, then both moments, as torch's separate operations round them."""
-    decay, weight1, small, weight2, beta2 = row[0], row[1], row[2] != 0, row[3], row[4]
-    for i in range(p.size):
+def update_moments(m: Array, v: Array, g: Array, step: Row, contracted: bool) -> None:
+    weight1, small, weight2, beta2 = step.weight1, step.small_weight1, step.weight2, step.beta2
+    for i in range(m.size):
         gradient = g[i]
         start = m[i] if small else gradient
         if contracted:
@@ -170,14 +202,36 @@ def update_moments(
         else:
             m[i] = weight1 * (gradient - m[i]) + start
             v[i] = (weight2 * gradient) * gradient + v[i] * beta2
-        p[i] = p[i] * decay
 
 
 @compiled
-def update_parameter(
-    p: NDArray[np.float32], m: NDArray[np.float32], roots: NDArray[np.float32], row: NDArray[np.float32]
-) -> None:
-    """The step itself, given the square roots of the second moment."""
-    root_correction, eps, negative_step_size = row[5], row[6], row[7]
+def update_last_moments(m: Array, v: Array, g: Array, step: Row) -> None:
+    weight1, small, weight2, beta2 = step.weight1, step.small_weight1, step.weight2, step.beta2
+    for i in range(m.size):
+        gradient = g[i]
+        m[i] = multiply_add(weight1, gradient - m[i], m[i] if small else gradient)
+        v[i] = multiply_add(v[i], beta2, (weight2 * gradient) * gradient)
+
+
+@compiled
+def move(p: Array, m: Array, v: Array, step: Row) -> None:
+    """Decay the parameter and move it, with the square roots and both divisions."""
+    decay, root_correction = step.decay, step.root_correction
+    eps, negative_step_size = step.eps, step.negative_step_size
     for i in range(p.size):
-        p[i] = p[i] + (negative_step_size * m[i]) / (roots[i] / root_correction + eps)
+        p[i] = p[i] * decay + (negative_step_size * m[i]) / (np.sqrt(v[i]) / root_correction + eps)
+
+
+@compiled
+def move_by_roots(p: Array, m: Array, roots: Array, step: Row) -> None:
+    """Decay the parameter and move it, given the square roots of the second moment."""
+    decay, root_correction = step.decay, step.root_correction
+    eps, negative_step_size = step.eps, step.negative_step_size
+    if step.divides:
+        for i in range(p.size):
+            p[i] = p[i] * decay + (negative_step_size * m[i]) / (roots[i] / root_correction + eps)
+    else:
+        high, low = step.reciprocal_high, step.reciprocal_low
+        for i in range(p.size):
+            corrected = multiply_add(roots[i], high, min(roots[i], np.float32(2.0**100)) * low)
+            p[i] = p[i] * decay + (negative_step_size * m[i]) / (corrected + eps)

@@ -1,4 +1,4 @@
-"""fp32 values that bf16 holds exactly, in Numba."""
+"""fp32 values as bf16, and back, in Numba."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import TILE, compiled, frozen
+from tiercheck.kernels.reference.bfloat16 import check_pair
+from tiercheck.kernels.threads import run, split
 
-__all__ = ["is_bfloat16", "narrow_into", "widen"]
+__all__ = ["is_bfloat16", "lose_bfloat16", "narrow_into", "round_bfloat16_into", "widen"]
 
 
 def is_bfloat16(values: NDArray[np.float32]) -> bool:
@@ -49,3 +51,42 @@ def widen(patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
 def widen_into(patterns: NDArray[np.uint16], bits: NDArray[np.uint32]) -> None:
     for i in range(patterns.size):
         bits[i] = np.uint32(patterns[i]) << np.uint32(16)
+
+
+def round_bfloat16_into(values: NDArray[np.float32], out: NDArray[np.uint16], *, threads: int = 1) -> None:
+    """As the reference."""
+    check_pair(values, out)
+    bits = frozen(values.view(np.uint32))
+    run(lambda piece: nearest_patterns(bits[piece], out[piece]), split(values.size, threads))
+
+
+@compiled
+def nearest_patterns(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> None:
+    for i in range(bits.size):
+        half = np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))
+        pattern = (bits[i] + half) >> np.uint32(16)
+        nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16(0x7FC0) if nan else np.uint16(pattern)
+
+
+def lose_bfloat16(values: NDArray[np.float32], residual: NDArray[np.float32], *, threads: int = 1) -> None:
+    """As the reference."""
+    check_pair(values, residual)
+    run(lambda piece: lose_rounding(frozen(values[piece]), residual[piece]), split(values.size, threads))
+
+
+@compiled
+def lose_rounding(values: NDArray[np.float32], residual: NDArray[np.float32]) -> None:
+    bits = values.view(np.uint32)
+    scratch = np.empty(TILE, np.uint32)
+    rounded = scratch.view(np.float32)
+    for start in range(0, values.size, TILE):
+        tile, patterns, lost = values[start : start + TILE], bits[start : start + TILE], residual[start : start + TILE]
+        for i in range(tile.size):
+            half = np.uint32(0x7FFF) + ((patterns[i] >> np.uint32(16)) & np.uint32(1))
+            scratch[i] = (patterns[i] + half) & np.uint32(0xFFFF0000)
+        for i in range(tile.size):
+            # Of a NaN the sum may be anything; the NaN itself is what it is.
+            largest = max(scratch[i] & np.uint32(0x7FFFFFFF), patterns[i] & np.uint32(0x7FFFFFFF))
+            owed = lost[i] + (tile[i] - rounded[i])
+            lost[i] = owed if largest < np.uint32(0x7F800000) else np.float32(0)

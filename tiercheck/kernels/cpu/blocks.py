@@ -1,84 +1,264 @@
-"""Block quantisation in Numba."""
+"""Block quantisation in Numba: 8-bit codes; and how the encoders of blocks are run.
+
+Compiled code sees whole blocks only, in pieces on the threads that are granted; the last, short one is filled up with
+zeros here. Where there is a residual, a block's ``x`` and what it decodes to stay in the first cache.
+
+What handles one block takes whole arrays and the positions where the block starts in them: a slice would count
+references, in atomic instructions that cost as much as the arithmetic. Positions are unsigned, so that no code is made
+for negative ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
-from tiercheck.kernels.reference.blocks import BLOCK
+from tiercheck.kernels.reference.blocks import BLOCK, MULTIPLIED_MAX, MULTIPLIED_MIN, check_size, check_sizes
+from tiercheck.kernels.threads import run, split
 
-__all__ = ["dequantise", "quantise_into"]
+__all__ = [
+    "INFINITY",
+    "START",
+    "STEP",
+    "Encode",
+    "add",
+    "decode_blocks",
+    "dequantise",
+    "encode_blocks",
+    "keep_lost",
+    "largest_magnitude",
+    "quantise_into",
+    "reciprocal",
+]
+
+INFINITY = 0x7F800000
+"""The pattern of an infinity; those of NaNs, without their signs, are above it."""
+
+ROUNDING = np.float32(1.5 * 2**23)
+"""Added to a number below 2**22, it leaves no bits for a fraction: the sum is rounded half to even, and its low bits
+are the integer."""
+
+STEP, START = np.uint64(BLOCK), np.uint64(0)
+"""A block's elements, and where it starts in an array of its own, unsigned."""
+
+NO_RESIDUAL = np.empty(0, np.float32)
+
+Encode = Callable[[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]], None]
+Decode = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]
 
 
-def quantise_into(values: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
-    """As the reference."""
-    quantise_blocks(frozen(values), codes, scales)
-
-
-@compiled
-def quantise_blocks(values: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
-    for block in range(scales.size):
-        start = block * BLOCK
-        scales[block] = quantise_block(values[start : start + BLOCK], codes[start : start + BLOCK])
-
-
-@compiled
-def quantise_block(values: NDArray[np.float32], codes: NDArray[np.int8]) -> Any:
-    bits = values.view(np.uint32)
-    infinity = np.uint32(0x7F800000)
-    magnitude = np.zeros(1, np.uint32)
-    for i in range(values.size):
-        magnitude[0] = max(magnitude[0], bits[i] & np.uint32(0x7FFFFFFF))
-    finite = magnitude[0] < infinity
-    if not finite:
-        magnitude[0] = 0
-        for i in range(values.size):
-            one = bits[i] & np.uint32(0x7FFFFFFF)
-            magnitude[0] = max(magnitude[0], one if one < infinity else np.uint32(0))
-    largest = magnitude.view(np.float32)[0]
-    scale = scale_reaching(largest)
-    divisor = np.float32(1) if scale == 0 else scale
-    if finite:
-        for i in range(values.size):
-            codes[i] = np.int8(np.int32(np.rint(values[i] / divisor)))
+def encode_blocks(
+    encode: Encode,
+    values: NDArray[np.float32],
+    codes: NDArray[Any],
+    scales: NDArray[Any],
+    *,
+    block: int,
+    codes_per_block: int,
+    residual: NDArray[np.float32] | None,
+    threads: int,
+    encode_short: Encode | None = None,
+) -> None:
+    """``encode(values, residual, codes, scales)`` for whole blocks, and ``encode_short`` for the last, short one."""
+    if residual is None:
+        residual = NO_RESIDUAL
     else:
-        for i in range(values.size):
-            infinite = (bits[i] & np.uint32(0x7FFFFFFF)) >= infinity
-            code = np.rint((np.float32(0) if infinite else values[i]) / divisor)
-            codes[i] = np.int8(-128) if infinite else np.int8(np.int32(code))
-    return scale
+        check_size("residuals", residual, values.size, values.size)
+    whole = values.size // block
+
+    def piece(part: slice) -> None:
+        first, last = part.start // block, part.stop // block
+        encode(
+            frozen(values[part]),
+            residual[part],
+            codes[first * codes_per_block : last * codes_per_block],
+            scales[first:last],
+        )
+
+    run(piece, split(whole * block, threads, unit=block))
+    if whole * block < values.size:
+        short, short_codes = slice(whole * block, None), codes[whole * codes_per_block :]
+        padded = np.zeros((2, block), np.float32)
+        padded[0, : values.size - whole * block] = values[short]
+        padded[1, : residual[short].size] = residual[short]
+        block_codes = np.empty(codes_per_block, codes.dtype)
+        lost = padded[1] if residual.size else NO_RESIDUAL
+        (encode_short or encode)(frozen(padded[0]), lost, block_codes, scales[whole:])
+        short_codes[:] = block_codes[: short_codes.size]
+        residual[short] = lost[: residual[short].size]
 
 
-@compiled
-def scale_reaching(largest: Any) -> Any:
-    """``largest / 127``, or the next number up where 127 times that falls short of ``largest``."""
-    scale = np.empty(1, np.float32)
-    scale[0] = largest / np.float32(127)
-    if scale[0] * np.float32(127) < largest:
-        scale.view(np.uint32)[0] += np.uint32(1)
-    return scale[0]
+def decode_blocks(
+    decode: Decode,
+    codes: NDArray[Any],
+    scales: NDArray[Any],
+    size: int,
+    *,
+    block: int,
+    codes_per_block: int,
+    threads: int,
+) -> NDArray[np.float32]:
+    """``decode(codes, scales, values)`` for whole blocks, and for the last, short one filled up."""
+    values = np.empty(size, np.float32)
+    whole = size // block
 
+    def piece(part: slice) -> None:
+        first, last = part.start // block, part.stop // block
+        some_codes = codes[first * codes_per_block : last * codes_per_block]
+        decode(frozen(some_codes), frozen(scales[first:last]), values[part])
 
-def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """As the reference."""
-    values = np.empty(codes.size, np.float32)
-    dequantise_blocks(frozen(codes), frozen(scales), values)
+    run(piece, split(whole * block, threads, unit=block))
+    if whole * block < size:
+        short_codes = codes[whole * codes_per_block :]
+        block_codes, block_values = np.zeros(codes_per_block, codes.dtype), np.empty(block, np.float32)
+        block_codes[: short_codes.size] = short_codes
+        decode(frozen(block_codes), frozen(scales[whole:]), block_values)
+        values[whole * block :] = block_values[: size - whole * block]
     return values
 
 
 @compiled
-def dequantise_blocks(codes: NDArray[np.int8], scales: NDArray[np.float32], values: NDArray[np.float32]) -> None:
-    for block in range(scales.size):
-        start = block * BLOCK
-        dequantise_block(codes[start : start + BLOCK], scales[block], values[start : start + BLOCK])
+def add(values: NDArray[np.float32], residual: NDArray[np.float32], at: Any, x: NDArray[np.float32]) -> None:
+    for i in range(np.uint64(x.size)):
+        x[i] = values[at + i] + residual[at + i]
 
 
 @compiled
-def dequantise_block(codes: NDArray[np.int8], scale: np.float32, values: NDArray[np.float32]) -> None:
+def keep_lost(x: NDArray[np.float32], decoded: NDArray[np.float32], residual: NDArray[np.float32], at: Any) -> None:
     largest = np.float32(3.4028234663852886e38)
-    for i in range(codes.size):
-        value = min(max(np.float32(codes[i]) * scale, -largest), largest)
-        values[i] = np.float32(np.nan) if codes[i] == np.int8(-128) else value
+    for i in range(np.uint64(x.size)):
+        lost = x[i] - decoded[i]
+        residual[at + i] = lost if abs(lost) <= largest else np.float32(0)
+
+
+@compiled
+def magnitude(value: Any) -> Any:
+    """The pattern of ``value`` without its sign."""
+    return np.uint32(np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF))
+
+
+@compiled
+def largest_magnitude(x: NDArray[np.float32], at: Any) -> Any:
+    """The largest pattern in a block of 256."""
+    largest = np.uint32(0)
+    for i in range(STEP):
+        one = np.uint32(magnitude(x[at + i]))
+        largest = one if one > largest else largest
+    return largest
+
+
+@compiled
+def reciprocal(scale: Any) -> Any:
+    """What ``quotients`` multiplies by: 0 for a scale of 0, NaN for a scale that it divides by."""
+    if scale == 0:
+        return np.float32(0)
+    if MULTIPLIED_MIN <= scale <= MULTIPLIED_MAX:
+        return np.float32(1) / scale
+    return np.float32(np.nan)
+
+
+def quantise_into(
+    values: NDArray[np.float32],
+    codes: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    *,
+    residual: NDArray[np.float32] | None = None,
+    threads: int = 1,
+) -> None:
+    """As the reference."""
+    check_sizes(values.size, codes, scales)
+    encode_blocks(
+        quantise_blocks, values, codes, scales, block=BLOCK, codes_per_block=BLOCK, residual=residual, threads=threads
+    )
+
+
+@compiled
+def quantise_blocks(
+    values: NDArray[np.float32], residual: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]
+) -> None:
+    x, decoded = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for block in range(np.uint64(scales.size)):
+        here = block * STEP
+        if residual.size == 0:
+            scales[block] = quantise_block(values, here, codes, here)
+        else:
+            add(values, residual, here, x)
+            scales[block] = quantise_block(x, START, codes, here)
+            dequantise_block(codes, here, scales[block], decoded, START)
+            keep_lost(x, decoded, residual, here)
+
+
+@compiled
+def quantise_block(x: NDArray[np.float32], at: Any, codes: NDArray[np.int8], to: Any) -> Any:
+    largest = np.uint32(largest_magnitude(x, at))
+    finite = largest < np.uint32(INFINITY)
+    if not finite:
+        largest = np.uint32(largest_finite_magnitude(x, at))
+    scale = scale_reaching(np.uint32(largest).view(np.float32))
+    factor = reciprocal(scale)
+    if finite and factor == factor:
+        for i in range(STEP):
+            codes[to + i] = np.int8(np.float32(x[at + i] * factor + ROUNDING).view(np.int32))
+    else:
+        quantise_carefully(x, at, scale, factor, codes, to)
+    return scale
+
+
+@compiled
+def largest_finite_magnitude(x: NDArray[np.float32], at: Any) -> Any:
+    largest = np.uint32(0)
+    for i in range(STEP):
+        one = np.uint32(magnitude(x[at + i]))
+        largest = one if largest < one < np.uint32(INFINITY) else largest
+    return largest
+
+
+@compiled
+def scale_reaching(largest: Any) -> Any:
+    scale = np.float32(largest / np.float32(127))
+    if scale * np.float32(127) < largest:
+        return np.uint32(scale.view(np.uint32) + np.uint32(1)).view(np.float32)
+    return scale
+
+
+@compiled
+def quantise_carefully(
+    x: NDArray[np.float32], at: Any, scale: Any, factor: Any, codes: NDArray[np.int8], to: Any
+) -> None:
+    """A block that holds what is not finite, or whose scale has no reciprocal."""
+    for i in range(STEP):
+        value = x[at + i]
+        if magnitude(value) >= np.uint32(INFINITY):
+            codes[to + i] = np.int8(-128)
+        else:
+            quotient = value * factor if factor == factor else value / scale
+            codes[to + i] = np.int8(np.float32(quotient + ROUNDING).view(np.int32))
+
+
+def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], *, threads: int = 1) -> NDArray[np.float32]:
+    """As the reference."""
+    check_sizes(codes.size, codes, scales)
+    return decode_blocks(
+        dequantise_blocks, codes, scales, codes.size, block=BLOCK, codes_per_block=BLOCK, threads=threads
+    )
+
+
+@compiled
+def dequantise_blocks(codes: NDArray[np.int8], scales: NDArray[np.float32], values: NDArray[np.float32]) -> None:
+    for block in range(np.uint64(scales.size)):
+        dequantise_block(codes, block * STEP, scales[block], values, block * STEP)
+
+
+@compiled
+def dequantise_block(codes: NDArray[np.int8], at: Any, scale: Any, values: NDArray[np.float32], to: Any) -> None:
+    largest = np.float32(3.4028234663852886e38)
+    for i in range(STEP):
+        code = codes[at + i]
+        value = np.float32(code) * scale
+        value = largest if value > largest else value
+        value = -largest if value < -largest else value
+        values[to + i] = np.float32(np.nan) if code == np.int8(-128) else value

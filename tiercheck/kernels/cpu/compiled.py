@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-__all__ = ["TILE", "compiled", "frozen", "multiply_add", "pointer_to_floats"]
+__all__ = ["TILE", "borrowed", "compiled", "frozen", "inlined", "multiply_add", "pointer_to_floats", "pointer_to_indices"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +26,18 @@ TILE = 4096
 """Elements a replay keeps in the first two caches while it applies all steps to them."""
 
 
-def compiled(function: Function) -> Function:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+def compiled(function: Function, *, inline: str = "never") -> Function:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "inline": inline}
     try:
         return cast(Function, numba.njit(cache=True, **options)(function))
     except RuntimeError as error:  # Numba finds no directory that it may write to
         logger.warning("%s is compiled anew in every process; set NUMBA_CACHE_DIR (%s)", function.__name__, error)
         return cast(Function, numba.njit(**options)(function))
+
+
+def inlined(function: Function) -> Function:
+    """For what is called with arrays, element by element: a call counts their references, in atomic operations."""
+    return compiled(function, inline="always")
 
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
@@ -58,3 +65,22 @@ def pointer_to_floats(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return CPointer(types.float32)(types.uintp), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def pointer_to_indices(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer to uint32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return CPointer(types.uint32)(types.uintp), generate
+
+
+@compiled
+def borrowed(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The same memory as an array that does not count its references: slices of it cost no atomic operation.
+
+    Numba counts a reference for every slice and every argument. What is borrowed must outlive the loop.
+    """
+    return carray(pointer_to_floats(np.uintp(array.ctypes.data)), (array.size,), np.float32)

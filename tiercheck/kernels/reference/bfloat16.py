@@ -1,11 +1,15 @@
-"""fp32 values that bf16 holds exactly, in NumPy."""
+"""fp32 values as bf16, and back, in NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["is_bfloat16", "narrow_into", "widen"]
+__all__ = ["check_pair", "is_bfloat16", "lose_bfloat16", "narrow_into", "round_bfloat16_into", "widen"]
+
+NAN = np.uint16(0x7FC0)
+
+INFINITY = np.uint16(0x7F80)
 
 
 def is_bfloat16(values: NDArray[np.float32]) -> bool:
@@ -21,3 +25,33 @@ def narrow_into(values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
 def widen(patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
     """The fp32 values of bf16 patterns; every bit survives."""
     return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def round_bfloat16_into(values: NDArray[np.float32], out: NDArray[np.uint16], *, threads: int = 1) -> None:
+    """Write the patterns of the nearest bf16, of two the even one; 0x7FC0 for every NaN.
+
+    Errors: ``ValueError`` where ``out`` has another size.
+    """
+    check_pair(values, out)
+    bits = values.view(np.uint32)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    out[:] = np.where(np.isnan(values), NAN, ((bits + half) >> np.uint32(16)).astype(np.uint16))
+
+
+def lose_bfloat16(values: NDArray[np.float32], residual: NDArray[np.float32], *, threads: int = 1) -> None:
+    """Add to ``residual`` what ``values`` lose as bf16: ``residual + (values - rounded)``, an fp32 subtraction and an
+    addition; 0 where what is rounded to is not finite.
+
+    Errors: ``ValueError`` where ``residual`` has another size.
+    """
+    check_pair(values, residual)
+    patterns = np.empty(values.size, np.uint16)
+    round_bfloat16_into(values, patterns)
+    finite = (patterns & np.uint16(0x7FFF)) < INFINITY
+    with np.errstate(invalid="ignore", over="ignore"):
+        residual[:] = np.where(finite, residual + (values - widen(patterns)), np.float32(0))
+
+
+def check_pair(values: NDArray[np.float32], other: NDArray[np.uint16] | NDArray[np.float32]) -> None:
+    if other.size != values.size:
+        raise ValueError(f"{values.size} values need as many elements to write to, not {other.size}")

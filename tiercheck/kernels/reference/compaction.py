@@ -1,57 +1,208 @@
-"""Compaction in NumPy: the elements of largest magnitude of an fp32 array.
+"""Compaction in NumPy: the elements of largest magnitude of a gradient, in order.
 
-``bits`` are an array's patterns as uint32.
+``values`` are fp32, fp16, or bf16 patterns (uint16). Whatever they are, survivors and residuals are fp32.
+
+With error feedback, ``residual`` (fp32, one an element, in the caller's memory) holds what earlier encodings lost. Then
+``x = values + residual``, one fp32 addition an element, takes the place of the values, and ``residual`` becomes ``x``:
+what is stored of the survivors, the caller takes off it with :func:`tiercheck.kernels.reference.settle`.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["INFINITY", "MAGNITUDE", "SAMPLES", "compact", "select_threshold", "threshold_bits"]
+__all__ = [
+    "ELEMENTS_MAX",
+    "INFINITY",
+    "MAGNITUDE",
+    "SAMPLES",
+    "Values",
+    "check_buffers",
+    "check_ratio",
+    "check_values",
+    "compact",
+    "compact_into",
+    "sample_keys",
+    "sample_positions",
+    "select_threshold",
+    "threshold_bits",
+    "wanted_of",
+    "widened",
+]
+
+Values: TypeAlias = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
 
 SAMPLES = 1 << 16
 """Elements :func:`select_threshold` looks at."""
+
+ELEMENTS_MAX = 2**32 - 1
+"""Indices have 32 bits."""
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 INFINITY = np.uint32(0x7F800000)
 
 
-def select_threshold(values: NDArray[np.float32], ratio: float, rng_seed: int) -> float:
-    """A magnitude that about ``ratio`` of ``values`` reach, from a fixed number of random samples.
+def select_threshold(
+    values: Values, ratio: float, seed: int, *, residual: NDArray[np.float32] | None = None, threads: int = 1
+) -> float:
+    """A magnitude that about ``ratio`` of ``values`` (plus ``residual``) reach, from a fixed number of random samples.
 
-    Deterministic for (seed, size, values). With 64K samples the share reached is within a tenth of a ratio of
-    0.01. Never zero (a zero tells nothing) and never above infinity, so that :func:`compact` keeps whatever is
-    not finite.
+    Deterministic for (seed, size, values, residual), none of which it changes. With 64K samples the share reached is
+    within a tenth of a ratio of 0.01. Never zero (a zero tells nothing) and never above infinity, so that
+    :func:`compact` keeps whatever is not finite.
 
     Source: Deep Gradient Compression (Lin et al., 2018), section 3, with a fixed number of samples instead of a share.
     """
-    if not 0 < ratio <= 1:
-        raise ValueError(f"a ratio must be in (0, 1], not {ratio}")
-    bits = values.view(np.uint32)
-    if bits.size > SAMPLES:
-        bits = bits[np.random.default_rng(rng_seed).integers(0, bits.size, SAMPLES)]
-    if not bits.size:
+    check_ratio(ratio)
+    check_values(values, residual)
+    if values.size > SAMPLES:
+        positions = sample_positions(values.size, seed)
+        values = values[positions]
+        residual = None if residual is None else residual[positions]
+    if not values.size:
         return float(np.uint32(1).view(np.float32))
-    magnitudes = bits & MAGNITUDE
-    wanted = min(magnitudes.size, max(1, round(ratio * magnitudes.size)))
+    magnitudes = added(values, residual).view(np.uint32) & MAGNITUDE
+    wanted = wanted_of(magnitudes.size, ratio)
     chosen = np.partition(magnitudes, magnitudes.size - wanted)[magnitudes.size - wanted]
     return float(np.clip(chosen, np.uint32(1), INFINITY).view(np.float32))
 
 
-def compact(values: NDArray[np.float32], threshold: float) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+def sample_positions(size: int, seed: int) -> NDArray[np.uint32]:
+    """Where :func:`select_threshold` looks: ``SAMPLES`` random positions below ``size``, a function of both.
+
+    The number i of a sample is hashed by two rounds of multiplications and shifts, with the seed's keys before each,
+    to 32 bits, all different, which are scaled to ``size``: any number of them can be had at once, on any device.
+    ``size`` is at most 2**32 - 1.
+
+    Source: the constants and shifts are those of lowbias32 (Wellons, hash-prospector, 2018).
+    """
+    first, second = sample_keys(seed)
+    hashed = np.arange(SAMPLES, dtype=np.uint32) ^ first
+    hashed ^= hashed >> np.uint32(16)
+    hashed *= np.uint32(0x7FEB352D)
+    hashed ^= (hashed >> np.uint32(15)) ^ second
+    hashed *= np.uint32(0x846CA68B)
+    hashed ^= hashed >> np.uint32(16)
+    return ((hashed.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
+
+
+def sample_keys(seed: int) -> tuple[np.uint32, np.uint32]:
+    """The keys of :func:`sample_positions`: the halves of one step of SplitMix64 (Steele et al., 2014)."""
+    state = (seed + 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    state ^= state >> 31
+    return np.uint32(state % 2**32), np.uint32(state >> 32)
+
+
+def compact(
+    values: Values, threshold: float, *, residual: NDArray[np.float32] | None = None, threads: int = 1
+) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """The indices (ascending) and values of the elements whose magnitude is at least ``threshold``.
 
     Magnitudes are compared as integers: a NaN is larger than an infinity, which is larger than any number, so
-    that no threshold up to infinity loses one. ``values`` has fewer than 2**32 elements.
+    that no threshold up to infinity loses one. ``residual``, if given, is left as ``values + residual``.
+
+    Errors: ``ValueError`` for 2**32 elements or more, a threshold that is no magnitude, and arrays of other sizes,
+    dtypes or layouts than the module's; nothing was touched then.
     """
-    magnitudes = values.view(np.uint32) & MAGNITUDE
-    indices = np.flatnonzero(magnitudes >= threshold_bits(threshold)).astype(np.uint32)
-    return indices, values[indices]
+    check_values(values, residual)
+    least = threshold_bits(threshold)
+    exact = added(values, residual)
+    if residual is not None:
+        residual[:] = exact
+    indices = np.flatnonzero((exact.view(np.uint32) & MAGNITUDE) >= least).astype(np.uint32)
+    return indices, exact[indices]
+
+
+def compact_into(
+    values: Values,
+    threshold: float,
+    indices: NDArray[np.uint32],
+    survivors: NDArray[np.float32],
+    *,
+    residual: NDArray[np.float32] | None = None,
+    threads: int = 1,
+) -> int:
+    """:func:`compact` into the caller's buffers, of one size; returns how many elements reach ``threshold``.
+
+    Where that is more than the buffers hold, they hold the first ones, in index order; where it is less, what stands
+    behind them is not specified. Either way ``residual`` is ``values + residual`` for **all** elements: a caller for
+    whom the buffers were too small goes on with ``compact(residual, threshold)``.
+
+    Errors: as :func:`compact`, and ``ValueError`` for buffers that are not writable, fp32 and uint32, and of one size.
+    """
+    check_buffers(indices, survivors)
+    found, exact = compact(values, threshold, residual=residual)
+    held = min(found.size, indices.size)
+    indices[:held], survivors[:held] = found[:held], exact[:held]
+    return found.size
 
 
 def threshold_bits(threshold: float) -> np.uint32:
+    """The pattern that a magnitude must reach. Errors: ``ValueError`` for a NaN or a negative number."""
     if not threshold >= 0:
         raise ValueError(f"a threshold is a magnitude, not {threshold}")
-    return np.float32(threshold).view(np.uint32)
+    with np.errstate(over="ignore"):
+        return np.float32(threshold).view(np.uint32)
+
+
+def widened(values: Values) -> NDArray[np.float32]:
+    """The values in fp32; every bit of them survives."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def added(values: Values, residual: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    if residual is None:
+        return widened(values)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return widened(values) + residual
+
+
+def wanted_of(samples: int, ratio: float) -> int:
+    """How many of the samples are to reach the threshold."""
+    return min(samples, max(1, round(ratio * samples)))
+
+
+def check_ratio(ratio: float) -> None:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"a ratio must be in (0, 1], not {ratio}")
+
+
+def check_values(values: Values, residual: NDArray[np.float32] | None) -> None:
+    """Errors: ``ValueError`` where a compaction cannot work on these arrays."""
+    if values.dtype not in (np.float32, np.float16, np.uint16):
+        raise ValueError(f"values are float32, float16 or bf16 patterns (uint16), not {values.dtype}")
+    if values.size > ELEMENTS_MAX:
+        raise ValueError(f"indices have 32 bits, and there are {values.size} elements: compact them in pieces")
+    check_layout("values", values)
+    if residual is None:
+        return
+    if residual.dtype != np.float32 or residual.size != values.size:
+        raise ValueError(f"{values.size} values need as many float32 residuals, not {residual.size} {residual.dtype}")
+    check_layout("residual", residual, writable=True)
+
+
+def check_buffers(indices: NDArray[np.uint32], survivors: NDArray[np.float32]) -> None:
+    """Errors: ``ValueError`` where a compaction cannot write to these arrays."""
+    if indices.dtype != np.uint32 or survivors.dtype != np.float32 or indices.size != survivors.size:
+        raise ValueError(
+            f"indices are uint32 and survivors float32, one each; not {indices.size} {indices.dtype} and "
+            f"{survivors.size} {survivors.dtype}"
+        )
+    check_layout("indices", indices, writable=True)
+    check_layout("survivors", survivors, writable=True)
+
+
+def check_layout(name: str, array: np.ndarray, *, writable: bool = False) -> None:
+    flags = array.flags
+    if array.ndim != 1 or not (flags.c_contiguous and flags.aligned):
+        raise ValueError(f"{name}: a kernel's array is 1-D, contiguous and aligned")
+    if writable and not flags.writeable:
+        raise ValueError(f"{name}: the kernel writes to it, and it is read-only")

@@ -1,0 +1,470 @@
+"""What the CUDA kernels must do wherever they run: the bits of the reference, and no write beyond an array's ends.
+
+A subclass gives the fixture ``machine``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.gpu.inputs import (
+    Floats,
+    adam_steps,
+    gradient,
+    identical,
+    narrowed,
+    same,
+    sums_that_depend_on_their_order,
+)
+from tests.gpu.machine import Machine, need_cupy
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels import reference
+from tiercheck.kernels.adam import AdamStep
+from tiercheck.kernels.gradients import SparseGradient
+from tiercheck.kernels.reference import blocks, compaction, halves, nf4, onebit, planes
+from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
+
+need_cupy()
+
+from tiercheck.kernels import cuda  # noqa: E402
+
+__all__ = ["CudaKernelTests"]
+
+
+class CudaKernelTests:
+    """Every kernel against the reference."""
+
+    @pytest.fixture
+    def machine(self) -> Machine:
+        raise NotImplementedError
+
+    # compaction
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
+    @pytest.mark.parametrize("with_residual", [False, True])
+    def test_compaction(self, machine: Machine, dtype: type, with_residual: bool) -> None:
+        for size in machine.sizes:
+            values = narrowed(gradient(size), dtype)
+            residual = gradient(size, seed=1, special=False) if with_residual else None
+            threshold = 0.01 if size % 2 else 0.0
+            self.compact_and_compare(machine, values, threshold, residual, slack=3)
+
+    def test_a_full_buffer_keeps_the_first_and_the_count_tells(self, machine: Machine) -> None:
+        values = gradient(9001)
+        for slack in (-1, -100, 0, -10_000):
+            self.compact_and_compare(machine, values, 0.01, gradient(9001, seed=1, special=False), slack=slack)
+
+    def test_elements_that_equal_the_threshold_survive(self, machine: Machine) -> None:
+        values = np.full(5000, -0.25, np.float32)
+        assert self.compact_and_compare(machine, values, 0.25, None, slack=0) == 5000
+        assert self.compact_and_compare(machine, values, np.nextafter(np.float32(0.25), np.float32(1)), None, 0) == 0
+
+    def compact_and_compare(
+        self, machine: Machine, values: NDArray[Any], threshold: float, residual: Floats | None, slack: int
+    ) -> int:
+        expected_residual = None if residual is None else residual.copy()
+        found, survived = reference.compact(values, threshold, residual=expected_residual)
+        capacity = max(0, found.size + slack)
+        held = min(capacity, found.size)
+        indices, survivors = machine.put(np.zeros(capacity, np.uint32)), machine.put(np.zeros(capacity, np.float32))
+        count = machine.put(np.full(1, 99, np.uint32))
+        workspace = machine.put(np.full(cuda.compact_workspace(values.size), 2**63 + 5, np.uint64))
+        on_device, lost = machine.put(values), None if residual is None else machine.put(residual)
+        cuda.compact_into(
+            on_device,
+            machine.put(np.array([threshold], np.float32)),
+            indices,
+            survivors,
+            count,
+            workspace,
+            residual=lost,
+            stream=machine.stream,
+        )
+        assert machine.get(count)[0] == found.size
+        assert identical(machine.get(indices)[:held], found[:held])
+        assert identical(machine.get(survivors)[:held], survived[:held])
+        assert identical(machine.get(on_device), values)
+        for array in (indices, survivors, count, workspace):
+            assert machine.intact(array)
+        if lost is not None and expected_residual is not None:
+            assert identical(machine.get(lost), expected_residual)
+            assert machine.intact(lost)
+        return int(found.size)
+
+    @pytest.mark.parametrize(
+        ("size", "dtype", "ratio", "with_residual"),
+        [
+            (0, np.float32, 0.5, False),
+            (1, np.float32, 0.01, True),
+            (300, np.uint16, 0.5, True),
+            (301, np.float16, 1.0, False),
+            (70_001, np.float32, 0.01, True),
+        ],
+    )
+    def test_threshold(self, machine: Machine, size: int, dtype: type, ratio: float, with_residual: bool) -> None:
+        values = narrowed(gradient(size), dtype)
+        residual = gradient(size, seed=1, special=False) if with_residual else None
+        threshold = machine.put(np.zeros(1, np.float32))
+        workspace = machine.put(np.zeros(min(size, compaction.SAMPLES), np.uint32))
+        lost = None if residual is None else machine.put(residual)
+        cuda.select_threshold(machine.put(values), ratio, 7, threshold, workspace, residual=lost, stream=machine.stream)
+        expected = reference.select_threshold(values, ratio, 7, residual=residual)
+        assert float(machine.get(threshold)[0]) == expected
+        assert machine.intact(workspace)
+
+    # survivors
+
+    def test_every_half_comes_back(self, machine: Machine) -> None:
+        every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+        for exponent in (0, 15, -113, 98, 164, -164):
+            values = machine.put(np.zeros(every.size, np.float32))
+            cuda.from_half(
+                machine.put(every), machine.put(np.array([exponent], np.int32)), values, stream=machine.stream
+            )
+            expected = halves.from_half(every, exponent)
+            assert same(machine.get(values), expected), exponent
+
+    def test_values_become_halves(self, machine: Machine) -> None:
+        generator = np.random.default_rng(3)
+        anything = generator.integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+        tiny = (generator.integers(0, 2**23, 999, dtype=np.uint32)).view(np.float32)
+        near_ties = (generator.integers(0, 2**11, 3000) * 4096 + generator.integers(-1, 2, 3000)).astype(np.float32)
+        for values in (anything, tiny, near_ties, gradient(999), np.zeros(5, np.float32), np.zeros(0, np.float32)):
+            out, exponent = machine.put(np.zeros(values.size, np.float16)), machine.put(np.zeros(1, np.int32))
+            cuda.to_half(
+                machine.put(values), out, exponent, machine.put(np.full(1, 9, np.uint32)), stream=machine.stream
+            )
+            expected = np.zeros(values.size, np.float16)
+            assert machine.get(exponent)[0] == halves.to_half(values, expected)
+            assert same(machine.get(out), expected)
+            assert machine.intact(out)
+
+    def test_a_count_on_the_device_bounds_the_work(self, machine: Machine) -> None:
+        values = np.arange(1, 101, dtype=np.float32)
+        for counted in (0, 7, 100, 4_000_000_000):
+            held = min(counted, 100)
+            count = machine.put(np.array([counted], np.uint32))
+            out, exponent = machine.put(np.zeros(100, np.float16)), machine.put(np.zeros(1, np.int32))
+            workspace = machine.put(np.zeros(1, np.uint32))
+            cuda.to_half(machine.put(values), out, exponent, workspace, count=count, stream=machine.stream)
+            expected = np.zeros(100, np.float16)
+            assert machine.get(exponent)[0] == halves.to_half(values[:held], expected[:held])
+            assert identical(machine.get(out), expected)
+            assert machine.intact(out)
+
+    def test_survivors_go_home(self, machine: Machine) -> None:
+        size = 5003
+        generator = np.random.default_rng(4)
+        indices = np.sort(generator.choice(size, 700, replace=False)).astype(np.uint32)
+        survivors, decoded = gradient(700), gradient(700, seed=1)
+        start = gradient(size, special=False)
+        on_device = [machine.put(array) for array in (indices, survivors, decoded)]
+        for name in ("scatter", "scatter_add", "settle"):
+            expected, out = start.copy(), machine.put(start)
+            if name == "settle":
+                settle(expected, indices, survivors, decoded)
+                cuda.settle(out, *on_device, stream=machine.stream)
+            else:
+                {"scatter": scatter, "scatter_add": scatter_add}[name](indices, survivors, expected)
+                getattr(cuda, name)(*on_device[:2], out, stream=machine.stream)
+            assert same(machine.get(out), expected), name
+            assert machine.intact(out)
+
+    def test_an_index_beyond_the_array_writes_nothing(self, machine: Machine) -> None:
+        indices = machine.put(np.array([1, 10, 11, 2**32 - 1], np.uint32))
+        values = machine.put(np.ones(4, np.float32))
+        for name in ("scatter", "scatter_add", "settle"):
+            out = machine.put(np.zeros(10, np.float32))
+            if name == "settle":
+                cuda.settle(out, indices, values, machine.put(np.zeros(4, np.float32)), stream=machine.stream)
+            else:
+                getattr(cuda, name)(indices, values, out, stream=machine.stream)
+            assert machine.get(out).tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+            assert machine.intact(out)
+
+    # blocks
+
+    @pytest.mark.parametrize("codec", ["int8", "nf4", "onebit"])
+    def test_block_codes(self, machine: Machine, codec: str) -> None:
+        for size in machine.sizes:
+            self.encode_and_compare(machine, codec, gradient(size), None)
+            residual = np.zeros(size, np.float32)
+            for iteration in range(3):
+                residual = self.encode_and_compare(machine, codec, gradient(size, iteration), residual)
+
+    @pytest.mark.parametrize("codec", ["int8", "nf4", "onebit"])
+    def test_block_codes_of_extremes(self, machine: Machine, codec: str) -> None:
+        largest, smallest = np.finfo(np.float32).max, np.float32(1e-45)
+        tiny = np.arange(-128, 172).astype(np.float32) * smallest
+        halfway = np.full(300, 2.0**126, np.float32)
+        halfway[::2] = 2.0**-126
+        cases = [
+            np.full(300, largest, np.float32),
+            np.full(257, -largest, np.float32),
+            tiny,
+            halfway,
+            np.full(129, smallest, np.float32),
+            np.full(640, 127 * 2.0**-126, np.float32),
+            np.where(np.arange(512) < 256, np.float32(np.nan), np.float32(1)),
+            np.linspace(-1, 1, 4 * 256 + 1, dtype=np.float32),
+            np.linspace(-1, 1, 513).astype(np.float32) * largest,
+            sums_that_depend_on_their_order(),
+        ]
+        cases += [(nf4.BOUNDARIES[at % 15] * np.ones(256, np.float32)) for at in range(15)]
+        for case in cases[-15:]:
+            case[0] = 1
+        for values in cases:
+            self.encode_and_compare(machine, codec, values, None)
+            self.encode_and_compare(machine, codec, values, np.full(values.size, largest / 2, np.float32))
+
+    def encode_and_compare(self, machine: Machine, codec: str, values: Floats, residual: Floats | None) -> Floats:
+        size = values.size
+        count = -(-size // (onebit.ONEBIT_BLOCK if codec == "onebit" else blocks.BLOCK))
+        codes: NDArray[Any] = {
+            "int8": np.zeros(size, np.int8),
+            "nf4": np.zeros(count * nf4.HALF, np.uint8),
+            "onebit": np.zeros(count * onebit.SIGN_BYTES, np.uint8),
+        }[codec]
+        scales = np.zeros(count, np.uint16 if codec == "onebit" else np.float32)
+        lost = np.zeros(0, np.float32) if residual is None else residual.copy()
+        on_device, codes_there, scales_there = (machine.put(array) for array in (values, codes, scales))
+        lost_there = None if residual is None else machine.put(residual)
+        name = {"int8": "quantise", "nf4": "quantise_nf4", "onebit": "quantise_onebit"}[codec]
+        module_of: Any = {"int8": blocks, "nf4": nf4, "onebit": onebit}[codec]
+        getattr(module_of, f"{name}_into")(values, codes, scales, residual=None if residual is None else lost)
+        getattr(cuda, f"{name}_into")(on_device, codes_there, scales_there, residual=lost_there, stream=machine.stream)
+        assert identical(machine.get(codes_there), codes)
+        assert identical(machine.get(scales_there), scales)
+        assert machine.intact(codes_there) and machine.intact(scales_there)
+        if lost_there is not None:
+            assert identical(machine.get(lost_there), lost)
+            assert machine.intact(lost_there)
+        decoded = machine.put(np.zeros(size, np.float32))
+        getattr(cuda, f"de{name}_into")(codes_there, scales_there, decoded, stream=machine.stream)
+        assert same(machine.get(decoded), self.decoded(codec, codes, scales, size))
+        assert machine.intact(decoded)
+        return lost
+
+    def decoded(self, codec: str, codes: NDArray[Any], scales: NDArray[Any], size: int) -> Floats:
+        if codec == "int8":
+            return blocks.dequantise(codes, scales)
+        return (nf4.dequantise_nf4 if codec == "nf4" else onebit.dequantise_onebit)(codes, scales, size)
+
+    @pytest.mark.parametrize("codec", ["int8", "nf4", "onebit"])
+    def test_any_bytes_decode(self, machine: Machine, codec: str) -> None:
+        generator = np.random.default_rng(5)
+        for size in (1, 255, 2049):
+            count = -(-size // (onebit.ONEBIT_BLOCK if codec == "onebit" else blocks.BLOCK))
+            length = {"int8": size, "nf4": count * nf4.HALF, "onebit": count * onebit.SIGN_BYTES}[codec]
+            codes = generator.integers(0, 256, length, dtype=np.uint8).view(np.int8 if codec == "int8" else np.uint8)
+            raw = generator.integers(0, 2**32, count, dtype=np.uint32)
+            raw[::3] = 0x7F800000
+            scales = (raw >> 16).astype(np.uint16) if codec == "onebit" else raw.view(np.float32)
+            out = machine.put(np.zeros(size, np.float32))
+            name = {"int8": "dequantise_into", "nf4": "dequantise_nf4_into", "onebit": "dequantise_onebit_into"}[codec]
+            getattr(cuda, name)(machine.put(codes), machine.put(scales), out, stream=machine.stream)
+            assert same(machine.get(out), self.decoded(codec, codes, scales, size))
+            assert machine.intact(out)
+
+    # patterns
+
+    def test_bfloat16(self, machine: Machine) -> None:
+        for size in machine.sizes:
+            values = gradient(size)
+            exact = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+            expected = np.zeros(size, np.uint16)
+            reference.narrow_into(exact, expected)
+            low, narrowed = machine.put(np.full(1, 7, np.uint32)), machine.put(np.zeros(size, np.uint16))
+            widened = machine.put(np.zeros(size, np.float32))
+            cuda.find_low_halves(machine.put(exact), low, stream=machine.stream)
+            cuda.narrow_into(machine.put(exact), narrowed, stream=machine.stream)
+            cuda.widen_into(narrowed, widened, stream=machine.stream)
+            assert machine.get(low)[0] == 0
+            assert identical(machine.get(narrowed), expected)
+            assert identical(machine.get(widened), exact)
+            assert machine.intact(narrowed) and machine.intact(widened)
+            if size:
+                exact.view(np.uint32)[size // 2] |= 1
+                cuda.find_low_halves(machine.put(exact), low, stream=machine.stream)
+                assert machine.get(low)[0] != 0
+
+    @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+    def test_planes(self, machine: Machine, dtype: type) -> None:
+        for size in machine.sizes:
+            generator = np.random.default_rng(size)
+            patterns = generator.integers(0, 2 ** (8 * np.dtype(dtype).itemsize), size, dtype=np.uint64).astype(dtype)
+            exponents = np.zeros(size, np.uint8)
+            rest = np.zeros(size * (patterns.itemsize - 1), np.uint8)
+            there = [machine.put(array) for array in (exponents, rest, np.zeros(size, dtype))]
+            planes.split_exponents(patterns, exponents, rest)
+            cuda.split_exponents(machine.put(patterns), there[0], there[1], stream=machine.stream)
+            cuda.join_exponents(there[0], there[1], there[2], stream=machine.stream)
+            for actual, expected in zip(there, (exponents, rest, patterns), strict=True):
+                assert identical(machine.get(actual), expected)
+                assert machine.intact(actual)
+
+    # replay
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"contracted": False},
+            {"decoupled": False},
+            {"decoupled": False, "contracted": False},
+            {"weight_decay": 0.0, "beta1": 0.4},
+            {"beta1": 0.5, "maximize": True},
+            {"gradient_scale": 0.37, "decoupled": False, "maximize": True},
+            {"amsgrad": True},
+            {"amsgrad": True, "decoupled": False, "gradient_scale": 1 / 3},
+            {"beta2": 0.0, "eps": 0.0},
+        ],
+    )
+    def test_replay(self, machine: Machine, options: dict[str, Any]) -> None:
+        options = dict(options)
+        contracted = options.pop("contracted", True)
+        for size in machine.sizes:
+            dense = [gradient(size, seed, special=seed == 2) for seed in range(4)]
+            dense[2][-1:] = np.nan
+            steps = adam_steps(4, **options)
+            self.replay_and_compare(machine, size, dense, steps, contracted)
+            sparse: list[Any] = [self.some_of(each, seed) for seed, each in enumerate(dense)]
+            self.replay_and_compare(machine, size, [*sparse, dense[0]], adam_steps(5, **options), contracted)
+
+    def test_more_steps_than_a_launch_takes(self, machine: Machine) -> None:
+        for count in (0, cuda.MOST_STEPS, cuda.MOST_STEPS + 1, 2 * cuda.MOST_STEPS + 3):
+            dense = [gradient(67, seed, special=False) for seed in range(count)]
+            mixed = [self.some_of(each, 0) if at % 3 else each for at, each in enumerate(dense)]
+            self.replay_and_compare(machine, 67, dense, adam_steps(count, first=1_000), True)
+            self.replay_and_compare(machine, 67, mixed, adam_steps(count), True)
+
+    def some_of(self, dense: Floats, seed: int) -> SparseGradient:
+        kept = np.flatnonzero(np.random.default_rng(seed).random(dense.size) < (0.02, 0.5, 0.0, 1.0)[seed % 4])
+        return SparseGradient(kept.astype(np.uint32), dense[kept])
+
+    def replay_and_compare(
+        self, machine: Machine, size: int, gradients: list[Any], steps: list[AdamStep], contracted: bool
+    ) -> None:
+        amsgrad = bool(steps) and steps[0].amsgrad
+        state = [gradient(size, 10, special=False) for _ in range(2)]
+        state += [np.abs(gradient(size, 11 + each, special=False)) for each in range(1 + amsgrad)]
+        there = [machine.put(array) for array in state]
+        gradients_there = [
+            cuda.SparseOnDevice(machine.put(each.indices), machine.put(each.values))
+            if isinstance(each, SparseGradient)
+            else machine.put(each)
+            for each in gradients
+        ]
+        options: dict[str, Any] = {"contracted": contracted}
+        largest: dict[str, Any] = {"max_exp_avg_sq": state[3]} if amsgrad else {}
+        reference.replay_fused_adam(*state[:3], gradients, steps, **options, **largest)
+        largest = {"max_exp_avg_sq": there[3]} if amsgrad else {}
+        cuda.replay_fused_adam(*there[:3], gradients_there, steps, **options, **largest, stream=machine.stream)
+        for actual, expected in zip(there, state, strict=True):
+            assert same(machine.get(actual), expected)
+            assert machine.intact(actual)
+
+    @pytest.mark.parametrize("form", cuda.TORCH_FORMS)
+    @pytest.mark.parametrize("decoupled", [True, False])
+    def test_replay_with_torchs_own_rounding(self, machine: Machine, form: str, decoupled: bool) -> None:
+        """No bit is promised here; it must be Adam, to a few roundings."""
+        size, steps = 1003, adam_steps(3, decoupled=decoupled, maximize=True)
+        dense = [gradient(size, seed, special=False) for seed in range(3)]
+        state = [gradient(size, 10, special=False), np.zeros(size, np.float32), np.zeros(size, np.float32)]
+        there = [machine.put(array) for array in state]
+        wide = [array.astype(np.float64) for array in state]
+        for each, step in zip(dense, steps, strict=True):
+            g = -each.astype(np.float64)
+            if decoupled:
+                wide[0] *= 1 - step.lr * step.weight_decay
+            else:
+                g += step.weight_decay * wide[0]
+            wide[1] = step.beta1 * wide[1] + (1 - step.beta1) * g
+            wide[2] = step.beta2 * wide[2] + (1 - step.beta2) * g * g
+            root = np.sqrt(wide[2] / (1 - step.beta2**step.step)) + step.eps
+            wide[0] -= step.lr / (1 - step.beta1**step.step) * wide[1] / root
+        cuda.replay_torch_fused_adam(
+            *there, [machine.put(each) for each in dense], steps, form=form, stream=machine.stream
+        )
+        for actual, expected in zip(there, wide, strict=True):
+            np.testing.assert_allclose(machine.get(actual), expected, rtol=2e-5, atol=2e-9)
+
+    # what is refused
+
+    def test_arrays_that_do_not_fit_are_refused(self, machine: Machine) -> None:
+        floats, words = machine.put(np.zeros(300, np.float32)), machine.put(np.zeros(300, np.uint32))
+        one, count = machine.put(np.zeros(1, np.float32)), machine.put(np.zeros(1, np.uint32))
+        room = machine.put(np.zeros(2, np.uint64))
+        codes, scales = machine.put(np.zeros(300, np.int8)), machine.put(np.zeros(2, np.float32))
+        to: dict[str, Any] = {"stream": machine.stream}
+        with pytest.raises(ValueError, match="survivors must have 300 elements"):
+            cuda.compact_into(floats, one, words, one, count, room, **to)
+        with pytest.raises(ValueError, match="at least 2"):
+            cuda.compact_into(floats, one, words, floats, count, room[:1], **to)
+        with pytest.raises(ValueError, match="1-D contiguous"):
+            cuda.compact_into(floats[::2], one, words, floats, count, room, **to)
+        with pytest.raises(ValueError, match="float32, float16 or bf16"):
+            cuda.compact_into(words, one, words, floats, count, room, **to)
+        with pytest.raises(ValueError, match="CuPy array"):
+            cuda.compact_into(np.zeros(300, np.float32), one, words, floats, count, room, **to)
+        with pytest.raises(ValueError, match="scales must have 2"):
+            cuda.quantise_into(floats, codes, one, **to)
+        with pytest.raises(ValueError, match="residual must have 300"):
+            cuda.quantise_into(floats, codes, scales, residual=one, **to)
+        with pytest.raises(ValueError, match="ratio"):
+            cuda.select_threshold(floats, 0.0, 1, one, words, **to)
+        with pytest.raises(ValueError, match="uint16 or uint32"):
+            cuda.split_exponents(floats, codes, codes, **to)
+
+    def test_replays_that_do_not_fit_are_refused(self, machine: Machine) -> None:
+        p, m, v, g = (machine.put(np.zeros(40, np.float32)) for _ in range(4))
+        to: dict[str, Any] = {"stream": machine.stream, "contracted": True}
+        with pytest.raises(ConfigurationError, match="overlaps gradients"):
+            cuda.replay_fused_adam(p, m, v, [p], adam_steps(1), **to)
+        with pytest.raises(ConfigurationError, match="param overlaps exp_avg"):
+            cuda.replay_fused_adam(p, p, v, [g], adam_steps(1), **to)
+        with pytest.raises(ConfigurationError, match="a gradient a step"):
+            cuda.replay_fused_adam(p, m, v, [], adam_steps(1), **to)
+        with pytest.raises(ConfigurationError, match="amsgrad"):
+            cuda.replay_fused_adam(p, m, v, [g], adam_steps(1, amsgrad=True), **to)
+        with pytest.raises(ConfigurationError, match="40 elements"):
+            cuda.replay_fused_adam(p, m, v, [g[:39]], adam_steps(1), **to)
+        with pytest.raises(ConfigurationError, match="form"):
+            cuda.replay_torch_fused_adam(p, m, v, [g], adam_steps(1), form="guess", stream=machine.stream)
+        assert not np.any(machine.get(p))
+
+    # together
+
+    def test_a_sparse_encoding_never_leaves_the_device(self, machine: Machine) -> None:
+        """Threshold, survivors, fp16, residual: each fed by the one before through device memory alone."""
+        size = machine.sizes[-1]
+        values, residual = gradient(size, special=False), gradient(size, 1, special=False)
+        expected_residual = residual.copy()
+        threshold = reference.select_threshold(values, 0.01, 3, residual=residual)
+        found, survived = reference.compact(values, threshold, residual=expected_residual)
+        expected_halves = np.zeros(found.size, np.float16)
+        exponent = halves.to_half(survived, expected_halves)
+        settle(expected_residual, found, survived, halves.from_half(expected_halves, exponent))
+
+        put, to = machine.put, {"stream": machine.stream}
+        capacity = found.size + 10
+        there, lost = put(values), put(residual)
+        least, count, scale = put(np.zeros(1, np.float32)), put(np.zeros(1, np.uint32)), put(np.zeros(1, np.int32))
+        indices, survivors = put(np.zeros(capacity, np.uint32)), put(np.zeros(capacity, np.float32))
+        out, decoded = put(np.zeros(capacity, np.float16)), put(np.zeros(capacity, np.float32))
+        samples = put(np.zeros(compaction.SAMPLES, np.uint32))
+        room = put(np.zeros(cuda.compact_workspace(size), np.uint64))
+        cuda.select_threshold(there, 0.01, 3, least, samples, residual=lost, **to)
+        cuda.compact_into(there, least, indices, survivors, count, room, residual=lost, **to)
+        cuda.to_half(survivors, out, scale, samples, count=count, **to)
+        cuda.from_half(out, scale, decoded, count=count, **to)
+        cuda.settle(lost, indices, survivors, decoded, count=count, **to)
+        assert machine.get(scale)[0] == exponent
+        assert machine.get(count)[0] == found.size
+        assert identical(machine.get(out)[: found.size], expected_halves)
+        assert identical(machine.get(indices)[: found.size], found)
+        assert identical(machine.get(lost), expected_residual)

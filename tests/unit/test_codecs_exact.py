@@ -1,0 +1,225 @@
+"""The codecs that keep every bit, and the bytes that they save all the same."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from numpy.typing import NDArray
+
+from tests.encoding import Stored, encode, gradient, hold, raw, round_trip
+from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.streams.codecs import DTYPES, FLOATS, codec, decode, decode_sparse, entropy
+from tiercheck.streams.codecs.entropy import FRAME_ELEMENTS
+
+NANS = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0xFF800000, 0x80000000, 1], np.uint32)
+
+
+def nbytes(parts: dict[str, Stored]) -> int:
+    return sum(len(part.data) for part in parts.values())
+
+
+def exactly_bfloat16(size: int) -> NDArray[np.float32]:
+    return (gradient(size).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize("name", ["exact", "exact+entropy", "nonzero"])
+class TestEveryBit:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_of_every_dtype_comes_back(self, name: str, dtype: str) -> None:
+        kind = DTYPES[dtype]
+        noise = np.random.default_rng(5).integers(0, 2 if dtype == "BOOL" else 256, 35 * kind.itemsize, dtype=np.uint8)
+        array = noise.view(kind).reshape(5, 7)
+        assert raw(round_trip(name, array, dtype)) == raw(array)
+
+    def test_of_a_nan_comes_back(self, name: str) -> None:
+        padded = np.concatenate((NANS, np.zeros(100, np.uint32)))
+        for bits in (NANS, NANS & np.uint32(0xFFFF0000), padded, padded & np.uint32(0xFFFF0000)):
+            assert raw(round_trip(name, bits.view(np.float32), "F32")) == raw(bits)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_never_takes_more_bytes_than_the_tensor(self, name: str, dtype: str) -> None:
+        for size in (0, 1, 2, 7, 100, 5000):
+            noise = np.random.default_rng(size).integers(0, 256, size * DTYPES[dtype].itemsize, dtype=np.uint8)
+            array = noise.view(DTYPES[dtype])
+            _, parts = encode(name, array, dtype)
+            assert nbytes(parts) <= array.nbytes
+
+
+class TestExact:
+    def test_values_that_are_exactly_bf16_take_half_the_bytes(self) -> None:
+        array = exactly_bfloat16(4096).reshape(64, 64)
+        _, parts = encode("exact", array, "F32")
+        assert (parts[""].dtype, parts[""].shape, len(parts[""].data)) == ("BF16", (64, 64), 2 * 4096)
+        array[63, 63] = 0.1
+        _, parts = encode("exact", array, "F32")
+        assert (parts[""].dtype, len(parts[""].data)) == ("F32", 4 * 4096)
+
+    def test_decoding_copies_nothing(self) -> None:
+        encoding, parts = encode("exact", gradient(100), "F32")
+        decoded = decode(encoding.to_object(), parts)
+        assert np.shares_memory(decoded, np.frombuffer(parts[""].data, np.float32))
+
+
+class TestEntropy:
+    @pytest.mark.parametrize(("dtype", "share"), [("F32", 0.87), ("BF16", 0.75), ("F16", 0.97)])
+    def test_gradients_get_smaller(self, dtype: str, share: float) -> None:
+        array = hold(gradient(100_000), dtype)
+        _, parts = encode("exact+entropy", array, dtype)
+        assert nbytes(parts) < share * array.nbytes
+
+    def test_values_that_are_exactly_bf16_are_coded_as_such(self) -> None:
+        array = exactly_bfloat16(100_000)
+        encoding, parts = encode("exact+entropy", array, "F32")
+        assert nbytes(parts) < 0.75 * 2 * array.size
+        assert raw(decode(encoding.to_object(), parts)) == raw(array)
+
+    def test_exponents_that_do_not_compress_are_stored_as_they_are(self) -> None:
+        bits = np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)
+        encoding, parts = encode("exact+entropy", bits.view(np.float32), "F32")
+        assert bytes(parts["exponents"].data) == (bits >> 23 & 0xFF).astype(np.uint8).tobytes()
+        assert raw(decode(encoding.to_object(), parts)) == raw(bits)
+
+    @pytest.mark.parametrize("size", [FRAME_ELEMENTS - 1, FRAME_ELEMENTS, FRAME_ELEMENTS + 1, 3 * FRAME_ELEMENTS + 5])
+    def test_frames(self, size: int) -> None:
+        array = hold(gradient(size), "BF16")
+        encoding, parts = encode("exact+entropy", array, "BF16", threads=2)
+        (length,) = struct.unpack_from("<I", parts["exponents"].data)
+        first = zstandard.get_frame_parameters(parts["exponents"].data[4 : 4 + length])
+        assert first.content_size == min(size, FRAME_ELEMENTS)
+        assert raw(decode(encoding.to_object(), parts, threads=3)) == raw(array)
+
+    def test_without_zstandard_it_is_refused_before_there_is_a_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        encoding, parts = encode("exact+entropy", gradient(1000), "F32")
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(ConfigurationError, match="pip install zstandard"):
+            codec("exact+entropy").plan("F32", (3,))
+        with pytest.raises(ConfigurationError, match="pip install zstandard"):
+            decode(encoding.to_object(), parts)
+
+    def test_what_never_uses_zstandard_does_not_import_it(self) -> None:
+        script = (
+            "import sys; from tiercheck.streams.codecs import codec; codec('nf4'); sys.exit('zstandard' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+
+
+class TestMalformedFrames:
+    """A frame is not decoded before it has said that it holds what it should, and not beyond that."""
+
+    SIZE = 2000
+
+    def decode(self, coded: bytes) -> NDArray[Any]:
+        encoding, parts = encode("exact+entropy", gradient(self.SIZE), "F32")
+        assert len(coded) < self.SIZE
+        memory = memoryview(coded)
+        return decode(encoding.to_object(), {**parts, "exponents": Stored("U8", (len(coded),), memory)})
+
+    @staticmethod
+    def framed(*frames: bytes) -> bytes:
+        return b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
+
+    def frame(self, size: int, **options: Any) -> bytes:
+        return zstandard.ZstdCompressor(level=1, **options).compress(bytes(size))
+
+    def test_what_it_should_be(self) -> None:
+        assert self.decode(self.framed(self.frame(self.SIZE))).size == self.SIZE
+
+    @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, 0, 2**30])
+    def test_another_size_than_the_tensors(self, size: int) -> None:
+        """Of which the largest is a bomb: a gibibyte in 32 KiB."""
+        frame = self.frame(size) if size < 2**20 else self.frame(2**20)
+        if size >= 2**20:  # what it says, without what it takes to be true
+            frame = frame[:4] + bytes([frame[4] | 0xC0]) + frame[5:]
+        with pytest.raises(Corruption, match="frame"):
+            self.decode(self.framed(frame))
+
+    def test_no_size_at_all(self) -> None:
+        with pytest.raises(Corruption, match="says it holds"):
+            self.decode(self.framed(self.frame(self.SIZE, write_content_size=False)))
+
+    def test_a_size_that_is_not_what_follows(self) -> None:
+        """A bomb: a frame that says it holds what it should, and holds a thousand times as much."""
+        honest, bomb = self.frame(self.SIZE), self.frame(1000 * self.SIZE)
+        said = zstandard.frame_header_size(honest)
+        lying = honest[:said] + bomb[zstandard.frame_header_size(bomb) :]
+        assert zstandard.get_frame_parameters(lying).content_size == self.SIZE
+        with pytest.raises(Corruption, match="cannot be decoded"):
+            self.decode(self.framed(lying))
+
+    def test_trailing_garbage(self) -> None:
+        frame = self.frame(self.SIZE)
+        for coded in (
+            self.framed(frame) + b"\0",
+            self.framed(frame, frame),
+            self.framed(frame + b"\0"),
+            self.framed(frame + frame),
+        ):
+            with pytest.raises(Corruption):
+                self.decode(coded)
+
+    def test_cut_anywhere(self) -> None:
+        whole = self.framed(self.frame(self.SIZE))
+        for length in range(len(whole)):
+            with pytest.raises(Corruption):
+                self.decode(whole[:length])
+        for length in range(len(whole) - 4):
+            with pytest.raises(Corruption):
+                self.decode(self.framed(whole[4 : 4 + length]))
+
+    def test_a_length_that_leaves_the_part(self) -> None:
+        frame = self.frame(self.SIZE)
+        for length in (0, len(frame) - 1, len(frame) + 1, 2**32 - 1):
+            with pytest.raises(Corruption):
+                self.decode(struct.pack("<I", length) + frame)
+
+    def test_frames_are_bounded_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(entropy, "FRAME_ELEMENTS", 500)
+        frames = [self.frame(500)] * 4
+        assert self.decode(self.framed(*frames)).size == self.SIZE
+        for sizes in ([500, 500, 500], [500] * 5, [500, 499, 501, 500], [2000]):
+            with pytest.raises(Corruption):
+                self.decode(self.framed(*map(self.frame, sizes)))
+
+
+class TestNonzero:
+    def test_only_what_is_not_zero_is_stored(self) -> None:
+        array = np.zeros(1000, np.float32)
+        array[[3, 500, 999]] = 1.5, -0.0, np.nan
+        encoding, parts = encode("nonzero", array, "F32")
+        assert np.frombuffer(parts["indices"].data, np.uint32).tolist() == [3, 500, 999]
+        assert (parts["values"].dtype, parts["values"].shape) == ("F32", (3,))
+        assert raw(decode(encoding.to_object(), parts)) == raw(array)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.49, 0.51, 1.0])
+    def test_the_smaller_form_is_chosen(self, dtype: str, share: float) -> None:
+        array = hold(np.where(np.arange(10_000) < share * 10_000, gradient(10_000), np.float32(0)), dtype)
+        encoding, parts = encode("nonzero", array, dtype)
+        count = np.count_nonzero(array)
+        sparse = count * (4 + array.itemsize) < array.nbytes
+        assert encoding.codec == ("nonzero" if sparse else "exact")
+        assert nbytes(parts) <= min(array.nbytes, count * (4 + array.itemsize) if sparse else array.nbytes)
+        assert raw(decode(encoding.to_object(), parts)) == raw(array)
+
+    def test_a_compressed_gradient_stays_what_it_is(self) -> None:
+        """Sparse with loss first, as training applies it; then without."""
+        applied = round_trip("sparse", gradient(200_000), "F32") * np.float32(0.37)
+        encoding, parts = encode("nonzero", applied, "F32")
+        assert nbytes(parts) < 0.03 * applied.nbytes
+        sparse = decode_sparse(encoding.to_object(), parts)
+        assert sparse is not None
+        assert raw(sparse.values) == raw(applied[sparse.indices])
+        assert raw(decode(encoding.to_object(), parts)) == raw(applied)
+
+    def test_a_part_of_another_dtype_is_refused(self) -> None:
+        array = np.where(np.arange(100) < 2, np.float32(1), np.float32(0))
+        encoding, parts = encode("nonzero", array, "F32")
+        with pytest.raises(Corruption):
+            decode(encoding.to_object(), {**parts, "values": replace(parts["values"], dtype="I32")})

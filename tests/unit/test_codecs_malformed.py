@@ -1,0 +1,164 @@
+"""Nothing that a shard says is believed before it was checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.encoding import Stored, encode, gradient
+from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.streams import codecs
+from tiercheck.streams.codecs import CODECS, decode, decode_sparse
+
+STORED = [name for name in CODECS if name != "adaptive" and not name.endswith("+feedback")]
+"""The codecs that descriptions name."""
+
+BLOCKS = ("int8", "nf4", "onebit")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": 3},
+        {"dtype": "F12"},
+        {"dtype": "I64"},
+        {"dtype": ["F32"]},
+        {"shape": [-1]},
+        {"shape": [True]},
+        {"shape": [2**40, 2**40]},
+        {"shape": [1] * 100},
+        {"shape": "300"},
+        {"parts": ["other"]},
+        {"parts": None},
+        {"parts": [3]},
+        {"scalars": {"more": 1}},
+        {"scalars": {"nonfinite": 1.5}},
+        {"scalars": {"nonfinite": 0, "exponent": 0, "more": 1}},
+        {"trained_on": 1},
+        {"extra": 1},
+    ],
+)
+@pytest.mark.parametrize("name", STORED)
+def test_descriptions(name: str, change: dict[str, Any]) -> None:
+    array = np.zeros(300, np.float32) if name == "nonzero" else gradient(300)
+    encoding, parts = encode(name, array, "F32")
+    assert encoding.codec == name
+    for read in (decode, decode_sparse) if name in ("sparse", "nonzero") else (decode,):
+        with pytest.raises(Corruption):
+            read({**encoding.to_object(), **change}, parts)
+
+
+@pytest.mark.parametrize("name", ["exact", "exact+entropy", *BLOCKS])
+def test_a_shape_that_is_not_the_parts_own(name: str) -> None:
+    encoding, parts = encode(name, gradient(300), "F32")
+    for shape in ([0], [600], [], [2**40], [300, 2]):
+        with pytest.raises(Corruption):
+            decode({**encoding.to_object(), "shape": shape}, parts)
+
+
+def test_a_codec_of_another_version_is_not_called_corruption() -> None:
+    encoding, parts = encode("exact", gradient(5), "F32")
+    for read in (decode, decode_sparse):
+        with pytest.raises(ConfigurationError, match=r"'nf5'.*has exact, exact\+entropy"):
+            read({**encoding.to_object(), "codec": "nf5"}, parts)
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {}, "exact", {"codec": "exact"}])
+def test_things_that_are_no_description(value: object) -> None:
+    for read in (decode, decode_sparse):
+        with pytest.raises(Corruption):
+            read(value, {})
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_parts_that_are_missing_unknown_cut_or_of_another_kind(name: str) -> None:
+    array = gradient(300)
+    array[5:] = 0 if name == "nonzero" else array[5:]
+    encoding, parts = encode(name, array, "F32")
+    description = encoding.to_object()
+    for suffix, part in parts.items():
+        others = {key: value for key, value in parts.items() if key != suffix}
+        broken: list[dict[str, Stored]] = [
+            others,
+            {**parts, "other": part},
+            {**others, suffix: replace(part, data=part.data[:-1])},
+            {**others, suffix: replace(part, dtype="U64")},
+            {**others, suffix: replace(part, dtype="F12")},
+            {**others, suffix: replace(part, shape=(part.shape[0] + 1,))},
+            {**others, suffix: replace(part, shape=(2**60,))},
+            {**others, suffix: replace(part, shape=())},
+            {**others, suffix: replace(part, shape=(*part.shape, 1))},
+        ]
+        for each in broken:
+            with pytest.raises(Corruption):
+                decode(description, each)
+
+
+class TestSparse:
+    @pytest.mark.parametrize("name", ["sparse", "nonzero"])
+    @pytest.mark.parametrize("indices", [[1, 1, 2], [2, 1, 3], [0, 1, 300], [0, 1, 2**32 - 1], [2**32 - 1, 0, 1]])
+    def test_indices_that_repeat_descend_or_leave_the_tensor(self, name: str, indices: list[int]) -> None:
+        array = gradient(300)
+        if name == "nonzero":
+            array[3:] = 0
+        encoding, parts = encode(name, array, "F32")
+        assert parts["indices"].shape == (3,)
+        parts["indices"].data[:] = np.array(indices, np.uint32).tobytes()
+        for read in (decode, decode_sparse):
+            with pytest.raises(Corruption, match="ascend"):
+                read(encoding.to_object(), parts)
+
+    @pytest.mark.parametrize(("name", "count"), [("sparse", 200), ("nonzero", 151)])
+    def test_more_indices_than_the_codec_would_keep(self, name: str, count: int) -> None:
+        encoding, stored = encode(name, np.where(np.arange(300) < 2, np.float32(1), np.float32(0)), "F32")
+        parts = {
+            "indices": Stored("U32", (count,), memoryview(np.arange(count, dtype=np.uint32).tobytes())),
+            "values": Stored(stored["values"].dtype, (count,), memoryview(bytes(4 * count))),
+        }
+        with pytest.raises(Corruption, match="not of a tensor"):
+            decode(encoding.to_object(), parts)
+
+    @pytest.mark.parametrize("exponent", [10**9, -(10**9), codecs.EXPONENT_MAX + 1])
+    def test_an_exponent_out_of_range(self, exponent: int) -> None:
+        encoding, parts = encode("sparse", gradient(300), "F32")
+        description = {**encoding.to_object(), "scalars": {"exponent": exponent, "nonfinite": 0}}
+        with pytest.raises(Corruption, match="exponent"):
+            decode(description, parts)
+
+    @pytest.mark.parametrize("name", ["sparse", "nonzero"])
+    def test_a_tensor_that_says_it_is_huge_allocates_nothing(self, name: str) -> None:
+        encoding, parts = encode(name, np.zeros(300, np.float32), "F32")
+        with pytest.raises(Corruption, match="32-bit"):
+            decode({**encoding.to_object(), "shape": [2**33]}, parts)
+
+    @pytest.mark.parametrize("name", ["sparse", "nonzero"])
+    def test_a_chunked_tensor_that_no_memory_holds(self, name: str) -> None:
+        encoding, parts = encode(name, np.zeros(300, np.float32), "F32")
+        description = encoding.to_object()
+        description["parts"].append("counts")
+        description["scalars"]["chunk_elements"] = 2**32
+        counts = Stored("U32", (2**16,), memoryview(bytes(4 * 2**16)))
+        with pytest.raises(Corruption, match="no memory"):
+            decode({**description, "shape": [2**48]}, {**parts, "counts": counts})
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("scale", [-1.0, float("inf"), -float("inf"), -float("nan")])
+def test_a_scale_that_is_none(name: str, scale: float) -> None:
+    encoding, parts = encode(name, gradient(300), "F32")
+    stored = np.float32(scale).tobytes()
+    parts["scales"].data[: parts["scales"].data.nbytes // parts["scales"].shape[0]] = (
+        stored[2:] if parts["scales"].dtype == "BF16" else stored
+    )
+    with pytest.raises(Corruption, match="scale"):
+        decode(encoding.to_object(), parts)
+
+
+def test_int8_has_no_scale_that_is_nan() -> None:
+    encoding, parts = encode("int8", gradient(300), "F32")
+    parts["scales"].data[:4] = np.float32(np.nan).tobytes()
+    with pytest.raises(Corruption, match="scale"):
+        decode(encoding.to_object(), parts)

@@ -1,0 +1,45 @@
+"""After ``warm_up`` nothing is compiled while training waits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import itertools, sys
+import numpy as np
+import numba.core.dispatcher
+from tests.encoding import encode, gradient, hold
+from tiercheck import kernels
+from tiercheck.streams.codecs import CODECS, FLOATS, decode, decode_sparse
+
+def compiled():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tiercheck.kernels.cpu"):
+            for each in vars(module).values():
+                if isinstance(each, numba.core.dispatcher.Dispatcher):
+                    found[f"{each.py_func.__module__}.{each.__name__}"] = list(map(str, each.signatures))
+    return found
+
+kernels.warm_up()
+before = compiled()
+assert len(before) > 20, before
+for name, dtype, size, threads in itertools.product(CODECS, FLOATS, (0, 1, 700, 150_001), (1, 2)):
+    array = hold(gradient(size), dtype)
+    array[size // 3 : size // 2] = 0
+    for content in (array, np.frombuffer(array.tobytes(), array.dtype)):
+        encoding, parts = encode(name, content, dtype, threads=threads)
+        decode(encoding.to_object(), parts, threads=threads)
+        decode_sparse(encoding.to_object(), parts, threads=threads)
+encode("exact", (gradient(999).view(np.uint32) & 0xFFFF0000).view(np.float32), "F32")
+encode("sparse", np.ones(300_000, np.float32), "F32")
+encode("sparse+feedback", np.ones(300_000, np.float32), "F32")
+late = {name: found for name, found in compiled().items() if found != before.get(name)}
+assert not late, late
+"""
+
+
+def test_no_codec_compiles_anything_after_it() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr

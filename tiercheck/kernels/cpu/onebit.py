@@ -1,0 +1,145 @@
+"""1-bit block quantisation in Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.cpu.blocks import INFINITY, START, Encode, add, decode_blocks, encode_blocks, keep_lost
+from tiercheck.kernels.cpu.compiled import compiled
+from tiercheck.kernels.reference.onebit import (
+    LARGEST_PATTERN,
+    ONEBIT_BLOCK,
+    POISONED_PATTERN,
+    SIGN_BYTES,
+    check_sizes,
+)
+
+__all__ = ["dequantise_onebit", "quantise_onebit_into"]
+
+ONEBIT_STEP, BYTES_STEP = np.uint64(ONEBIT_BLOCK), np.uint64(SIGN_BYTES)
+
+LANES = ONEBIT_BLOCK // 8
+"""Sums that are taken side by side, in a vector register."""
+
+
+def quantise_onebit_into(
+    values: NDArray[np.float32],
+    bits: NDArray[np.uint8],
+    scales: NDArray[np.uint16],
+    *,
+    residual: NDArray[np.float32] | None = None,
+    threads: int = 1,
+) -> None:
+    """As the reference."""
+    check_sizes(values.size, bits, scales)
+
+    def encode_with(elements: int) -> Encode:
+        share = np.float32(ONEBIT_BLOCK / elements)
+        return lambda x, lost, some_bits, some_scales: quantise_blocks(x, lost, some_bits, some_scales, share)
+
+    encode_blocks(
+        encode_with(ONEBIT_BLOCK),
+        values,
+        bits,
+        scales,
+        block=ONEBIT_BLOCK,
+        codes_per_block=SIGN_BYTES,
+        residual=residual,
+        threads=threads,
+        encode_short=encode_with(values.size % ONEBIT_BLOCK or ONEBIT_BLOCK),
+    )
+
+
+@compiled
+def quantise_blocks(
+    values: NDArray[np.float32],
+    residual: NDArray[np.float32],
+    bits: NDArray[np.uint8],
+    scales: NDArray[np.uint16],
+    share: np.float32,
+) -> None:
+    """``share`` is the elements of a whole block to those of these blocks."""
+    x, decoded = np.empty(ONEBIT_BLOCK, np.float32), np.empty(ONEBIT_BLOCK, np.float32)
+    sums = np.empty(LANES, np.float32)
+    for block in range(np.uint64(scales.size)):
+        here, bits_here = block * ONEBIT_STEP, block * BYTES_STEP
+        if residual.size == 0:
+            scales[block] = quantise_block(values, here, share, sums, bits, bits_here)
+        else:
+            add(values, residual, here, x)
+            scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
+            dequantise_block(bits, bits_here, scales[block], decoded, START)
+            keep_lost(x, decoded, residual, here)
+
+
+@compiled
+def quantise_block(
+    x: NDArray[np.float32], at: Any, share: Any, sums: NDArray[np.float32], bits: NDArray[np.uint8], to: Any
+) -> Any:
+    total = np.float32(sum_of_magnitudes(x, at, sums))
+    if np.uint32(total.view(np.uint32)) >= np.uint32(INFINITY):  # no finite values have such a sum
+        for i in range(BYTES_STEP):
+            bits[to + i] = np.uint8(0)
+        return np.uint16(POISONED_PATTERN)
+    pack_signs(x, at, bits, to)
+    mean = np.float32(total * share).view(np.uint32)
+    rounded = np.uint32(np.uint32(mean + np.uint32(0x7FFF) + ((mean >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return np.uint16(min(rounded, np.uint32(LARGEST_PATTERN)))
+
+
+@compiled
+def sum_of_magnitudes(x: NDArray[np.float32], at: Any, sums: NDArray[np.float32]) -> Any:
+    """Of the magnitudes / 128, by halves as the reference: the first three are one sum of eight in every lane."""
+    for j in range(LANES):
+        fourth_0 = share_of(x, at, j) + share_of(x, at, j + 4 * LANES)
+        fourth_1 = share_of(x, at, j + LANES) + share_of(x, at, j + 5 * LANES)
+        fourth_2 = share_of(x, at, j + 2 * LANES) + share_of(x, at, j + 6 * LANES)
+        fourth_3 = share_of(x, at, j + 3 * LANES) + share_of(x, at, j + 7 * LANES)
+        sums[j] = (fourth_0 + fourth_2) + (fourth_1 + fourth_3)
+    first, second = (sums[0] + sums[8]) + (sums[4] + sums[12]), (sums[1] + sums[9]) + (sums[5] + sums[13])
+    third, fourth = (sums[2] + sums[10]) + (sums[6] + sums[14]), (sums[3] + sums[11]) + (sums[7] + sums[15])
+    return (first + third) + (second + fourth)
+
+
+@compiled
+def share_of(x: NDArray[np.float32], at: Any, index: int) -> Any:
+    return abs(x[at + np.uint64(index)]) * np.float32(1 / ONEBIT_BLOCK)
+
+
+@compiled
+def pack_signs(x: NDArray[np.float32], at: Any, bits: NDArray[np.uint8], to: Any) -> None:
+    for i in range(BYTES_STEP):
+        byte = np.uint32(0)
+        for bit in range(8):
+            pattern = np.float32(x[at + i * np.uint64(8) + np.uint64(bit)]).view(np.uint32)
+            byte |= np.uint32(pattern >> np.uint32(31)) << np.uint32(bit)
+        bits[to + i] = np.uint8(byte)
+
+
+def dequantise_onebit(
+    bits: NDArray[np.uint8], scales: NDArray[np.uint16], size: int, *, threads: int = 1
+) -> NDArray[np.float32]:
+    """As the reference."""
+    check_sizes(size, bits, scales)
+    return decode_blocks(
+        dequantise_blocks, bits, scales, size, block=ONEBIT_BLOCK, codes_per_block=SIGN_BYTES, threads=threads
+    )
+
+
+@compiled
+def dequantise_blocks(bits: NDArray[np.uint8], scales: NDArray[np.uint16], values: NDArray[np.float32]) -> None:
+    for block in range(np.uint64(scales.size)):
+        dequantise_block(bits, block * BYTES_STEP, scales[block], values, block * ONEBIT_STEP)
+
+
+@compiled
+def dequantise_block(bits: NDArray[np.uint8], at: Any, scale: Any, values: NDArray[np.float32], to: Any) -> None:
+    magnitude = np.uint32(np.uint32(scale) << np.uint32(16))
+    for i in range(BYTES_STEP):
+        byte = np.uint32(bits[at + i])
+        for bit in range(8):
+            sign = np.uint32(byte << np.uint32(31 - bit)) & np.uint32(0x80000000)
+            values[to + i * np.uint64(8) + np.uint64(bit)] = np.uint32(magnitude ^ sign).view(np.float32)

@@ -1,0 +1,106 @@
+"""Floating-point patterns in two planes, in Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.cpu.compiled import compiled, frozen
+from tiercheck.kernels.reference.planes import check_planes
+from tiercheck.kernels.threads import run, split
+
+__all__ = ["join_exponents", "split_exponents"]
+
+
+def split_exponents(
+    patterns: NDArray[np.uint16] | NDArray[np.uint32],
+    exponents: NDArray[np.uint8],
+    rest: NDArray[np.uint8],
+    *,
+    threads: int = 1,
+) -> None:
+    """As the reference."""
+    check_planes(patterns, exponents, rest)
+    planes = rest.reshape(patterns.dtype.itemsize - 1, patterns.size)
+    kernel: Any = split_16 if patterns.dtype == np.uint16 else split_32
+
+    def piece(part: slice) -> None:
+        kernel(frozen(patterns[part]), exponents[part], *(plane[part] for plane in planes))
+
+    run(piece, split(patterns.size, threads))
+
+
+@compiled
+def split_16(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], rest: NDArray[np.uint8]) -> None:
+    for i in range(patterns.size):
+        pattern = np.uint32(patterns[i])
+        exponents[i] = np.uint8(pattern >> np.uint32(7))
+        rest[i] = np.uint8((pattern >> np.uint32(8)) & np.uint32(0x80) | pattern & np.uint32(0x7F))
+
+
+@compiled
+def split_32(
+    patterns: NDArray[np.uint32],
+    exponents: NDArray[np.uint8],
+    lowest: NDArray[np.uint8],
+    middle: NDArray[np.uint8],
+    highest: NDArray[np.uint8],
+) -> None:
+    for i in range(patterns.size):
+        pattern = patterns[i]
+        exponents[i] = np.uint8(pattern >> np.uint32(23))
+        lowest[i] = np.uint8(pattern)
+        middle[i] = np.uint8(pattern >> np.uint32(8))
+        highest[i] = np.uint8(
+            (pattern >> np.uint32(24)) & np.uint32(0x80) | (pattern >> np.uint32(16)) & np.uint32(0x7F)
+        )
+
+
+def join_exponents(
+    exponents: NDArray[np.uint8],
+    rest: NDArray[np.uint8],
+    patterns: NDArray[np.uint16] | NDArray[np.uint32],
+    *,
+    threads: int = 1,
+) -> None:
+    """As the reference."""
+    check_planes(patterns, exponents, rest)
+    planes = rest.reshape(patterns.dtype.itemsize - 1, patterns.size)
+    kernel: Any = join_16 if patterns.dtype == np.uint16 else join_32
+
+    def piece(part: slice) -> None:
+        kernel(frozen(exponents[part]), *(frozen(plane[part]) for plane in planes), patterns[part])
+
+    run(piece, split(patterns.size, threads))
+
+
+@compiled
+def join_16(exponents: NDArray[np.uint8], rest: NDArray[np.uint8], patterns: NDArray[np.uint16]) -> None:
+    for i in range(patterns.size):
+        other = np.uint32(rest[i])
+        patterns[i] = np.uint16(
+            (other & np.uint32(0x80)) << np.uint32(8)
+            | np.uint32(exponents[i]) << np.uint32(7)
+            | other & np.uint32(0x7F)
+        )
+
+
+@compiled
+def join_32(
+    exponents: NDArray[np.uint8],
+    lowest: NDArray[np.uint8],
+    middle: NDArray[np.uint8],
+    highest: NDArray[np.uint8],
+    patterns: NDArray[np.uint32],
+) -> None:
+    for i in range(patterns.size):
+        top = np.uint32(highest[i])
+        patterns[i] = np.uint32(
+            (top & np.uint32(0x80)) << np.uint32(24)
+            | np.uint32(exponents[i]) << np.uint32(23)
+            | (top & np.uint32(0x7F)) << np.uint32(16)
+            | np.uint32(middle[i]) << np.uint32(8)
+            | np.uint32(lowest[i])
+        )

@@ -1,0 +1,71 @@
+"""Asking for memory before it is needed.
+
+A replay reads a tile of the state once and computes on it for a while; unless the next tile is on its way meanwhile,
+memory and arithmetic wait for each other in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from tiercheck.kernels.cpu.compiled import compiled
+
+__all__ = ["LINE", "lines_wanted", "prefetch_lines", "prefetch_span"]
+
+LINE = 16
+"""fp32 elements in a cache line."""
+
+SECOND_LEVEL, DATA, TO_READ = 2, 1, 0
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address in the second-level cache; harmless at any address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        declared = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, ir.FunctionType(ir.VoidType(), [pointer, word, word, word]), "llvm.prefetch.p0"
+        )
+        target = builder.inttoptr(arguments[0], pointer)
+        builder.call(declared, [target, word(TO_READ), word(SECOND_LEVEL), word(DATA)])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
+@compiled
+def prefetch_span(address: np.uintp, elements: int) -> None:
+    """Ask for so many fp32 elements from an address on, and for the rest of the line behind them."""
+    for each in range(elements // LINE + 2):
+        prefetch(address + np.uintp(64 * each))
+
+
+@compiled
+def prefetch_lines(streams: NDArray[np.uintp], start: int, lines: int, first: int, last: int) -> None:
+    """Ask for lines ``first..last-1`` of those from element ``start`` of all streams, ``lines`` of each, one stream
+    after the other. The addresses of streams are those of their elements 0."""
+    last = min(last, lines * streams.size)
+    while first < last:
+        stream = first // lines
+        line = first - stream * lines
+        count = min(last - first, lines - line)
+        base = streams[stream] + np.uintp(4 * start + 64 * line)
+        for each in range(count):
+            prefetch(base + np.uintp(64 * each))
+        first += count
+
+
+@compiled
+def lines_wanted(streams: int, steps: int, block: int) -> int:
+    """Lines to ask for with every block of a step, so that all streams of the next tile are on their way by the end.
+
+    None for a single step: that is one pass through memory, which the processor foresees by itself.
+    """
+    return -(-streams * (block // LINE) // steps) if steps > 1 else 0

@@ -1,0 +1,118 @@
+"""The threshold of a compaction, from samples, in Numba: many tensors are small, and the samples most of their cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.cpu.compiled import compiled, frozen
+from tiercheck.kernels.cpu.lanes import GROUP, lane_bits, reaching, source_of, trailing_zeros
+from tiercheck.kernels.reference.compaction import (
+    INFINITY,
+    SAMPLES,
+    Values,
+    check_ratio,
+    check_values,
+    sample_keys,
+    wanted_of,
+)
+
+__all__ = ["select_threshold"]
+
+Words = NDArray[np.uint32]
+
+
+def select_threshold(
+    values: Values, ratio: float, seed: int, *, residual: NDArray[np.float32] | None = None, threads: int = 1
+) -> float:
+    """As the reference."""
+    check_ratio(ratio)
+    check_values(values, residual)
+    samples = min(values.size, SAMPLES)
+    if not samples:
+        return float(np.uint32(1).view(np.float32))
+    positions, magnitudes = np.empty(samples, np.uint32), np.empty(samples, np.uint32)
+    if values.size > SAMPLES:
+        draw(np.uint64(values.size), *sample_keys(seed), positions)
+    else:
+        positions[:] = np.arange(samples, dtype=np.uint32)
+    look(source_of(values), None if residual is None else frozen(residual), positions, magnitudes)
+    chosen = np.uint32(select(magnitudes, wanted_of(samples, ratio), positions))
+    return float(np.clip(chosen, np.uint32(1), INFINITY).view(np.float32))
+
+
+@compiled
+def draw(size: Any, first: Any, second: Any, positions: Words) -> None:
+    for i in range(positions.size):
+        hashed = np.uint32(i) ^ first
+        hashed = np.uint32((hashed ^ (hashed >> np.uint32(16))) * np.uint32(0x7FEB352D))
+        hashed = np.uint32((hashed ^ (hashed >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B))
+        hashed ^= hashed >> np.uint32(16)
+        positions[i] = np.uint32((np.uint64(hashed) * size) >> np.uint64(32))
+
+
+@compiled
+def look(source: NDArray[Any], residual: Any, positions: Words, magnitudes: Words) -> None:
+    """The magnitudes, as patterns, of the elements at these positions."""
+    for i in range(positions.size):
+        magnitudes[i] = lane_bits(source, None, np.int64(positions[i]))
+    if residual is not None:
+        exact = magnitudes.view(np.float32)
+        for i in range(positions.size):
+            exact[i] += residual[positions[i]]
+    for i in range(magnitudes.size):
+        magnitudes[i] &= np.uint32(0x7FFFFFFF)
+
+
+@compiled
+def select(magnitudes: Words, wanted: int, scratch: Words) -> Any:
+    """The ``wanted``-th largest: bit by bit the largest number that so many reach.
+
+    Whatever repeats itself, it takes as long. After the exponent, and three bits, few are still in question.
+    """
+    coarse = np.uint32(20)
+    least = refined(magnitudes, np.uint32(0), np.uint32(31), coarse, wanted)
+    beyond = np.uint32(least + (np.uint32(1) << coarse))
+    kept = within(magnitudes, least, beyond, scratch)
+    return refined(scratch[:kept], least, coarse, np.uint32(0), wanted - count_reaching(magnitudes, beyond))
+
+
+@compiled
+def within(magnitudes: Words, least: Any, beyond: Any, out: Words) -> int:
+    """Write those from ``least`` on and below ``beyond``; returns how many they are."""
+    kept, whole = 0, magnitudes.size // GROUP * GROUP
+    for start in range(0, whole, GROUP):
+        mask = reaching(magnitudes, None, start, least)
+        while mask != np.uint64(0):
+            magnitude = magnitudes[start + trailing_zeros(mask)]
+            if magnitude < beyond:
+                out[kept] = magnitude
+                kept += 1
+            mask &= mask - np.uint64(1)
+    for i in range(whole, magnitudes.size):
+        if least <= magnitudes[i] and magnitudes[i] < beyond:
+            out[kept] = magnitudes[i]
+            kept += 1
+    return kept
+
+
+@compiled
+def refined(magnitudes: Words, least: Any, upper: Any, lower: Any, wanted: int) -> Any:
+    """``least`` with the bits below ``upper``, down to ``lower``, that ``wanted`` magnitudes still reach."""
+    bit = upper
+    while bit > lower:
+        bit = np.uint32(bit - np.uint32(1))
+        higher = np.uint32(least | (np.uint32(1) << bit))
+        if count_reaching(magnitudes, higher) >= wanted:
+            least = higher
+    return least
+
+
+@compiled
+def count_reaching(magnitudes: Words, least: Any) -> int:
+    count = np.uint32(0)
+    for i in range(magnitudes.size):
+        count += np.uint32(magnitudes[i] >= least)
+    return int(count)

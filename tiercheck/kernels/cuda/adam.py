@@ -1,0 +1,227 @@
+"""Adam and AdamW on the device: all steps of a launch in one read and one write of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels.adam import AdamStep, Coefficients
+from tiercheck.kernels.cuda import module
+from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+
+__all__ = ["MOST_STEPS", "TORCH_FORMS", "SparseOnDevice", "replay_fused_adam", "replay_torch_fused_adam"]
+
+MOST_STEPS = 64
+"""Steps of a launch; more take several."""
+
+THREADS = 256
+
+TILE = 2048
+"""Elements of a block of threads where gradients are sparse; the source's own number."""
+
+COUPLED, SMALL, DECAYS = 1, 2, 2
+"""Flags of a step: of both kernels, of ours, of torch's."""
+
+TORCH_FORMS = ("weighted", "complementary")
+"""How releases of torch's CUDA kernel write the moments: ``beta*m + (1-beta)*g``, or ``beta*m + (g - beta*g)``."""
+
+Shared: Any = [
+    ("count", np.uint64),
+    ("values", np.uint64, MOST_STEPS),
+    ("indices", np.uint64, MOST_STEPS),
+    ("sizes", np.uint32, MOST_STEPS),
+]
+
+SCALARS = ("decay", "multiplier", "weight1", "weight2", "beta2", "root_correction", "eps", "negative_step_size")
+
+STEPS = np.dtype(
+    [*Shared, ("steps", np.dtype([*((name, np.float32) for name in SCALARS), ("flags", np.uint32)]), MOST_STEPS)],
+    align=True,
+)
+
+TORCH_STEP = np.dtype(
+    [(name, np.float64) for name in ("decay", "beta1", "beta2", "eps")]
+    + [(name, np.float32) for name in ("multiplier", "step_size", "root_correction")]
+    + [("flags", np.uint32)]
+)
+
+TORCH_STEPS = np.dtype([*Shared, ("steps", TORCH_STEP, MOST_STEPS)], align=True)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseOnDevice:
+    """A gradient that is +0.0 but for ``values`` (float32) at ``indices`` (uint32, strictly ascending), on the device.
+
+    That the indices ascend is not checked: it would have to wait for the device. Others give a wrong result, within
+    the state's memory.
+    """
+
+    indices: DeviceArray
+    values: DeviceArray
+
+
+Gradients = Sequence[DeviceArray | SparseOnDevice]
+
+
+def replay_fused_adam(
+    param: DeviceArray,
+    exp_avg: DeviceArray,
+    exp_avg_sq: DeviceArray,
+    gradients: Gradients,
+    steps: Sequence[AdamStep],
+    *,
+    max_exp_avg_sq: DeviceArray | None = None,
+    contracted: bool,
+    stream: Stream,
+) -> None:
+    """As :func:`tiercheck.kernels.reference.replay_fused_adam`: the bits of torch's fused **CPU** kernel.
+
+    Every array is 1-D, contiguous, float32, and one whole tensor; gradients may be :class:`SparseOnDevice`. A NaN's
+    payload is the device's own. Puts one launch a ``MOST_STEPS`` steps into ``stream`` and returns; the arrays must
+    live until it is done.
+
+    Raises:
+        ConfigurationError: the arrays or the steps do not fit; nothing was touched.
+    """
+    state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if steps and any(step.amsgrad != (max_exp_avg_sq is not None) for step in steps):
+        raise ConfigurationError("amsgrad steps, and no others, need max_exp_avg_sq")
+    if max_exp_avg_sq is not None:
+        state["max_exp_avg_sq"] = max_exp_avg_sq
+    check_arrays(state, gradients, steps)
+    size = int(param.size)
+    vectors = size - size % (8 if contracted else 4)
+    for some, of_some in launches(gradients, steps):
+        rows = table_of(STEPS, some)
+        for row, step in zip(rows["steps"][0], of_some, strict=False):
+            fill(row, step)
+        sparse = any(isinstance(gradient, SparseOnDevice) for gradient in some)
+        kernel, grid = (
+            ("replay_adam_sparse", max(1, -(-size // TILE))) if sparse else ("replay_adam", grid_for(size, THREADS))
+        )
+        arguments = (
+            param,
+            exp_avg,
+            exp_avg_sq,
+            max_exp_avg_sq,
+            np.uint64(size),
+            np.uint64(vectors),
+            np.uint32(contracted),
+            rows,
+        )
+        module.launch("adam", kernel, grid, THREADS, arguments, stream)
+
+
+def replay_torch_fused_adam(
+    param: DeviceArray,
+    exp_avg: DeviceArray,
+    exp_avg_sq: DeviceArray,
+    gradients: Sequence[DeviceArray],
+    steps: Sequence[AdamStep],
+    *,
+    form: str,
+    stream: Stream,
+) -> None:
+    """Dense steps with what is known of the rounding of torch's fused **CUDA** kernel.
+
+    ``form``: one of :data:`TORCH_FORMS`. Whether this gives torch's bits depends on the torch release and its compiler:
+    it is exact where an experiment with that torch on that device found no difference, and must not be called so
+    elsewhere. amsgrad is not supported. Otherwise as :func:`replay_fused_adam`.
+
+    Raises:
+        ConfigurationError: the arrays, the steps or the form do not fit; nothing was touched.
+    """
+    if form not in TORCH_FORMS:
+        raise ConfigurationError(
+            f"there is no form {form!r} of torch's CUDA kernel: choose one of {', '.join(TORCH_FORMS)}"
+        )
+    if any(step.amsgrad for step in steps) or any(isinstance(gradient, SparseOnDevice) for gradient in gradients):
+        raise ConfigurationError("torch's CUDA kernel is modelled for dense gradients without amsgrad")
+    check_arrays({"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, gradients, steps)
+    size = int(param.size)
+    for some, of_some in launches(gradients, steps):
+        rows = table_of(TORCH_STEPS, some)
+        for row, step in zip(rows["steps"][0], of_some, strict=False):
+            fill_torch(row, step)
+        complements = np.uint32(TORCH_FORMS.index(form))
+        arguments = (param, exp_avg, exp_avg_sq, np.uint64(size), complements, rows)
+        module.launch("torch_adam", "replay_torch_adam", grid_for(size, THREADS), THREADS, arguments, stream)
+
+
+def launches(gradients: Gradients, steps: Sequence[AdamStep]) -> Iterator[tuple[Gradients, Sequence[AdamStep]]]:
+    for start in range(0, len(steps), MOST_STEPS):
+        yield gradients[start : start + MOST_STEPS], steps[start : start + MOST_STEPS]
+
+
+def table_of(dtype: np.dtype[Any], gradients: Gradients) -> NDArray[np.void]:
+    """What a launch is told, but for the steps' scalars."""
+    table = np.zeros(1, dtype)
+    table["count"] = len(gradients)
+    for index, gradient in enumerate(gradients):
+        if isinstance(gradient, SparseOnDevice):
+            table["indices"][0, index] = address_of(gradient.indices)
+            table["sizes"][0, index] = gradient.indices.size
+            gradient = gradient.values
+        table["values"][0, index] = address_of(gradient)
+    return table
+
+
+def address_of(array: DeviceArray) -> int:
+    return int(array.__cuda_array_interface__["data"][0])
+
+
+def fill(row: np.void, step: AdamStep) -> None:
+    c = Coefficients.of(step)
+    small = bool(c.weight1 < np.float32(0.5))
+    row["decay"] = c.decay if c.decays else np.float32(1)
+    row["multiplier"] = c.multiplier
+    row["weight1"] = c.weight1 if small else c.weight1 - np.float32(1)
+    for name in ("weight2", "beta2", "root_correction", "eps", "negative_step_size"):
+        row[name] = getattr(c, name)
+    row["flags"] = COUPLED * step.coupled | SMALL * small
+
+
+def fill_torch(row: np.void, step: AdamStep) -> None:
+    correction1 = np.float32(1 - step.beta1 ** float(step.step))
+    correction2 = 1 - step.beta2 ** float(step.step)
+    row["decay"] = step.weight_decay if step.coupled else step.lr * step.weight_decay
+    row["beta1"], row["beta2"], row["eps"] = step.beta1, step.beta2, step.eps
+    row["multiplier"] = -step.gradient_scale if step.maximize else step.gradient_scale
+    row["step_size"] = step.lr / float(correction1)
+    row["root_correction"] = correction2**0.5
+    row["flags"] = COUPLED * step.coupled | DECAYS * (step.weight_decay != 0)
+
+
+def check_arrays(state: dict[str, DeviceArray], gradients: Gradients, steps: Sequence[AdamStep]) -> None:
+    """``ConfigurationError`` where a replay cannot work on these arrays in place."""
+    if len(gradients) != len(steps):
+        raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
+    size = int(state["param"].size)
+    spans: list[tuple[str, int, int]] = []
+    try:
+        for name, array in state.items():
+            check(name, array, np.float32, size)
+            spans.append(span_of(name, array))
+        for index, gradient in enumerate(gradients):
+            name, values, expected = f"gradients[{index}]", gradient, size
+            if isinstance(gradient, SparseOnDevice):
+                values, expected = gradient.values, int(gradient.indices.size)
+                check(f"{name}.indices", gradient.indices, np.uint32)
+                spans.append(span_of(f"{name}.indices", gradient.indices))
+            check(name, values, np.float32, expected)
+            spans.append(span_of(name, values))
+    except ValueError as error:
+        raise ConfigurationError(f"a replay works in place on float32 alone: {error}") from error
+    for position, (name, start, stop) in enumerate(spans[: len(state)]):
+        for other, second_start, second_stop in spans[position + 1 :]:
+            if max(start, second_start) < min(stop, second_stop):
+                raise ConfigurationError(f"a replay works in place; {name} overlaps {other}")
+
+
+def span_of(name: str, array: DeviceArray) -> tuple[str, int, int]:
+    return name, address_of(array), address_of(array) + int(array.nbytes)

@@ -1,0 +1,127 @@
+"""Block codes on the device: int8 and NF4 in blocks of 256, signs in blocks of 128.
+
+As :mod:`tiercheck.kernels.reference`, bit for bit, into arrays that the caller has allocated. Every function puts its
+work into ``stream`` and returns. ``residual``, where given, is added to the values, and left as what the codes lose.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercheck.kernels.cuda import module
+from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.reference.blocks import BLOCK
+from tiercheck.kernels.reference.nf4 import HALF
+from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK, SIGN_BYTES
+
+__all__ = [
+    "dequantise_into",
+    "dequantise_nf4_into",
+    "dequantise_onebit_into",
+    "quantise_into",
+    "quantise_nf4_into",
+    "quantise_onebit_into",
+]
+
+THREADS = 256
+
+WARPS = THREADS // 32
+"""Blocks of elements a block of threads works on at once."""
+
+
+def quantise_into(
+    values: DeviceArray,
+    codes: DeviceArray,
+    scales: DeviceArray,
+    *,
+    residual: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """As the reference's ``quantise_into``. ``ValueError`` where an array's type or size is not right."""
+    check("codes", codes, np.int8, values.size)
+    check("scales", scales, np.float32, -(-values.size // BLOCK))
+    encode("quantise_int8", values, residual, codes, scales, BLOCK, stream)
+
+
+def dequantise_into(codes: DeviceArray, scales: DeviceArray, values: DeviceArray, *, stream: Stream) -> None:
+    """As the reference's ``dequantise``. ``ValueError`` where an array's type or size is not right.
+
+    A value that is NaN has the pattern 0x7FC00000.
+    """
+    check("values", values, np.float32)
+    check("codes", codes, np.int8, values.size)
+    check("scales", scales, np.float32, -(-values.size // BLOCK))
+    decode("dequantise_int8", codes, scales, values, grid_for(values.size, THREADS), stream)
+
+
+def quantise_nf4_into(
+    values: DeviceArray,
+    codes: DeviceArray,
+    scales: DeviceArray,
+    *,
+    residual: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """As the reference's ``quantise_nf4_into``. ``ValueError`` where an array's type or size is not right."""
+    blocks = -(-values.size // BLOCK)
+    check("codes", codes, np.uint8, blocks * HALF)
+    check("scales", scales, np.float32, blocks)
+    encode("quantise_nf4", values, residual, codes, scales, BLOCK, stream)
+
+
+def dequantise_nf4_into(codes: DeviceArray, scales: DeviceArray, values: DeviceArray, *, stream: Stream) -> None:
+    """As the reference's ``dequantise_nf4``. ``ValueError`` where an array's type or size is not right.
+
+    A value that is NaN has the pattern 0x7FC00000.
+    """
+    check("values", values, np.float32)
+    blocks = -(-values.size // BLOCK)
+    check("codes", codes, np.uint8, blocks * HALF)
+    check("scales", scales, np.float32, blocks)
+    decode("dequantise_nf4", codes, scales, values, grid_for(blocks, WARPS), stream)
+
+
+def quantise_onebit_into(
+    values: DeviceArray,
+    bits: DeviceArray,
+    scales: DeviceArray,
+    *,
+    residual: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """As the reference's ``quantise_onebit_into``. ``ValueError`` where an array's type or size is not right."""
+    blocks = -(-values.size // ONEBIT_BLOCK)
+    check("bits", bits, np.uint8, blocks * SIGN_BYTES)
+    check("scales", scales, np.uint16, blocks)
+    encode("quantise_onebit", values, residual, bits, scales, ONEBIT_BLOCK, stream)
+
+
+def dequantise_onebit_into(bits: DeviceArray, scales: DeviceArray, values: DeviceArray, *, stream: Stream) -> None:
+    """As the reference's ``dequantise_onebit``. ``ValueError`` where an array's type or size is not right."""
+    check("values", values, np.float32)
+    blocks = -(-values.size // ONEBIT_BLOCK)
+    check("bits", bits, np.uint8, blocks * SIGN_BYTES)
+    check("scales", scales, np.uint16, blocks)
+    decode("dequantise_onebit", bits, scales, values, grid_for(values.size, THREADS), stream)
+
+
+def encode(
+    kernel: str,
+    values: DeviceArray,
+    residual: DeviceArray | None,
+    codes: DeviceArray,
+    scales: DeviceArray,
+    block: int,
+    stream: Stream,
+) -> None:
+    check("values", values, np.float32)
+    if residual is not None:
+        check("residual", residual, np.float32, values.size)
+    arguments = (values, np.uint64(values.size), residual, codes, scales)
+    module.launch("blocks", kernel, grid_for(-(-values.size // block), WARPS), THREADS, arguments, stream)
+
+
+def decode(
+    kernel: str, codes: DeviceArray, scales: DeviceArray, values: DeviceArray, grid: int, stream: Stream
+) -> None:
+    module.launch("blocks", kernel, grid, THREADS, (codes, np.uint64(values.size), scales, values), stream)

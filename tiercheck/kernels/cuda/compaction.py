@@ -1,0 +1,246 @@
+"""Compaction on the device: the elements of largest magnitude, and what becomes of them.
+
+As :mod:`tiercheck.kernels.reference`, bit for bit, with these differences: results go to arrays that the caller has
+allocated; what the host would have to wait for (a threshold, a count, an exponent) stays on the device, in arrays of
+one element; and where a function takes ``count``, it works on the first ``min(count, size)`` elements. Every function
+puts its work into ``stream`` and returns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercheck.kernels.cuda import module
+from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES, check_ratio, sample_keys, wanted_of
+
+__all__ = [
+    "compact_into",
+    "compact_workspace",
+    "from_half",
+    "scatter",
+    "scatter_add",
+    "select_threshold",
+    "settle",
+    "to_half",
+]
+
+TILE = 4096
+"""Elements of a block of threads; the source's own number."""
+
+NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16"}
+"""What values may be, and what the kernels call it."""
+
+THREADS = 256
+
+SELECTING_THREADS = 1024
+
+
+def compact_workspace(size: int) -> int:
+    """The uint64 elements of workspace that :func:`compact_into` needs for ``size`` values."""
+    return 1 + max(1, -(-size // TILE))
+
+
+def compact_into(
+    values: DeviceArray,
+    threshold: DeviceArray,
+    indices: DeviceArray,
+    survivors: DeviceArray,
+    count: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    residual: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """The indices (uint32, ascending) and values (float32) of the elements whose magnitude reaches ``threshold``.
+
+    ``values`` are float32, float16, or bf16 patterns (uint16); fewer than 2**32. ``threshold`` (float32[1]) is not
+    negative. ``count`` (uint32[1]) says how many reached it; where that is more than ``indices`` and ``survivors``
+    hold, they hold the first ones, and nothing is written beyond. With ``residual`` (float32, finite) the elements
+    are ``values + residual``, and residual becomes them all, however many survive; :func:`settle` does the rest.
+    ``workspace``: uint64, at least :func:`compact_workspace`, nobody else's until the work is done; it is cleared
+    here.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check_values(values, residual)
+    check("threshold", threshold, np.float32, 1)
+    check("indices", indices, np.uint32)
+    check("survivors", survivors, np.float32, indices.size)
+    check("count", count, np.uint32, 1)
+    check("workspace", workspace, np.uint64, least=compact_workspace(values.size))
+    used = compact_workspace(values.size)
+    clear(workspace[:used].view(np.uint32), stream)
+    arguments = (
+        values,
+        np.uint64(values.size),
+        threshold,
+        residual,
+        indices,
+        survivors,
+        np.uint64(indices.size),
+        count,
+        workspace[:1],
+        workspace[1:used],
+    )
+    module.launch("compaction", f"compact_{NAMES[values.dtype]}", used - 1, THREADS, arguments, stream)
+
+
+def check_values(values: DeviceArray, residual: DeviceArray | None) -> None:
+    if values.dtype not in NAMES:
+        raise ValueError(f"values are float32, float16 or bf16 patterns (uint16), not {values.dtype}")
+    check("values", values, values.dtype)
+    if values.size > ELEMENTS_MAX:
+        raise ValueError(f"indices have 32 bits, and there are {values.size} elements: compact them in pieces")
+    if residual is not None:
+        check("residual", residual, np.float32, values.size)
+
+
+def clear(words: DeviceArray, stream: Stream) -> None:
+    """Write zeros to an array of 32-bit elements."""
+    arguments = (words, np.uint64(words.size))
+    module.launch("survivors", "clear", grid_for(words.size, THREADS), THREADS, arguments, stream)
+
+
+def select_threshold(
+    values: DeviceArray,
+    ratio: float,
+    seed: int,
+    threshold: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    residual: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """Into ``threshold`` (float32[1]): the reference's ``select_threshold`` of ``values``, ``ratio`` and ``seed``.
+
+    ``values`` as in :func:`compact_into`. ``workspace``: uint32, one element a sample: ``min(values.size, SAMPLES)``.
+
+    Raises:
+        ValueError: an array's type or size is not right, or the ratio is not in (0, 1].
+    """
+    check_ratio(ratio)
+    check_values(values, residual)
+    check("threshold", threshold, np.float32, 1)
+    samples = min(values.size, SAMPLES)
+    check("workspace", workspace, np.uint32, least=samples)
+    sampled = (values, np.uint64(values.size), residual, *sample_keys(seed), np.uint32(samples), workspace)
+    kernel = f"sample_{NAMES[values.dtype]}"
+    module.launch("threshold", kernel, grid_for(samples, THREADS), THREADS, sampled, stream)
+    selected = (workspace, np.uint32(samples), np.uint32(max(1, wanted_of(samples, ratio))), threshold)
+    module.launch("threshold", "select_magnitude", 1, SELECTING_THREADS, selected, stream)
+
+
+def to_half(
+    survivors: DeviceArray,
+    halves: DeviceArray,
+    exponent: DeviceArray,
+    workspace: DeviceArray,
+    *,
+    count: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """fp16 values of ``survivors * 2**exponent``, with the exponent that brings the largest to [2**14, 2**15).
+
+    ``halves`` are float16, ``exponent`` int32[1], ``workspace`` uint32[1].
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check("survivors", survivors, np.float32)
+    check("halves", halves, np.float16, survivors.size)
+    check("exponent", exponent, np.int32, 1)
+    check("workspace", workspace, np.uint32, least=1)
+    capacity, grid = np.uint64(check_count(survivors, count)), grid_for(survivors.size, THREADS)
+    clear(workspace[:1], stream)
+    module.launch("survivors", "largest_finite", grid, THREADS, (survivors, count, capacity, workspace), stream)
+    arguments = (survivors, count, capacity, workspace, halves, exponent)
+    module.launch("survivors", "to_half", grid, THREADS, arguments, stream)
+
+
+def from_half(
+    halves: DeviceArray,
+    exponent: DeviceArray,
+    values: DeviceArray,
+    *,
+    count: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """The float32 values of :func:`to_half`'s fp16 ones.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check("halves", halves, np.float16)
+    check("exponent", exponent, np.int32, 1)
+    check("values", values, np.float32, halves.size)
+    arguments = (halves, count, np.uint64(check_count(halves, count)), exponent, values)
+    module.launch("survivors", "from_half", grid_for(halves.size, THREADS), THREADS, arguments, stream)
+
+
+def settle(
+    residual: DeviceArray,
+    indices: DeviceArray,
+    survivors: DeviceArray,
+    decoded: DeviceArray,
+    *,
+    count: DeviceArray | None = None,
+    stream: Stream,
+) -> None:
+    """``residual[indices] = survivors - decoded``, and 0 where that is not finite: what the encoding lost of them.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check("residual", residual, np.float32)
+    check("indices", indices, np.uint32)
+    check("survivors", survivors, np.float32, indices.size)
+    check("decoded", decoded, np.float32, indices.size)
+    capacity = np.uint64(check_count(indices, count))
+    arguments = (residual, np.uint64(residual.size), indices, survivors, decoded, count, capacity)
+    module.launch("survivors", "settle", grid_for(indices.size, THREADS), THREADS, arguments, stream)
+
+
+def scatter(
+    indices: DeviceArray, values: DeviceArray, out: DeviceArray, *, count: DeviceArray | None = None, stream: Stream
+) -> None:
+    """``out[:] = 0``, then ``out[indices] = values``. An index beyond ``out`` writes nothing.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check_scatter(indices, values, out)
+    clear(out.view(np.uint32), stream)
+    add_or_set("scatter", indices, values, out, count, stream)
+
+
+def scatter_add(
+    indices: DeviceArray, values: DeviceArray, out: DeviceArray, *, count: DeviceArray | None = None, stream: Stream
+) -> None:
+    """``out[indices] += values``. No index may come twice; one beyond ``out`` writes nothing.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check_scatter(indices, values, out)
+    add_or_set("scatter_add", indices, values, out, count, stream)
+
+
+def add_or_set(
+    kernel: str, indices: DeviceArray, values: DeviceArray, out: DeviceArray, count: DeviceArray | None, stream: Stream
+) -> None:
+    arguments = (indices, values, count, np.uint64(check_count(indices, count)), out, np.uint64(out.size))
+    module.launch("survivors", kernel, grid_for(indices.size, THREADS), THREADS, arguments, stream)
+
+
+def check_scatter(indices: DeviceArray, values: DeviceArray, out: DeviceArray) -> None:
+    check("indices", indices, np.uint32)
+    check("values", values, np.float32, indices.size)
+    check("out", out, np.float32)
+
+
+def check_count(elements: DeviceArray, count: DeviceArray | None) -> int:
+    if count is not None:
+        check("count", count, np.uint32, 1)
+    return int(elements.size)

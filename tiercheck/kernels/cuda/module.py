@@ -1,0 +1,237 @@
+"""Compiling the CUDA sources, and launching what is in them.
+
+NVRTC compiles a source on first use, once a process and device: tenths of a second. CuPy's own ``RawModule``
+would flush denormals to zero (it appends ``-ftz=true``) and is not used. Nothing here waits for the device or
+allocates on it.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import cupy
+import numpy as np
+from cupy.cuda import function, nvrtc
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = [
+    "KERNELS",
+    "DeviceArray",
+    "Stream",
+    "borrow",
+    "check",
+    "compile_source",
+    "grid_for",
+    "launch",
+    "low_priority_stream",
+    "text_of",
+    "warm_up",
+]
+
+logger = logging.getLogger(__name__)
+
+DeviceArray: TypeAlias = Any
+"""A ``cupy.ndarray``, which is untyped."""
+
+Stream: TypeAlias = Any
+"""A ``cupy.cuda.Stream``."""
+
+KERNELS: Mapping[str, tuple[str, ...]] = {
+    "adam": ("replay_adam", "replay_adam_sparse"),
+    "torch_adam": ("replay_torch_adam",),
+    "compaction": ("compact_float32", "compact_float16", "compact_bfloat16"),
+    "threshold": ("sample_float32", "sample_float16", "sample_bfloat16", "select_magnitude"),
+    "survivors": ("clear", "largest_finite", "to_half", "from_half", "settle", "scatter", "scatter_add"),
+    "blocks": (
+        "quantise_int8",
+        "dequantise_int8",
+        "quantise_nf4",
+        "dequantise_nf4",
+        "quantise_onebit",
+        "dequantise_onebit",
+    ),
+    "patterns": (
+        "find_low_halves",
+        "narrow",
+        "widen",
+        "split_exponents_16",
+        "split_exponents_32",
+        "join_exponents_16",
+        "join_exponents_32",
+    ),
+}
+"""The sources, and the kernels in each."""
+
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""Every operation rounds once, as it is written; what shall be fused says so."""
+
+DLPACK_CUDA = 2
+"""``kDLCUDA`` of DLPack's ``DLDeviceType``."""
+
+GRID_MAX = 4096
+"""Blocks of a kernel whose threads take more than one element each: enough to fill any device."""
+
+LOWEST = 1 << 16
+"""A priority past the range, which CUDA takes for the lowest there is."""
+
+
+@cache
+def text_of(source: str) -> str:
+    """The whole text of a source: its own headers in the place of their ``#include``, each once."""
+    included: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        text = (importlib.resources.files(__package__) / "source" / name).read_text("utf-8")
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate(text.splitlines(), 1):
+            if header := re.fullmatch(r'#include "([^"]+)"', line):
+                lines += [expand(header[1]), f'#line {number + 1} "{name}"']
+            else:
+                lines.append("" if line == "#pragma once" else line)
+        return "\n".join(lines)
+
+    return expand(f"{source}.cu") + "\n"
+
+
+def compile_source(source: str, architecture: str) -> bytes:
+    """The machine code of a source for an ``architecture`` such as ``sm_90``. Needs no GPU.
+
+    Raises:
+        ConfigurationError: NVRTC is missing, or does not compile it; with its log.
+    """
+    options = (*OPTIONS, f"--gpu-architecture={architecture}")
+    try:
+        program = nvrtc.createProgram(text_of(source), f"{source}.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, options)
+            return bytes(nvrtc.getCUBIN(program))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise ConfigurationError(f"NVRTC cannot compile {source}.cu for {architecture}: {error}\n{log}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+    except (RuntimeError, OSError) as error:  # its library is loaded by the first call
+        raise ConfigurationError(
+            f"NVRTC cannot be used ({error}); it comes with the CUDA toolkit, or: pip install nvidia-cuda-nvrtc"
+        ) from error
+
+
+def architecture_of(device: int) -> str:
+    """The newest architecture that NVRTC knows and whose machine code this device runs.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    within_reach = [each for each in nvrtc.getSupportedArchs() if each // 10 == capability // 10 and each <= capability]
+    if not within_reach:
+        raise ConfigurationError(
+            f"device {device} has compute capability {capability / 10}, for which this NVRTC does not compile"
+        )
+    return f"sm_{max(within_reach)}"
+
+
+_modules: dict[tuple[str, int], Any] = {}
+_compiling = threading.Lock()
+
+
+def module_of(source: str, device: int) -> Any:
+    with _compiling:
+        if (source, device) not in _modules:
+            architecture = architecture_of(device)
+            logger.debug("compiling %s.cu for %s", source, architecture)
+            loaded = function.Module()
+            loaded.load(compile_source(source, architecture))
+            _modules[source, device] = loaded
+        return _modules[source, device]
+
+
+@cache
+def kernel_of(source: str, kernel: str, device: int) -> Any:
+    return module_of(source, device).get_function(kernel)
+
+
+def launch(source: str, kernel: str, grid: int, block: int, arguments: Sequence[Any], stream: Stream) -> None:
+    """Put a kernel into ``stream``, on the current device.
+
+    ``arguments``: device arrays, NumPy scalars of the kernel's own types, ``None`` for a null pointer, or a NumPy array
+    for a structure that is passed by value.
+
+    Raises:
+        ConfigurationError: an argument is not on the current device, or NVRTC does not compile the source.
+    """
+    device = int(cupy.cuda.runtime.getDevice())
+    passed: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, np.ndarray):
+            passed.append(function.CPointer(argument.ctypes.data))
+        elif argument is None:
+            passed.append(np.uintp(0))
+        else:
+            if isinstance(argument, cupy.ndarray) and argument.device.id != device:
+                raise ConfigurationError(
+                    f"{kernel} runs on device {device}, and an array is on device {argument.device.id}"
+                )
+            passed.append(argument)
+    kernel_of(source, kernel, device)((grid,), (block,), tuple(passed), stream=stream)
+
+
+def grid_for(size: int, threads: int) -> int:
+    """Blocks of ``threads`` for ``size`` elements, where each thread goes on by the whole grid."""
+    return min(GRID_MAX, max(1, -(-size // threads)))
+
+
+def low_priority_stream() -> Stream:
+    """A new stream on the current device, of the lowest priority, that does not wait for the default stream.
+
+    Blocks of streams of higher priority start first. The streams that torch makes have the lowest priority too, unless
+    told otherwise: what training does on such a stream shares the device with what is done here.
+    """
+    return cupy.cuda.Stream(non_blocking=True, priority=LOWEST)
+
+
+def borrow(tensor: Any, stream: Stream) -> DeviceArray:
+    """A torch CUDA tensor (or whatever speaks DLPack) as a CuPy array: the same memory, nothing copied.
+
+    From here on ``stream`` waits for what the tensor's library has put into its current stream so far; the host does
+    not wait. The tensor must live until the work is done, and not be written to in the meantime. It needs no gradient
+    (``detach()``). Hand bf16 over as ``tensor.view(torch.uint16)``.
+
+    Raises:
+        ConfigurationError: it is not on a GPU.
+    """
+    kind, _ = tensor.__dlpack_device__()
+    if int(kind) != DLPACK_CUDA:
+        raise ConfigurationError(f"a CUDA kernel works on GPU memory, and this {type(tensor).__name__} lies elsewhere")
+    with stream:
+        return cupy.from_dlpack(tensor)
+
+
+def check(name: str, array: DeviceArray, dtype: Any, size: int | None = None, *, least: int = 0) -> None:
+    """``ValueError`` where ``array`` is not a 1-D, contiguous array of ``dtype`` and of ``size``, or of ``least``."""
+    if not hasattr(array, "__cuda_array_interface__"):
+        raise ValueError(f"{name} must be a CuPy array on the device; borrow() makes one of a torch tensor")
+    if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be a 1-D contiguous array of {np.dtype(dtype)}, not of {array.dtype}")
+    if (size is not None and array.size != size) or array.size < least:
+        raise ValueError(
+            f"{name} must have {size if size is not None else f'at least {least}'} elements, not {array.size}"
+        )
+
+
+def warm_up() -> None:
+    """Compile and load every kernel for the current device, so that none compiles while training waits."""
+    device = int(cupy.cuda.runtime.getDevice())
+    for source, kernels in KERNELS.items():
+        for kernel in kernels:
+            kernel_of(source, kernel, device)

@@ -1,0 +1,79 @@
+"""Bit patterns on the device: fp32 values that bf16 holds, and exponents apart from the rest.
+
+As :mod:`tiercheck.kernels.reference`, bit for bit, into arrays that the caller has allocated. Every function puts its
+work into ``stream`` and returns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercheck.kernels.cuda import module
+from tiercheck.kernels.cuda.compaction import clear
+from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+
+__all__ = ["find_low_halves", "join_exponents", "narrow_into", "split_exponents", "widen_into"]
+
+THREADS = 256
+
+
+def find_low_halves(values: DeviceArray, low: DeviceArray, *, stream: Stream) -> None:
+    """Into ``low`` (uint32[1]): zero where the low 16 bits of every fp32 value are zero, so that bf16 holds them all.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check("values", values, np.float32)
+    check("low", low, np.uint32, 1)
+    clear(low, stream)
+    launch("find_low_halves", values.size, (values, np.uint64(values.size), low), stream)
+
+
+def narrow_into(values: DeviceArray, out: DeviceArray, *, stream: Stream) -> None:
+    """The upper halves (uint16) of fp32 values: their bf16 patterns, where :func:`find_low_halves` finds zero.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check("values", values, np.float32)
+    check("out", out, np.uint16, values.size)
+    launch("narrow", values.size, (values, np.uint64(values.size), out), stream)
+
+
+def widen_into(patterns: DeviceArray, out: DeviceArray, *, stream: Stream) -> None:
+    """The fp32 values of bf16 patterns.
+
+    Raises:
+        ValueError: an array's type or size is not right.
+    """
+    check("patterns", patterns, np.uint16)
+    check("out", out, np.float32, patterns.size)
+    launch("widen", patterns.size, (patterns, np.uint64(patterns.size), out), stream)
+
+
+def split_exponents(patterns: DeviceArray, exponents: DeviceArray, rest: DeviceArray, *, stream: Stream) -> None:
+    """As the reference's ``split_exponents``. ``ValueError`` where an array's type or size is not right."""
+    width = check_planes(patterns, exponents, rest)
+    arguments = (patterns, np.uint64(patterns.size), exponents, rest)
+    launch(f"split_exponents_{width}", patterns.size, arguments, stream)
+
+
+def join_exponents(exponents: DeviceArray, rest: DeviceArray, patterns: DeviceArray, *, stream: Stream) -> None:
+    """As the reference's ``join_exponents``. ``ValueError`` where an array's type or size is not right."""
+    width = check_planes(patterns, exponents, rest)
+    arguments = (exponents, rest, np.uint64(patterns.size), patterns)
+    launch(f"join_exponents_{width}", patterns.size, arguments, stream)
+
+
+def check_planes(patterns: DeviceArray, exponents: DeviceArray, rest: DeviceArray) -> int:
+    """The bits of a pattern."""
+    if patterns.dtype not in (np.uint16, np.uint32):
+        raise ValueError(f"patterns are uint16 or uint32, not {patterns.dtype}")
+    check("patterns", patterns, patterns.dtype)
+    check("exponents", exponents, np.uint8, patterns.size)
+    check("rest", rest, np.uint8, patterns.size * (patterns.dtype.itemsize - 1))
+    return int(patterns.dtype.itemsize) * 8
+
+
+def launch(kernel: str, size: int, arguments: tuple[object, ...], stream: Stream) -> None:
+    module.launch("patterns", kernel, grid_for(size, THREADS), THREADS, arguments, stream)

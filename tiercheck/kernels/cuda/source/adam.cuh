@@ -1,0 +1,47 @@
+// One element's step of Adam or AdamW, with the rounding of torch's fused CPU kernel, as the reference states it.
+#pragma once
+
+#include "portable.cuh"
+
+// A step's scalars, as cuda/adam.py fills them in.
+struct Step {
+    float decay;                // of the parameter, or (COUPLED) of the gradient, by which it grows
+    float multiplier;           // of the gradient
+    float weight1;              // of the lerp's branch
+    float weight2;
+    float beta2;
+    float root_correction;
+    float eps;
+    float negative_step_size;
+    u32 flags;
+};
+
+constexpr u32 COUPLED = 1;      // L2 decay
+constexpr u32 SMALL = 2;        // weight1 is less than a half: the lerp starts from the moment
+
+struct State {
+    float param, exp_avg, exp_avg_sq, max_exp_avg_sq;
+};
+
+// `contracted`: torch's compiler fused multiplications into additions. `tail`: the element lies behind torch's last
+// whole vector; there the second moment was fused otherwise, and the maximum is kept where the second moment is a NaN.
+EITHER void apply(State &s, float gradient, const Step &step, bool contracted, bool tail, bool amsgrad) {
+    const auto fused = [contracted](float a, float b, float c) {
+        return contracted ? multiply_add(a, b, c) : add(multiply(a, b), c);
+    };
+    float g = multiply(gradient, step.multiplier);
+    if (step.flags & COUPLED) g = fused(s.param, step.decay, g);
+    else s.param = multiply(s.param, step.decay);
+    s.exp_avg = fused(step.weight1, subtract(g, s.exp_avg), step.flags & SMALL ? s.exp_avg : g);
+    const float scaled = multiply(step.weight2, g);
+    s.exp_avg_sq = contracted && tail ? fused(s.exp_avg_sq, step.beta2, multiply(scaled, g))
+                                      : fused(scaled, g, multiply(s.exp_avg_sq, step.beta2));
+    float second = s.exp_avg_sq;
+    if (amsgrad) {
+        const float largest = s.max_exp_avg_sq;
+        const bool kept = largest > second || largest != largest || (tail && second != second);
+        second = s.max_exp_avg_sq = kept ? largest : second;
+    }
+    const float denominator = add(divide(square_root(second), step.root_correction), step.eps);
+    s.param = add(s.param, divide(multiply(step.negative_step_size, s.exp_avg), denominator));
+}

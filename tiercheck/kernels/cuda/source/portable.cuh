@@ -1,0 +1,64 @@
+// What every kernel is written in: fixed-width types, and fp32 arithmetic of which each operation rounds once.
+//
+// The functions marked EITHER run on the device and, compiled by any C++ compiler without contraction, on the host,
+// with the same bits: that is how they are tested where there is no GPU. A NaN that an operation makes is the
+// exception: its sign and payload differ from machine to machine.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i8 = signed char;
+using i64 = long long;
+
+#if defined(__CUDACC__)
+#define EITHER __host__ __device__ __forceinline__
+#define SHARED(Type, name) __shared__ Type name
+#else
+#define EITHER inline
+#endif
+
+constexpr u32 LANES = 32;
+constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
+
+constexpr u32 MAGNITUDE = 0x7FFFFFFFu;
+constexpr u32 INFINITE = 0x7F800000u;
+constexpr u32 QUIET = 0x00400000u;
+constexpr float LARGEST_FINITE = 3.402823466e38f;
+
+#if defined(__CUDA_ARCH__)
+EITHER u32 bits_of(float value) { return __float_as_uint(value); }
+EITHER float float_of(u32 bits) { return __uint_as_float(bits); }
+EITHER float add(float a, float b) { return __fadd_rn(a, b); }
+EITHER float subtract(float a, float b) { return __fsub_rn(a, b); }
+EITHER float multiply(float a, float b) { return __fmul_rn(a, b); }
+EITHER float divide(float a, float b) { return __fdiv_rn(a, b); }
+EITHER float square_root(float a) { return __fsqrt_rn(a); }
+EITHER float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+EITHER float round_half_to_even(float a) { return rintf(a); }
+#else
+EITHER u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
+EITHER float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+EITHER float add(float a, float b) { return a + b; }
+EITHER float subtract(float a, float b) { return a - b; }
+EITHER float multiply(float a, float b) { return a * b; }
+EITHER float divide(float a, float b) { return a / b; }
+EITHER float square_root(float a) { return __builtin_sqrtf(a); }
+EITHER float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+EITHER float round_half_to_even(float a) { return __builtin_rintf(a); }
+#endif
+
+EITHER u32 magnitude_of(float value) { return bits_of(value) & MAGNITUDE; }
+EITHER bool is_finite(float value) { return magnitude_of(value) < INFINITE; }
+
+// The nearest number that is finite; NaNs stay.
+EITHER float limited(float value) {
+    return value > LARGEST_FINITE ? LARGEST_FINITE : value < -LARGEST_FINITE ? -LARGEST_FINITE : value;
+}
+
+// An element as the encoders see it: with what earlier encodings lost of it. `lost` is finite. A NaN keeps its payload,
+// as on a CPU; the device's addition would make the canonical one.
+EITHER float with_lost(float value, float lost) {
+    return magnitude_of(value) > INFINITE ? float_of(bits_of(value) | QUIET) : add(value, lost);
+}

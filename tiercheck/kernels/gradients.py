@@ -1,0 +1,98 @@
+"""The gradients a replay takes, dense and sparse, and what it asks of the arrays it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["Gradient", "SparseGradient", "check_gradients", "check_state", "dense"]
+
+
+@dataclass(frozen=True, eq=False)
+class SparseGradient:
+    """A gradient that is +0.0 but for ``values`` (fp32) at ``indices`` (uint32, strictly ascending): both 1-D.
+
+    Raises:
+        ConfigurationError: other dtypes, lengths that differ, indices that do not ascend.
+    """
+
+    indices: NDArray[np.uint32]
+    values: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        for name, array, dtype in (("indices", self.indices, np.uint32), ("values", self.values, np.float32)):
+            if array.dtype != dtype or array.ndim != 1:
+                raise ConfigurationError(f"a sparse gradient's {name} are {np.dtype(dtype)} in one dimension")
+            if not array.flags.c_contiguous or not array.flags.aligned:
+                raise ConfigurationError(f"a sparse gradient's {name} are contiguous and aligned")
+        if self.indices.size != self.values.size:
+            raise ConfigurationError(f"{self.indices.size} indices do not fit {self.values.size} values")
+        if not np.all(self.indices[1:] > self.indices[:-1]):
+            raise ConfigurationError("a sparse gradient's indices must ascend, each once")
+
+    def dense(self, size: int) -> NDArray[np.float32]:
+        out = np.zeros(size, np.float32)
+        out[self.indices] = self.values
+        return out
+
+    def between(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of ``indices`` that lies in ``start..stop-1``, as a half-open range of positions."""
+        first, last = np.searchsorted(self.indices, [start, stop])
+        return int(first), int(last)
+
+    def piece(self, start: int, stop: int) -> SparseGradient:
+        """The gradient of elements ``start..stop-1``, counted from ``start``."""
+        first, last = self.between(start, stop)
+        return SparseGradient(self.indices[first:last] - np.uint32(start), self.values[first:last])
+
+
+Gradient: TypeAlias = NDArray[np.float32] | SparseGradient
+
+
+def dense(gradient: Gradient, size: int) -> NDArray[np.float32]:
+    """The gradient as an array: itself, or zeros and the values."""
+    return gradient.dense(size) if isinstance(gradient, SparseGradient) else gradient
+
+
+def check_state(state: Mapping[str, NDArray[np.float32]]) -> None:
+    """Refuse state that cannot be worked on in place: ``ConfigurationError``."""
+    size = next(iter(state.values())).size
+    for name, array in state.items():
+        check_array(name, array, size)
+        if not array.flags.writeable:
+            raise ConfigurationError(f"a replay works in place; {name} is read-only")
+        for other, second in state.items():
+            if other != name and np.may_share_memory(array, second):
+                raise ConfigurationError(f"a replay works in place; {name} overlaps {other}")
+
+
+def check_gradients(state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient]) -> None:
+    """Refuse gradients that do not fit the state, or lie in its memory: ``ConfigurationError``."""
+    size = next(iter(state.values())).size
+    for index, gradient in enumerate(gradients):
+        name = f"gradients[{index}]"
+        if isinstance(gradient, SparseGradient):
+            if gradient.indices.size and gradient.indices[-1] >= size:
+                raise ConfigurationError(f"{name} has the index {gradient.indices[-1]}, and param {size} elements")
+            arrays: tuple[NDArray[np.float32] | NDArray[np.uint32], ...] = (gradient.values, gradient.indices)
+        else:
+            check_array(name, gradient, size)
+            arrays = (gradient,)
+        for held, array in state.items():
+            if any(np.may_share_memory(array, each) for each in arrays):
+                raise ConfigurationError(f"a replay works in place; {held} overlaps {name}")
+
+
+def check_array(name: str, array: NDArray[np.float32], size: int) -> None:
+    if array.dtype != np.float32:
+        raise ConfigurationError(f"a replay works on float32 alone; {name} is {array.dtype}")
+    if not array.flags.c_contiguous or not array.flags.aligned:
+        raise ConfigurationError(f"a replay needs contiguous, aligned arrays; {name} is not")
+    if array.size != size:
+        raise ConfigurationError(f"{name} has {array.size} elements, and param {size}")

@@ -1,0 +1,64 @@
+"""Floating-point patterns in two planes, in NumPy: the exponents, which an entropy coder shrinks, and the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.reference.blocks import check_size
+
+__all__ = ["check_planes", "join_exponents", "split_exponents"]
+
+
+def split_exponents(
+    patterns: NDArray[np.uint16] | NDArray[np.uint32],
+    exponents: NDArray[np.uint8],
+    rest: NDArray[np.uint8],
+    *,
+    threads: int = 1,
+) -> None:
+    """Write the eight bits under the sign bit to ``exponents``, and all others to ``rest``; nothing is lost.
+
+    Those eight are the exponent of bf16 (uint16) and fp32 (uint32), and the exponent and the first three bits of the
+    fraction of fp16 (uint16). The others, sign first, are one byte an element of uint16, and three of uint32, each
+    in a plane of its own: all elements' lowest bytes, then the middle ones, then the highest ones.
+
+    Errors: ``ValueError`` unless ``exponents`` has as many elements as ``patterns``, and ``rest`` one or three times
+    as many; ``TypeError`` for patterns of another dtype.
+    """
+    check_planes(patterns, exponents, rest)
+    width = patterns.dtype.itemsize * 8
+    fraction_bits = width - 9
+    exponents[:] = patterns >> fraction_bits & 0xFF
+    others = patterns >> (width - 1) << fraction_bits | patterns & ((1 << fraction_bits) - 1)
+    for plane in range(patterns.dtype.itemsize - 1):
+        rest[plane * patterns.size : (plane + 1) * patterns.size] = others >> (8 * plane) & 0xFF
+
+
+def join_exponents(
+    exponents: NDArray[np.uint8],
+    rest: NDArray[np.uint8],
+    patterns: NDArray[np.uint16] | NDArray[np.uint32],
+    *,
+    threads: int = 1,
+) -> None:
+    """Write to ``patterns`` what :func:`split_exponents` has parted. Any bytes make patterns. Errors: as there."""
+    check_planes(patterns, exponents, rest)
+    width = patterns.dtype.itemsize * 8
+    fraction_bits = width - 9
+    dtype: Any = patterns.dtype
+    others = np.zeros(patterns.size, dtype)
+    for plane in range(dtype.itemsize - 1):
+        others |= rest[plane * patterns.size : (plane + 1) * patterns.size].astype(dtype) << (8 * plane)
+    signs = others >> fraction_bits << (width - 1)
+    fractions = others & ((1 << fraction_bits) - 1)
+    patterns[:] = signs | exponents.astype(dtype) << fraction_bits | fractions
+
+
+def check_planes(patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8]) -> None:
+    if patterns.dtype not in (np.uint16, np.uint32):
+        raise TypeError(f"patterns are uint16 or uint32, not {patterns.dtype}")
+    check_size("exponents", exponents, patterns.size, patterns.size)
+    check_size("bytes of the rest", rest, patterns.size * (patterns.dtype.itemsize - 1), patterns.size)

@@ -1,0 +1,113 @@
+"""What one step of SGD is, apart from its state; and which of its steps can be replayed.
+
+Steps are replayed one after the other. Adding their gradients up first would save work without momentum, decay or a
+schedule, but ``p - lr * (g1 + g2)`` is rounded otherwise than ``(p - lr * g1) - lr * g2``: a sum is never exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels.gradients import Gradient, check_gradients, check_state
+
+__all__ = ["SGD", "SgdCoefficients", "SgdStep", "check_sgd_arrays", "reason_sgd_not_replayable"]
+
+SGD = "torch.optim.sgd.SGD"
+
+_OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+
+
+@dataclass(frozen=True)
+class SgdStep:
+    """One step's scalars. ``first``: the tensor's first step with momentum, which starts its buffer with the gradient.
+
+    ``gradient_scale`` and ``maximize`` are as in :class:`~tiercheck.kernels.adam.AdamStep`.
+
+    Source: Sutskever et al., *On the importance of initialization and momentum in deep learning* (2013), with
+    torch's changes, which its documentation of ``torch.optim.SGD`` states.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    first: bool = False
+    maximize: bool = False
+    gradient_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise ConfigurationError("Nesterov's step needs momentum")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], first: bool, gradient_scale: float = 1.0) -> SgdStep:
+        """The step that torch's SGD takes with a parameter group's ``options``.
+
+        Raises:
+            ConfigurationError: it cannot be replayed; call the optimizer instead.
+        """
+        if reason := reason_sgd_not_replayable(SGD, options):
+            raise ConfigurationError(f"this step cannot be replayed: {reason}; call the optimizer instead")
+        return cls(
+            lr=float(options["lr"]),
+            momentum=float(options["momentum"]),
+            dampening=float(options["dampening"]),
+            weight_decay=float(options["weight_decay"]),
+            nesterov=bool(options["nesterov"]),
+            first=first,
+            maximize=bool(options.get("maximize", False)),
+            gradient_scale=gradient_scale,
+        )
+
+
+def reason_sgd_not_replayable(kind: str, options: Mapping[str, Any]) -> str | None:
+    """Why steps with these options must be replayed by calling the optimizer, or ``None``: the kernels can."""
+    if kind != SGD:
+        return f"{kind} is not {SGD}"
+    if options.get("differentiable"):
+        return "differentiable is on"
+    missing = [name for name in _OPTIONS if name not in options]
+    return f"its options lack {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True)
+class SgdCoefficients:
+    """An :class:`SgdStep` as torch's kernels use it: computed in double, then rounded to fp32."""
+
+    multiplier: np.float32
+    decay: np.float32
+    momentum: np.float32
+    weight: np.float32
+    """``1 - dampening``."""
+    negative_lr: np.float32
+
+    @classmethod
+    def of(cls, step: SgdStep) -> SgdCoefficients:
+        return cls(
+            multiplier=np.float32(-step.gradient_scale if step.maximize else step.gradient_scale),
+            decay=np.float32(step.weight_decay),
+            momentum=np.float32(step.momentum),
+            weight=np.float32(1 - step.dampening),
+            negative_lr=np.float32(-step.lr),
+        )
+
+
+def check_sgd_arrays(
+    state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient], steps: Sequence[SgdStep]
+) -> None:
+    """Refuse arrays that a replay of ``steps`` cannot work on in place: ``ConfigurationError``."""
+    if any(step.momentum for step in steps) != ("momentum_buffer" in state) and steps:
+        raise ConfigurationError("steps with momentum, and no others, need momentum_buffer")
+    if any(step.first for step in steps[1:]):
+        raise ConfigurationError("only the first of the steps can start the momentum buffer")
+    if len(gradients) != len(steps):
+        raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
+    check_state(state)
+    check_gradients(state, gradients)

@@ -1,0 +1,222 @@
+"""Dense block quantisation: a code for every element, and a scale for every block."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck import kernels
+from tiercheck.errors import Corruption
+from tiercheck.streams.codecs.checks import (
+    check_description,
+    check_dtype,
+    check_parts,
+    check_residual,
+    part_array,
+    slot_array,
+)
+from tiercheck.streams.codecs.encoding import FLOATS, Codec, Encoding, Part, Slot, StoredPart
+from tiercheck.streams.codecs.floats import from_float32, lose_rounding, to_float32
+from tiercheck.types import Fidelity
+
+__all__ = ["Int8", "Nf4", "OneBit"]
+
+SLICE_ELEMENTS = 1 << 18
+"""Codes that :meth:`Int8.nonfinite` looks at at a time."""
+
+POISONED = np.uint32(0x7FC00000)
+"""The fp32 scale of a block that decodes to NaN; as bf16, its upper half."""
+
+
+class BlockCodec(Codec):
+    """What the block codecs have in common: two parts, and the scalar ``nonfinite``: how many elements decode to NaN.
+
+    The scales are plain numbers, checked before they are used: a negative or infinite one is ``Corruption``.
+    """
+
+    fidelity = Fidelity.APPROXIMATE
+
+    @abc.abstractmethod
+    def parts(self, size: int) -> tuple[Part, Part]:
+        """Codes and scales of ``size`` elements."""
+
+    @abc.abstractmethod
+    def quantise(
+        self,
+        values: NDArray[np.float32],
+        codes: NDArray[Any],
+        scales: NDArray[Any],
+        residual: NDArray[np.float32] | None,
+        threads: int,
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]: ...
+
+    @abc.abstractmethod
+    def nonfinite(self, codes: NDArray[Any], scales: NDArray[Any], size: int) -> int:
+        """How many of ``size`` elements decode to NaN."""
+
+    @abc.abstractmethod
+    def are_scales(self, scales: NDArray[Any]) -> bool:
+        """Whether each is a scale that the encoder writes."""
+
+    def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:
+        check_dtype(dtype, FLOATS, self.name)
+        return self.parts(math.prod(shape))
+
+    def encode(
+        self,
+        array: NDArray[Any],
+        dtype: str,
+        *,
+        seed: int,
+        slot: Slot,
+        residual: NDArray[np.float32] | None = None,
+        threads: int = 1,
+    ) -> Encoding:
+        check_dtype(dtype, FLOATS, self.name)
+        check_residual(residual, array.size)
+        values = to_float32(array, dtype)
+        planned = self.parts(values.size)
+        codes, scales = (slot_array(slot, part) for part in planned)
+        self.quantise(values, codes, scales, residual, threads)
+        if residual is not None and dtype != "F32":
+            decoded = self.dequantise(codes, scales, values.size, threads)
+            lose_rounding(residual, decoded, dtype, threads=threads)
+        scalars = {"nonfinite": self.nonfinite(codes, scales, values.size)}
+        return Encoding(self.name, dtype, tuple(array.shape), tuple(part.suffix for part in planned), scalars)
+
+    def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
+        check_description(encoding, FLOATS, ("nonfinite",))
+        size = math.prod(encoding.shape)
+        planned = self.parts(size)
+        stored = check_parts(encoding, parts, tuple(part.suffix for part in planned))
+        codes, scales = (part_array(part, plan.dtype, plan.shape) for part, plan in zip(stored, planned, strict=True))
+        if not self.are_scales(scales):
+            raise Corruption(f"a block's scale is none that the codec {self.name!r} writes")
+        values = self.dequantise(codes, scales, size, threads)
+        return from_float32(values, encoding.dtype, threads=threads).reshape(encoding.shape)
+
+
+class Int8(BlockCodec):
+    """Floats as 8-bit codes in blocks of 256 with one fp32 scale each: ``|error| <= scale / 2``, scale = maximum / 127.
+
+    Every NaN and infinity comes back as NaN, and spoils no other element; ``nonfinite`` counts them.
+    """
+
+    name = "int8"
+
+    def parts(self, size: int) -> tuple[Part, Part]:
+        return Part("codes", "I8", (size,)), Part("scales", "F32", (-(-size // kernels.BLOCK),))
+
+    def quantise(
+        self,
+        values: NDArray[np.float32],
+        codes: NDArray[Any],
+        scales: NDArray[Any],
+        residual: NDArray[np.float32] | None,
+        threads: int,
+    ) -> None:
+        kernels.quantise_into(values, codes, scales, residual=residual, threads=threads)
+
+    def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]:
+        return kernels.dequantise(codes, scales, threads=threads)
+
+    def nonfinite(self, codes: NDArray[Any], scales: NDArray[Any], size: int) -> int:
+        starts = range(0, size, SLICE_ELEMENTS)
+        return sum(int(np.count_nonzero(codes[i : i + SLICE_ELEMENTS] == kernels.NONFINITE_CODE)) for i in starts)
+
+    def are_scales(self, scales: NDArray[Any]) -> bool:
+        return bool(np.all(np.isfinite(scales) & (scales >= 0)))
+
+
+class PoisonedBlocks(BlockCodec):
+    """Codes that have none to spare for NaN: a block that holds a NaN or an infinity decodes to NaN altogether.
+
+    Its scale is NaN. ``nonfinite`` counts the elements of such blocks.
+    """
+
+    block: int
+
+    def nonfinite(self, codes: NDArray[Any], scales: NDArray[Any], size: int) -> int:
+        poisoned = self.poisoned(scales)
+        blocks = int(np.count_nonzero(poisoned))
+        short = scales.size * self.block - size if blocks and poisoned[-1] else 0
+        return blocks * self.block - short
+
+    def are_scales(self, scales: NDArray[Any]) -> bool:
+        patterns = scales.view(f"u{scales.itemsize}")
+        infinity = np.float32(np.inf).view(np.uint32) >> (32 - 8 * scales.itemsize)
+        return bool(np.all((patterns < infinity) | self.poisoned(scales)))
+
+    def poisoned(self, scales: NDArray[Any]) -> NDArray[np.bool_]:
+        poison = POISONED >> np.uint32(32 - 8 * scales.itemsize)
+        return np.asarray(scales.view(f"u{scales.itemsize}") == poison)
+
+
+class Nf4(PoisonedBlocks):
+    """Floats as 4-bit codes of 16 levels, in blocks of 256 with one fp32 scale each, the largest magnitude.
+
+    The levels are the quantiles of a normal distribution, closer to each other near zero, one of them zero: an element
+    is off by at most 0.152 of the scale. A block that holds a NaN or an infinity comes back as NaN altogether;
+    ``nonfinite`` counts the elements of such blocks. The last block is stored whole.
+
+    Source: Dettmers et al., *QLoRA: Efficient Finetuning of Quantized LLMs* (2023), section 3 and appendix E.
+    """
+
+    name = "nf4"
+    block = kernels.BLOCK
+
+    def parts(self, size: int) -> tuple[Part, Part]:
+        blocks = -(-size // self.block)
+        return Part("codes", "U8", (blocks * self.block // 2,)), Part("scales", "F32", (blocks,))
+
+    def quantise(
+        self,
+        values: NDArray[np.float32],
+        codes: NDArray[Any],
+        scales: NDArray[Any],
+        residual: NDArray[np.float32] | None,
+        threads: int,
+    ) -> None:
+        kernels.quantise_nf4_into(values, codes, scales, residual=residual, threads=threads)
+
+    def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]:
+        return kernels.dequantise_nf4(codes, scales, size, threads=threads)
+
+
+class OneBit(PoisonedBlocks):
+    """Floats as their signs, in blocks of 128 with one bf16 scale each, the block's mean magnitude.
+
+    A zero comes back as the scale, so a block of zeros as zeros. A block that holds a NaN or an infinity comes
+    back as NaN altogether; ``nonfinite`` counts the elements of such blocks. The last block is stored whole.
+
+    Source: Seide et al., *1-bit stochastic gradient descent* (2014), which needs error feedback; the mean magnitude as
+    in Bernstein et al., *signSGD* (2018), and Karimireddy et al. (2019), a block instead of a tensor.
+    """
+
+    name = "onebit"
+    block = kernels.ONEBIT_BLOCK
+
+    def parts(self, size: int) -> tuple[Part, Part]:
+        blocks = -(-size // self.block)
+        return Part("bits", "U8", (blocks * self.block // 8,)), Part("scales", "BF16", (blocks,))
+
+    def quantise(
+        self,
+        values: NDArray[np.float32],
+        codes: NDArray[Any],
+        scales: NDArray[Any],
+        residual: NDArray[np.float32] | None,
+        threads: int,
+    ) -> None:
+        kernels.quantise_onebit_into(values, codes, scales, residual=residual, threads=threads)
+
+    def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]:
+        return kernels.dequantise_onebit(codes, scales, size, threads=threads)

@@ -1,0 +1,175 @@
+"""What a codec is, what it makes of a tensor, and how that is described in a shard."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.errors import Corruption
+from tiercheck.kernels import SparseGradient
+from tiercheck.types import Buffer, Fidelity
+
+__all__ = ["DTYPES", "ELEMENTS_MAX", "FLOATS", "Codec", "Encoding", "Part", "Slot", "StoredPart"]
+
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        **{name: np.dtype(f"<f{size}") for name, size in (("F64", 8), ("F32", 4), ("F16", 2))},
+        **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+        **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+        **{"BF16": np.dtype("<u2"), "BOOL": np.dtype("?"), "C64": np.dtype("<c8"), "C128": np.dtype("<c16")},
+        **{name: np.dtype("u1") for name in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")},
+    }
+)
+"""The NumPy dtype that holds a tensor of each named dtype."""
+
+FLOATS = MappingProxyType({name: DTYPES[name] for name in ("F32", "BF16", "F16")})
+"""What the approximate codecs encode."""
+
+ELEMENTS_MAX = 2**48
+"""No tensor has more elements; a shape that says so is malformed."""
+
+FIELDS = frozenset({"codec", "dtype", "shape", "parts", "scalars"})
+
+Slot = Callable[[str, str, tuple[int, ...]], memoryview]
+"""``slot(suffix, dtype, shape)``: writable memory of exactly that part's size, format ``B``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that a codec stores for one it encodes. ``suffix`` tells the parts of one tensor apart."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class StoredPart(Protocol):
+    """A part as it was read: :class:`tiercheck.container.TensorEntry` is one."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> Buffer: ...
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What an encoded tensor was, and how to decode it."""
+
+    codec: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    """The suffixes of its parts, in the order in which they were written."""
+    scalars: Mapping[str, int] = field(default_factory=dict)
+    trained_on: bool = False
+    """Whether the optimizer stepped with the very tensor that this decodes to: then nothing was lost by encoding it."""
+
+    def to_object(self) -> dict[str, Any]:
+        """Plain values for msgpack. ``trained_on`` is there only where it is true."""
+        return {
+            "codec": self.codec,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "parts": list(self.parts),
+            "scalars": dict(self.scalars),
+            **({"trained_on": True} if self.trained_on else {}),
+        }
+
+    @classmethod
+    def from_object(cls, value: object) -> Encoding:
+        """The inverse. Errors: ``Corruption`` for anything that :meth:`to_object` does not return."""
+        if not isinstance(value, Mapping) or set(value) - {"trained_on"} != FIELDS:
+            raise Corruption("an encoded tensor's description does not have the fields of one")
+        name, dtype, shape, parts, scalars = (value[key] for key in ("codec", "dtype", "shape", "parts", "scalars"))
+        if not (isinstance(name, str) and isinstance(dtype, str) and dtype in DTYPES):
+            raise Corruption(f"an encoded tensor's description names the codec {name!r:.80} and dtype {dtype!r:.80}")
+        if not (isinstance(shape, list | tuple) and all(type(size) is int and size >= 0 for size in shape)):
+            raise Corruption(f"an encoded tensor's shape is {shape!r:.80}")
+        if len(shape) > 64 or math.prod(shape) > ELEMENTS_MAX:
+            raise Corruption(f"an encoded tensor's shape is {shape!r:.80}, larger than any tensor")
+        if not (isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)):
+            raise Corruption(f"an encoded tensor's parts are {parts!r:.80}")
+        if not (isinstance(scalars, Mapping) and all(type(each) is int for each in scalars.values())):
+            raise Corruption(f"an encoded tensor's scalars are {scalars!r:.80}")
+        trained_on = value.get("trained_on", False)
+        if not isinstance(trained_on, bool):
+            raise Corruption(f"whether an encoded tensor was trained on is {trained_on!r:.80}")
+        return cls(name, dtype, tuple(shape), tuple(parts), dict(scalars), trained_on)
+
+
+class Codec(abc.ABC):
+    """One way to encode tensors. Stateless: any number of threads may share one."""
+
+    name: str
+    fidelity: ClassVar[Fidelity]
+    """What a tensor is worth that was encoded so, unless training used what it decodes to
+    (:attr:`Encoding.trained_on`)."""
+
+    @abc.abstractmethod
+    def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:
+        """Upper bounds of the parts of such a tensor, known before there is one.
+
+        :meth:`encode` writes at most so many parts, and altogether at most so many bytes, also where each is
+        rounded up to an alignment; a part's dtype may be another one, of four letters at most.
+        Errors: ``ConfigurationError`` for a dtype or size that the codec cannot encode.
+        """
+
+    @abc.abstractmethod
+    def encode(
+        self,
+        array: NDArray[Any],
+        dtype: str,
+        *,
+        seed: int,
+        slot: Slot,
+        residual: NDArray[np.float32] | None = None,
+        threads: int = 1,
+    ) -> Encoding:
+        """Encode ``array`` (any shape and strides, holding ``dtype``) into memory from ``slot``.
+
+        Deterministic for (array, dtype, seed, residual), whatever ``threads`` is: the most threads that run, the
+        caller's included. ``slot`` is called once a part, with the part's final size.
+
+        ``residual`` (1-D, contiguous, writable, of the array's size, in the order of its elements in C) is what earlier
+        encodings lost. What is encoded is ``array + residual``, one addition an element in fp32, and ``residual``
+        becomes what this encoding loses of that: its difference to what :meth:`decode` will return, zero where that
+        is not finite. Exact codecs lose nothing and take none.
+
+        Source of error feedback: Seide et al., *1-bit stochastic gradient descent* (2014); Karimireddy et al., *Error
+        feedback fixes SignSGD* (2019), algorithm 1.
+
+        Errors: ``ConfigurationError`` as for :meth:`plan`; ``ValueError`` for an array that does not hold ``dtype``,
+        memory or a residual of the wrong size.
+        """
+
+    @abc.abstractmethod
+    def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
+        """The tensor, in its dtype and shape, perhaps a read-only view of a part. Errors: ``Corruption``."""
+
+    def decode_sparse(
+        self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1
+    ) -> SparseGradient | None:
+        """The elements of :meth:`decode`'s tensor that are stored, by their flat index, as fp32; the others are zero.
+
+        ``None`` where the tensor is stored densely, or is too large for 32-bit indices: use :meth:`decode`. Errors:
+        ``Corruption``.
+        """
+        return None
+
+    def residual_size(self, dtype: str, shape: Sequence[int]) -> int:
+        """Elements of the residual that :meth:`encode` needs for such a tensor; 0: it runs without."""
+        return 0
