@@ -38,12 +38,12 @@ from tiercheck.mover import Mover, Moving
 from tiercheck.nomination import Nomination
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
-from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
+from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS, Retention
 from tiercheck.recorder import Recorder, Stats
 from tiercheck.restore import Recovery, Restorer, gather
 from tiercheck.streams.base import base_nbytes
-from tiercheck.streams.differential import DifferentialStream
 from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.recorded import stream_of
 from tiercheck.types import Survives, bytes_text
 
 __all__ = ["Checkpointer", "Stats"]
@@ -168,8 +168,9 @@ class Checkpointer:
         """Take the gradients of the coming step, or of a part of it, before it changes anything.
 
         ``gradients``: by the provider's names, in their own dtype and shape; their memory is free again on
-        return. Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version
-        that is not the next one.
+        return. With ``train_on_compressed`` they are written to, and the step must use them as they are then.
+        Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version that is not the
+        next one.
         """
         self._live().capture(version, gradients)
 
@@ -218,7 +219,13 @@ class Checkpointer:
             introductions = [Introduction.from_object(each) for each in nodes]
             self._placed = self._placed.with_peer(*peer_address(self._group.rank, introductions))
         kernels.warm_up()
-        self._stream = DifferentialStream(self._provider, self.config.codec, self._group.world_size)
+        self._stream = stream_of(
+            self._provider,
+            self.config.codec,
+            self._group.world_size,
+            train_on_compressed=self.config.train_on_compressed,
+            encode_threads=self.config.encode_threads,
+        )
         tiers = self._placed.open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
@@ -243,19 +250,23 @@ class Checkpointer:
         usage = self._call(first.driver.usage(), f"the usage of {first.name}")
         if usage.limit_bytes is None:
             return
-        base = base_nbytes(self._provider) + self._stream.host_nbytes
-        differential = self._stream.nbytes_expected
+        residuals = self._stream.saved_with_bases()
+        base = base_nbytes(self._provider, residuals) + self._stream.host_nbytes
+        record = self._stream.nbytes_expected
         bases = BASES_IN_VOLATILE_TIERS + 1  # the newest two, and the one being captured
-        differentials = 2 * self.config.base_every + self.config.batch
-        needed = bases * base + differentials * differential + self._stream.nbytes_max
+        if self._stream.supersedes:
+            kind, records = "snapshots", 2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1
+        else:
+            kind, records = "differentials", 2 * self.config.base_every + self.config.batch
+        needed = bases * base + records * record + self._stream.nbytes_max
         if needed > usage.limit_bytes:
             raise CapacityExceeded(
-                f"the first tier must hold {bases} bases of {bytes_text(base)} and {differentials} differentials of "
-                f"{bytes_text(differential)}, {bytes_text(needed)} in all, but has room for "
+                f"the first tier must hold {bases} bases of {bytes_text(base)} and {records} {kind} of "
+                f"{bytes_text(record)}, {bytes_text(needed)} in all, but has room for "
                 f"{bytes_text(usage.limit_bytes)}: give it more, or lower base_every (now {self.config.base_every})",
                 tier=first.driver.url,
             )
-        self._prepare_memory([(base, bases), (self._stream.nbytes_max, differentials)], usage.limit_bytes // 2)
+        self._prepare_memory([(base, bases), (self._stream.nbytes_max, records)], usage.limit_bytes // 2)
 
     def _prepare_memory(self, wanted: Sequence[tuple[int, int]], room: int) -> None:
         """Have the first tier's memory touched and mapped now, while nothing trains: (bytes, count) as far as ``room``
@@ -277,6 +288,7 @@ class Checkpointer:
         restorer = Restorer(tiers, self._provider, self._group, self._loop, self.config.deadline_s)
         restorer.survey()
         self._recovery = restorer.restore()
+        self._stream.load(restorer.residuals)
         point = self._recovery.point if self._recovery else None
         version = point.last if point else 0
         proposal = propose(
@@ -319,7 +331,7 @@ class Checkpointer:
                 world_size=world_size,
                 generation=self._generation,
                 placement=placement,
-                retention=Retention(self.config.keep_last, self.config.keep_every),
+                retention=Retention(self.config.keep_last, self.config.keep_every, self.config.batch),
                 lineage=lineage,
             )
         nomination = Nomination(

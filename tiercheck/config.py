@@ -25,7 +25,13 @@ class CheckpointConfig:
     """Differentials in one object of the slower tiers; never more than ``base_every``, since a base makes those before
     it superfluous."""
     codec: str = "exact"
-    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`."""
+    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`. ``NAME+feedback`` encodes at each version
+    what the versions before have left out, too; that takes four bytes a trained element, in host memory."""
+    train_on_compressed: bool = False
+    """Have the optimizer step with the gradients as ``codec`` keeps them, so that replaying them is exact. It changes
+    what is trained. What ``+feedback`` keeps is part of the state then: bases hold it, too."""
+    encode_threads: int = 1
+    """The most threads that encode a gradient, the training's own among them."""
     keep_last: int = 2
     """Committed bases kept in the tier that survives most."""
     keep_every: int = 0
@@ -45,9 +51,10 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             value, wanted = getattr(self, each.name), type(each.default)
-            if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
+            accepted = (int, float) if wanted is float else wanted
+            if isinstance(value, bool) != (wanted is bool) or not isinstance(value, accepted):
                 raise ConfigurationError(f"{each.name} must be {wanted.__name__}, not {value!r}")
-        for name in ("base_every", "batch", "keep_last"):
+        for name in ("base_every", "batch", "keep_last", "encode_threads"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.keep_every < 0:

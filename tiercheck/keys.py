@@ -9,6 +9,7 @@ The layout keeps one directory a version, so that a parallel file system sees fe
     g000002/base/000000000040/r00001.done                            its marker: stored whole, size, checksum
     g000002/base/000000000040/commit                                 the commit record: every rank's is
     g000002/differential/000000000041-000000000045/r00001.safetensors   rank 1's batch 41..45
+    g000002/snapshot/000000000041-000000000045/r00001.safetensors       what changed from base 40 to version 45
 
 Numbers are zero-padded, so that the order of keys is the order of versions.
 """
@@ -43,11 +44,13 @@ RANK_MAX = 10**5 - 1
 class Stream(StrEnum):
     BASE = "base"
     DIFFERENTIAL = "differential"
+    SNAPSHOT = "snapshot"
 
 
 @dataclass(frozen=True, order=True)
 class ShardKey:
-    """One rank's part of a base (``first == last``: its version) or of a batch of differentials."""
+    """One rank's part of a base (``first == last``: its version), of a batch of differentials, or of a snapshot: what
+    its versions changed, so that it leads from the base before ``first`` to ``last``, and nowhere in between."""
 
     generation: int
     stream: Stream
@@ -73,13 +76,18 @@ class ShardKey:
     def differential(cls, generation: int, first: int, last: int, rank: int) -> ShardKey:
         return cls(generation, Stream.DIFFERENTIAL, first, last, rank)
 
+    @classmethod
+    def snapshot(cls, generation: int, base: int, version: int, rank: int) -> ShardKey:
+        """The state's change from ``base`` to ``version``, which is a later one."""
+        return cls(generation, Stream.SNAPSHOT, base + 1, version, rank)
+
     @property
     def versions(self) -> range:
         return range(self.first, self.last + 1)
 
     def __str__(self) -> str:
         version = f"{self.first:012d}"
-        if self.stream is Stream.DIFFERENTIAL:
+        if self.stream is not Stream.BASE:
             version += f"-{self.last:012d}"
         return f"g{self.generation:06d}/{self.stream}/{version}/r{self.rank:05d}.safetensors"
 
@@ -141,7 +149,7 @@ class NominationKey:
 Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | NominationKey
 
 _BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
-_DIFFERENTIAL = re.compile(r"g(\d{6})/differential/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
+_VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
 _LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
 _NOMINATION = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
 
@@ -155,9 +163,9 @@ def parse(text: str) -> Key | None:
         if match[4] == "done":
             return MarkerKey(generation, version, int(match[3]))
         return ShardKey.base(generation, version, int(match[3]))
-    if match := _DIFFERENTIAL.match(text):
-        generation, first, last, rank = (int(group) for group in match.groups())
-        return ShardKey.differential(generation, first, last, rank) if first <= last else None
+    if match := _VERSIONS.match(text):
+        generation, first, last, rank = (int(match[group]) for group in (1, 3, 4, 5))
+        return ShardKey(generation, Stream(match[2]), first, last, rank) if first <= last else None
     if match := _LINEAGE.match(text):
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
     if match := _NOMINATION.match(text):

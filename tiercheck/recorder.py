@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tiercheck import container
 from tiercheck.background import BackgroundLoop
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
@@ -33,7 +34,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.mover import MoverStatus, Moving
 from tiercheck.policy.placement import Placement
 from tiercheck.streams.base import BaseCapture
-from tiercheck.streams.differential import DifferentialCapture, DifferentialStream
+from tiercheck.streams.iteration import IterationCapture, IterationStream
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["Recorder", "Stats"]
@@ -69,8 +70,8 @@ class Stats:
 
 
 @dataclass
-class _OpenDifferential:
-    capture: DifferentialCapture
+class _OpenRecord:
+    capture: IterationCapture
     reservation: Reservation
 
 
@@ -88,7 +89,7 @@ class Recorder:
 
     def __init__(
         self,
-        stream: DifferentialStream,
+        stream: IterationStream,
         hierarchy: OpenHierarchy,
         mover: Moving,
         loop: BackgroundLoop,
@@ -111,10 +112,14 @@ class Recorder:
         self._config = config
         self._rank = rank
         self._generation = generation
-        self._open_differential: _OpenDifferential | None = None
+        self._open_differential: _OpenRecord | None = None
         self._unrecorded: int | None = None
         """The version of which a part could not be recorded: what is left of it is worth nothing."""
         self._base: _BaseInFlight | None = None
+        self._newest: ShardKey | None = None
+        """The newest base in the first tier; ``None`` where the newest one failed."""
+        self._rested: ShardKey | None = None
+        """The base that the stream knows of."""
         self._base_due = False
         self._stepped: int | None = None
         self._written = False
@@ -133,20 +138,26 @@ class Recorder:
         """Take the gradients of the coming step, or of a part of it, before it changes anything.
 
         ``gradients``: by the provider's names, in their own dtype and shape; their memory is free again on
-        return. Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version
-        that is not the next one.
+        return. With ``train_on_compressed`` they are written to, and the step must use them as they are then.
+        Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version that is not the
+        next one.
         """
         self._check_next(version)
         self._finish_copy()
         began = time.perf_counter()
         with self._saving(version), self._recording(version):
-            if self._open_differential is None and version != self._unrecorded and self._stream.masters_written():
-                self._leave_out(version)
-            if version == self._unrecorded:
-                return  # the whole of it or nothing
-            if self._open_differential is None:
-                self._open_differential = self._begin_differential(version)
-            self._open_differential.capture.add(gradients)
+            if self._open_differential is None and version != self._unrecorded:
+                if self._stream.masters_written():
+                    self._leave_out(version)
+                elif self._stream.supersedes and not self._rest_on_base():
+                    self._give_up(version)
+                else:
+                    self._open_differential = self._begin_differential(version)
+        with self._saving(version), self._recording(version):
+            if self._open_differential is not None:
+                self._open_differential.capture.add(gradients)
+            else:  # the whole version or nothing of it
+                self._stream.leave_out(gradients, version)
         self._count(differential_stall_s=time.perf_counter() - began)
 
     def complete(self, version: int) -> None:
@@ -168,7 +179,10 @@ class Recorder:
         self._finish_copy()
         with self._saving(version), self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
-                self._open_differential = self._begin_differential(version)
+                if self._stream.supersedes and not self._rest_on_base():
+                    self._give_up(version)
+                else:
+                    self._open_differential = self._begin_differential(version)
         self._publish_differential(version, skipped=True)
 
     def flush(self) -> None:
@@ -180,10 +194,23 @@ class Recorder:
         """Wait for the copy of a base that still runs. Idempotent."""
         self._copier.shutdown(wait=True, cancel_futures=True)
 
-    def _begin_differential(self, version: int) -> _OpenDifferential:
-        key = ShardKey.differential(self._generation, version, version, self._rank)
+    def _rest_on_base(self) -> bool:
+        """Let the stream know the newest base, once it is in the first tier; ``False`` where there is none."""
+        self.finish_base()
+        if self._newest is None:
+            return False
+        if self._newest != self._rested:
+            self._stream.rest_on(None)  # its memory can be used again
+            key, tier = str(self._newest), self._first
+            content = self._call(tier.driver.get(key), f"mapping {key}")
+            self._stream.rest_on(container.parse(content, key=key, tier=tier.name))
+            self._rested = self._newest
+        return True
+
+    def _begin_differential(self, version: int) -> _OpenRecord:
+        key = self._stream.key(self._generation, version, self._rank)
         reservation = self._reserve(key, self._stream.nbytes_max)
-        return _OpenDifferential(self._stream.begin(key, reservation.buffer), reservation)
+        return _OpenRecord(self._stream.begin(key, reservation.buffer), reservation)
 
     def _publish_differential(self, version: int, *, skipped: bool) -> None:
         began = time.perf_counter()
@@ -216,7 +243,8 @@ class Recorder:
         self._wait_for_room(version)
         began = time.perf_counter()
         key = ShardKey.base(self._generation, version, self._rank)
-        capture = BaseCapture(self._stream.provider, key, self._stream.world_size)
+        residuals = self._stream.saved_with_bases()
+        capture = BaseCapture(self._stream.provider, key, self._stream.world_size, residuals)
         reservation = self._reserve(key, capture.nbytes_max)
         copied: concurrent.futures.Future[None] = concurrent.futures.Future()
         published = self._copier.submit(self._copy_base, capture, reservation, copied)
@@ -277,6 +305,7 @@ class Recorder:
         base, self._base = self._base, None
         if base is None:
             return
+        self._newest = None
         with self._saving(base.version):
             try:
                 nbytes = base.published.result(timeout=self._config.deadline_s)
@@ -288,6 +317,7 @@ class Recorder:
                 log.warning("base %d is given up, since its state was written to while it was copied", base.version)
                 self._written = self._base_due = True
                 return
+            self._newest = ShardKey.base(self._generation, base.version, self._rank)
             self._count(bases=1, captured_bytes=nbytes)
 
     def _reserve(self, key: ShardKey, nbytes: int) -> Reservation:

@@ -1,39 +1,42 @@
 """Recovery: from what the tiers hold to the state of every rank, as of one version.
 
 The life of a recovery: each rank surveys its tiers and tells the others; the policies name the recovery point
-and, per rank, the copies to read; each rank reads and verifies all of them before anything is changed. A copy
-that fails is quarantined, and the ranks decide again without it, so that the point may move back but never
-splits. Then the base is loaded, the differentials are replayed, and the host state of the last one put back.
+and, per rank, the copies to read; each rank reads and verifies all of them (:mod:`tiercheck.reader`) before anything
+is changed. A copy that fails is quarantined, and the ranks decide again without it, so that the point may move back
+but never splits. Then the base is loaded, the differentials are read again and replayed, a run at a time, and the host
+state of the last one is put back. Where the last copy of a version goes bad between the two reads, the ranks decide
+again as well, and load the base again: each of them holds it until all have replayed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiercheck import container, keys, objects
+from tiercheck import keys, objects
 from tiercheck.background import BackgroundLoop
 from tiercheck.errors import (
     Corruption,
     Mismatch,
     RecoveryError,
     TierCheckError,
-    TierError,
 )
 from tiercheck.group import Group
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.recovery import Availability, Plan, Source, Unreachable, availability, plan
-from tiercheck.streams.base import BaseState, read_base
-from tiercheck.streams.differential import Differential, read_differentials
-from tiercheck.streams.providers import Identity, StateProvider
-from tiercheck.streams.replay import replay
+from tiercheck.policy.recovery import Availability, Source, availability
+from tiercheck.reader import Lost, Part, Reader
+from tiercheck.streams.base import BaseState
+from tiercheck.streams.fidelity import reached
+from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.replay import Replayed, replay_runs, threads_granted
+from tiercheck.streams.runs import Run
+from tiercheck.streams.trained_on import forget_sent
 from tiercheck.types import Fidelity
 
 __all__ = ["Recovery", "Restorer", "gather"]
@@ -49,9 +52,9 @@ class Recovery:
     """What a recovery did, as one rank reports it."""
 
     point: RecoveryPoint
-    """The anchor, and the last differential, of the generation that was recovered."""
+    """The anchor, and the last differential or the snapshot, of the generation that was recovered."""
     sources: tuple[tuple[str, str], ...]
-    """This rank's reads in order: (object, tier)."""
+    """What this rank loaded and replayed, in order: (object, tier)."""
     quarantined: tuple[tuple[str, str, str], ...]
     """Copies of this rank's objects that failed verification: (object, tier, reason)."""
     matrix: tuple[Availability, ...]
@@ -59,10 +62,12 @@ class Recovery:
     fidelity: Fidelity
     """The worst of what was replayed."""
     notes: tuple[str, ...]
-    """Why the fidelity is less than exact, where it is."""
+    """Why the fidelity is less than exact, where it is; and what else there is to know of what was replayed."""
     seconds: float
     """From the survey to the restored state, on this rank."""
     read_bytes: int
+    """Taken from the tiers by this rank. Objects that a tier does not map are read once to be verified and, but for the
+    first ones of the chain, once more to be replayed."""
 
     @property
     def version(self) -> int:
@@ -143,27 +148,28 @@ class Survey:
         return cls(found, frozenset(Branch.from_object(each) for each in value["branches"]), claims)
 
 
-@dataclass(frozen=True)
-class _Read:
-    """What one rank read and verified."""
-
-    base: BaseState
-    differentials: tuple[Differential, ...]
-    nbytes: int
-
-
 @dataclass
 class Restorer:
-    """Restores one rank, together with all the others. Make one, :meth:`survey`, then :meth:`restore`."""
+    """Restores one rank, together with all the others. Make one, :meth:`survey`, then :meth:`restore`.
+
+    ``deadline_s`` bounds each wait for the other ranks, and each rank's waiting for tiers: once for all that it
+    verifies, and once for all that it replays. ``threads`` and ``exact``: see
+    :func:`~tiercheck.streams.replay.replay_runs`.
+    """
 
     hierarchy: OpenHierarchy
     provider: StateProvider
     group: Group
     loop: BackgroundLoop
     deadline_s: float
+    threads: int | None = None
+    exact: bool = True
     lineage: Lineage = field(default_factory=lambda: Lineage(()))
     branches: tuple[Branch, ...] = ()
     claims: frozenset[ClaimKey] = frozenset()
+    residuals: Mapping[str, Any] = field(default_factory=dict)
+    """After :meth:`restore`, by master, the residuals of training on compressed gradients: what the base holds, less
+    what was sent since (:mod:`tiercheck.streams.trained_on`)."""
     _surveys: list[Survey] = field(default_factory=list)
     _quarantined: dict[Source, str] = field(default_factory=dict)
 
@@ -193,17 +199,26 @@ class Restorer:
         every rank can read) before anything was changed; ``GroupError``.
         """
         began = time.perf_counter()
+        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads_granted(self.threads))
+        touched = False
         for _ in range(ROUNDS_MAX):
             point = decide([Readable.of(s.key for s in survey.sources) for survey in self._surveys], self.lineage)
             if point is None:
                 self._refuse_to_lose()
+                if touched:
+                    raise AssertionError("the ranks hold a base, and agree on none")
                 return None
             matrix = availability(
                 point, [tier.name for tier in self.hierarchy.tiers], [survey.sources for survey in self._surveys]
             )
-            chosen, read = self._read(point)
-            if read is not None:
-                return self._load(point, chosen, read, matrix, began)
+            part = self._verify(reader, point)
+            if part is None:
+                continue
+            touched = True
+            replayed = self._rebuild(reader, part)
+            if replayed is not None:
+                self._settle(part, replayed)
+                return self._report(reader, part, replayed, matrix, began)
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 
     async def _look(self) -> Survey:
@@ -262,115 +277,120 @@ class Restorer:
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
 
-    def _read(self, point: RecoveryPoint) -> tuple[Plan | None, _Read | None]:
-        """Read and verify this rank's part. Where some rank cannot, forget the damaged copies everywhere."""
-        chosen: Plan | None = None
-        read: _Read | None = None
+    @property
+    def _own(self) -> frozenset[Source]:
+        return self._surveys[self.group.rank].sources
 
-        def attempt() -> dict[str, Any]:
-            nonlocal chosen, read
-            chosen, read = self.loop.call(
-                self._read_verified(point), what="reading the checkpoint", deadline_s=self.deadline_s
+    def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
+        """Read and verify this rank's part; ``None`` where some rank cannot."""
+        parts: list[Part] = []
+
+        def attempt() -> bool:
+            part = reader.verify(point, self._own)
+            parts.extend([part] if part else [])
+            return part is not None
+
+        if not self._together(reader, "reading the checkpoint", attempt):
+            return None
+        (part,) = parts
+
+        def compare() -> bool:
+            check_identity(part.base, self.provider, self._places())
+            return True
+
+        # An error on every rank, where one of them trains another model than the one that was saved.
+        gather(self.group, "comparing the model", compare, deadline_s=self.deadline_s)
+        return part
+
+    def _rebuild(self, reader: Reader, part: Part) -> Replayed | None:
+        """Load the base and replay; ``None`` where some rank could not: then the state is at no version."""
+        done: list[Replayed] = []
+
+        def attempt() -> bool:
+            start = part.start
+            self.provider.load(
+                masters=start.masters,
+                optimizer_state=start.optimizer_state,
+                extras=start.extras,
+                hyperparameters=start.hyperparameters,
             )
-            damaged = [(source.tier, str(source.key)) for source in sorted(self._quarantined)]
-            return {"whole": read is not None, "damaged": damaged}
+            own = self._own
+            self.residuals = {name: residual.clone() for name, residual in part.base.residuals.items()}
+            try:
+                done.append(
+                    replay_runs(
+                        self.provider,
+                        lambda threads: reader.runs(part, own, threads=threads),
+                        threads=self.threads,
+                        exact=self.exact,
+                        before=self._forget_sent,
+                    )
+                )
+            except Lost as error:
+                log.warning("%s; the ranks begin again with base %d", error, part.point.anchor)
+            return bool(done)
 
-        answers = gather(self.group, "reading the checkpoint", attempt, deadline_s=self.deadline_s)
-        if all(answer["whole"] for answer in answers):
-            self._check_identity(read)
-            return chosen, read
+        # A rank that fails says so, so that no other one trains on alone, or waits for it in the refresh.
+        return done[0] if self._together(reader, "the replay", attempt) else None
+
+    def _forget_sent(self, run: Run) -> None:
+        """Take out of the residuals what a run has sent."""
+        for step in run.steps:
+            forget_sent(self.residuals, step.gradients)
+
+    def _together(self, reader: Reader, what: str, attempt: Callable[[], bool]) -> bool:
+        """Whether every rank succeeded. Where one did not, damaged copies are forgotten everywhere."""
+
+        def produce() -> dict[str, Any]:
+            succeeded = attempt()
+            damaged = [(source.tier, str(source.key)) for source in sorted(reader.quarantined)]
+            return {"succeeded": succeeded, "damaged": damaged}
+
+        answers = gather(self.group, what, produce, deadline_s=self.deadline_s)
+        if all(answer["succeeded"] for answer in answers):
+            return True
         for rank, answer in enumerate(answers):
             damaged = {
                 Source(tier, key) for tier, text in answer["damaged"] if isinstance(key := keys.parse(text), ShardKey)
             }
             survey = self._surveys[rank]
             self._surveys[rank] = replace(survey, sources=survey.sources - damaged)
-        return None, None
+        return False
 
-    def _check_identity(self, read: _Read | None) -> None:
-        """Errors on every rank where one of them trains another model than the one that was saved."""
-
-        def compare() -> bool:
-            if read is not None:
-                check_identity(read.base, self.provider, self._places())
-            return True
-
-        gather(self.group, "comparing the model", compare, deadline_s=self.deadline_s)
-
-    async def _read_verified(self, point: RecoveryPoint) -> tuple[Plan | None, _Read | None]:
-        """Follow the plan; where a copy is damaged or gone, quarantine it and plan again."""
-        verified: dict[Source, container.Shard] = {}
-        own = self._surveys[self.group.rank].sources
-        while True:
-            chosen = plan(point, self.group.rank, own - set(self._quarantined))
-            if isinstance(chosen, Unreachable):
-                log.warning("rank %d has no good copy of %s %d", self.group.rank, chosen.stream, chosen.version)
-                return None, None
-            missing = [source for source in chosen.sources if source not in verified]
-            if not missing:
-                return chosen, self._decode(point, chosen, verified)
-            for source in missing:
-                try:
-                    verified[source] = await self._fetch(source)
-                except TierError as error:
-                    tier = self.hierarchy.tiers[source.tier].name
-                    log.warning("%s is not used from tier %s: %s", source.key, tier, error)
-                    self._quarantined[source] = str(error)
-                    break
-
-    async def _fetch(self, source: Source) -> container.Shard:
-        tier = self.hierarchy.tiers[source.tier]
-        content = await tier.driver.get(str(source.key))
-        shard = container.parse(content, key=str(source.key), tier=tier.name)
-        await asyncio.to_thread(shard.verify)
-        return shard
-
-    def _decode(self, point: RecoveryPoint, chosen: Plan, shards: Mapping[Source, container.Shard]) -> _Read:
-        tiers = self.hierarchy.tiers
-        base = read_base(shards[chosen.anchor], tier=tiers[chosen.anchor.tier].name)
-        differentials: dict[int, Differential] = {}
-        for source in chosen.batches:
-            for each in read_differentials(shards[source], tier=tiers[source.tier].name):
-                if point.anchor < each.version <= point.last:
-                    differentials.setdefault(each.version, each)
-        ordered = tuple(differentials[version] for version in range(point.anchor + 1, point.last + 1))
-        return _Read(base, ordered, sum(shards[source].nbytes for source in chosen.sources))
-
-    def _load(
-        self, point: RecoveryPoint, chosen: Plan | None, read: _Read, matrix: tuple[Availability, ...], began: float
-    ) -> Recovery:
-        if chosen is None:
-            raise AssertionError("something was read without a plan")
-        base = read.base
-
-        def rebuild() -> None:
-            self.provider.load(
-                masters=base.masters,
-                optimizer_state=base.optimizer_state,
-                extras=base.extras,
-                hyperparameters=base.hyperparameters,
-            )
-            replay(self.provider, read.differentials)
+    def _settle(self, part: Part, replayed: Replayed) -> None:
+        """What follows from the masters, and the host state of the last version."""
 
         def settle() -> None:
             self.provider.refresh()
-            last = read.differentials[-1] if read.differentials else None
-            self.provider.restore_host_state(last.host_state if last else base.host_state)
+            state = replayed.host_state
+            self.provider.restore_host_state(part.start.host_state if state is None else state)
 
-        # A rank that fails says so, so that no other one trains on alone, or waits for it in the refresh.
-        gather(self.group, "the replay", rebuild, deadline_s=self.deadline_s)
         gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
-        fidelity, notes = reached(base.identity, self.provider.identity(), read.differentials)
+
+    def _report(
+        self, reader: Reader, part: Part, replayed: Replayed, matrix: tuple[Availability, ...], began: float
+    ) -> Recovery:
+        fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally)
+        if part.point.by_snapshot:
+            fidelity = Fidelity.APPROXIMATE
+            notes += (
+                f"version {part.point.last} is base {part.point.anchor} and a snapshot of what had changed since",
+            )
+        if self.residuals and part.point.last > part.point.anchor:
+            notes += (
+                f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
+                "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
+            )
         names = [tier.name for tier in self.hierarchy.tiers]
         return Recovery(
-            point=point,
-            sources=tuple((str(source.key), names[source.tier]) for source in chosen.sources),
-            quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(self._quarantined.items())),
+            point=part.point,
+            sources=tuple((str(source.key), names[source.tier]) for source in reader.used),
+            quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(reader.quarantined.items())),
             matrix=matrix,
             fidelity=fidelity,
             notes=notes,
             seconds=time.perf_counter() - began,
-            read_bytes=read.nbytes,
+            read_bytes=reader.read_bytes,
         )
 
 
@@ -401,24 +421,3 @@ def first_difference(base: BaseState, provider: StateProvider) -> str:
         if before.get(name) != now.get(name):
             return f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')} here"
     return "the names or dtypes of its parameters differ"
-
-
-def reached(
-    saved: Identity, here: Identity, differentials: tuple[Differential, ...]
-) -> tuple[Fidelity, tuple[str, ...]]:
-    """The fidelity of a recovery, and why it is less than exact where it is."""
-    notes: list[str] = []
-    fidelity = Fidelity.worst(*(each.fidelity for each in differentials))
-    if fidelity is not Fidelity.EXACT:
-        codecs = ", ".join(sorted({codec for each in differentials for codec in each.codecs}))
-        notes.append(f"the differentials were encoded by {codecs}, which is {fidelity}")
-    before, now = saved.optimizer, here.optimizer
-    if differentials and before != now:
-        changed = ", ".join(
-            f"{name} {getattr(before, name)} -> {getattr(now, name)}"
-            for name in ("implementation", "torch_version", "instruction_set", "device")
-            if getattr(before, name) != getattr(now, name)
-        )
-        fidelity = Fidelity.APPROXIMATE
-        notes.append(f"the steps were taken by another implementation than the one that replayed them: {changed}")
-    return fidelity, tuple(notes)

@@ -1,6 +1,6 @@
 """What each rank of ``test_deepspeed_provider`` runs: every check of one launch, one after another.
 
-Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | resumes | CHECK)...``; writes
+Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | resumes | compressed | CHECK)...``; writes
 ``DIRECTORY/r{rank}.json``: for each check the list of what did not hold.
 """
 
@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from deepspeed_compressed import compressed
 from deepspeed_edges import EDGES
 from deepspeed_harness import CASES, deepspeed
 from deepspeed_replay import check_case
@@ -28,8 +29,14 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60))
     replays: dict[str, Check] = {name: lambda case=case: check_case(case) for name, case in CASES.items()}
     attached = resumes(directory)
-    checks = {**replays, **EDGES, **attached}
-    sets = {"replays": list(replays), "edges": list(EDGES), "resumes": list(attached)}
+    lossy = compressed(directory)
+    checks = {**replays, **EDGES, **attached, **lossy}
+    sets = {
+        "replays": list(replays),
+        "edges": list(EDGES),
+        "resumes": list(attached),
+        "compressed": list(lossy),
+    }
     results = {}
     for name in [check for each in chosen for check in sets.get(each, [each])]:
         try:

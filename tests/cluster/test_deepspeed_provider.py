@@ -1,7 +1,8 @@
 """``DeepSpeedProvider`` on real engines: two ranks under ``torchrun``, many checks a launch, since a start is slow.
 
 What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit), ``deepspeed_edges.py`` and
-``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers).
+``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), and in ``deepspeed_compressed.py``
+(the same where training uses the compressed gradients).
 """
 
 from __future__ import annotations
@@ -80,6 +81,21 @@ RESUMES = (
     "pipeline-zero1-bf16-software",
 )
 
+COMPRESSED = (
+    "zero2-fp32-feedback",
+    "zero0-fp32-compressed",
+    "zero1-fp32-compressed",
+    "zero2-fp32-compressed",
+    "zero3-fp32-compressed",
+    "zero0-bf16-compressed",
+    "zero2-bf16-compressed",
+    "zero3-bf16-compressed",
+    "zero1-bf16-accumulate-fp32-compressed",
+    "pipeline-zero1-bf16-compressed",
+    "tied-layers-refused",
+    "tensor-parallelism-refused",
+)
+
 Results = list[dict[str, list[str]]]
 
 
@@ -123,6 +139,11 @@ def resumes(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch(tmp_path_factory.mktemp("resumes"), "resumes")
 
 
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(tmp_path_factory.mktemp("compressed"), "compressed")
+
+
 def failures(results: Results, check: str) -> str:
     """One line for each thing that did not hold, on any rank."""
     lines = []
@@ -150,7 +171,16 @@ def test_attach_fail_attach_again_and_go_on(resumes: Results, check: str) -> Non
     assert not failures(resumes, check)
 
 
-def test_every_check_of_the_worker_is_listed_here(replays: Results, edges: Results, resumes: Results) -> None:
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", COMPRESSED)
+def test_train_on_compressed_gradients_fail_and_go_on(compressed: Results, check: str) -> None:
+    assert not failures(compressed, check)
+
+
+def test_every_check_of_the_worker_is_listed_here(
+    replays: Results, edges: Results, resumes: Results, compressed: Results
+) -> None:
+    assert set(compressed[0]) <= set(COMPRESSED)
     assert set(resumes[0]) <= set(RESUMES)
     assert set(replays[0]) <= set(REPLAYS)
     assert set(edges[0]) <= set(EDGES)

@@ -40,9 +40,12 @@ class Rank:
 
 
 class Cluster:
-    """``world`` ranks that train in lock step. All that happens is drawn from ``seed``."""
+    """``world`` ranks that train in lock step. All that happens is drawn from ``seed``. ``snapshots``: between bases
+    they capture snapshots, not differentials."""
 
-    def __init__(self, seed: int, world: int, base_every: int, batch: int, *, peers: bool) -> None:
+    def __init__(
+        self, seed: int, world: int, base_every: int, batch: int, *, peers: bool, snapshots: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.world = world
         self.base_every = base_every
@@ -51,7 +54,8 @@ class Cluster:
         self.roles = tuple(Role(index, each.name, each) for index, each in enumerate(survive))
         self.peers = peers
         self.placement = Placement(batch)
-        self.retention = Retention(keep_last=self.random.choice([1, 2, 3]))
+        self.retention = Retention(keep_last=self.random.choice([1, 2, 3]), batch=batch)
+        self.snapshots = snapshots
         self.ranks = [Rank() for _ in range(world)]
         self.durable: Tier = {}
         self.generation = 0
@@ -78,7 +82,14 @@ class Cluster:
     def capture(self, index: int) -> None:
         rank = self.ranks[index]
         version = rank.version
-        rank.memory[ShardKey.differential(self.generation, version, version, index)] = rank.state[-1:]
+        if self.snapshots:
+            # Without a base there is nothing that a snapshot could be the change since.
+            bases = [key.first for key in rank.memory if is_base(key, self.generation, index)]
+            if bases:
+                snapshot = ShardKey.snapshot(self.generation, max(bases), version, index)
+                rank.memory[snapshot] = rank.state[max(bases) :]
+        else:
+            rank.memory[ShardKey.differential(self.generation, version, version, index)] = rank.state[-1:]
         self.history[self.generation, version, index] = rank.state
         if version % self.base_every == 0:
             self.capture_base(index)

@@ -16,10 +16,12 @@ from tiercheck.policy.consensus import Readable, decide
 SEEDS = [int(os.environ["TIERCHECK_SEED"])] if "TIERCHECK_SEED" in os.environ else range(150)
 
 
+@pytest.mark.parametrize("snapshots", [False, True], ids=["differentials", "snapshots"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_invariants_hold_whatever_fails_when(seed: int) -> None:
+def test_invariants_hold_whatever_fails_when(seed: int, snapshots: bool) -> None:
     world = 1 + seed % 3
-    cluster = Cluster(seed, world, base_every=2 + seed % 5, batch=1 + seed % 4, peers=world > 1 and seed % 4 > 0)
+    peers = world > 1 and seed % 4 > 0
+    cluster = Cluster(seed, world, base_every=2 + seed % 5, batch=1 + seed % 4, peers=peers, snapshots=snapshots)
     draw = cluster.random
     newest_commit = (0, -1)
     for _ in range(200):
@@ -57,13 +59,19 @@ def converge(cluster: Cluster) -> None:
         shards = [key for key in rank.memory if isinstance(key, ShardKey)]
         bases = [key for key in shards if key.stream is Stream.BASE]
         assert len(bases) == 2, "two bases deep"
-        assert len(shards) - len(bases) <= 2 * cluster.base_every, "no differential is kept for nothing"
+        bound = 4 if snapshots_of(shards) else 2 * cluster.base_every
+        assert len(shards) - len(bases) <= bound, "no differential and no snapshot is kept for nothing"
         durable = [key for key in cluster.durable if isinstance(key, ShardKey) and key.rank == index]
         assert len([key for key in durable if key.stream is Stream.BASE]) == min(
             cluster.retention.keep_last, len([k for k in durable if k.stream is Stream.BASE])
         )
-        covered = {v for key in durable if key.stream is Stream.DIFFERENTIAL for v in key.versions}
-        assert set(range(mark.version + 1, rank.version + 1)) <= covered, "a rack failure now costs nothing"
+        if cluster.snapshots:
+            newest_snapshots = [key for key in snapshots_of(durable) if key.first == mark.version + 1]
+            assert len(newest_snapshots) == (1 if rank.version > mark.version else 0), "each supersedes the last"
+            assert all(key.last == rank.version for key in newest_snapshots), "a rack failure now costs nothing"
+        else:
+            covered = {v for key in durable if key.stream is Stream.DIFFERENTIAL for v in key.versions}
+            assert set(range(mark.version + 1, rank.version + 1)) <= covered, "a rack failure now costs nothing"
     version = cluster.ranks[0].version
     cluster.random.seed(1)
     if cluster.peers:
@@ -80,3 +88,7 @@ def converge(cluster: Cluster) -> None:
     before = cluster.watermark()
     cluster.recover("software", before)
     assert cluster.trained_to == version
+
+
+def snapshots_of(shards: list[ShardKey]) -> list[ShardKey]:
+    return [key for key in shards if key.stream is Stream.SNAPSHOT]

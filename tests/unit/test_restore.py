@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tests.unit.test_group import on_all_ranks
+from tests.watched import Tamper, Watched, flipped
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import JobConflict, Mismatch, RecoveryError
 from tiercheck.group import SimulatedGroup
-from tiercheck.hierarchy import Hierarchy
+from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.tiers.memory import MemoryDriver
 
@@ -26,10 +27,13 @@ CONFIG = CheckpointConfig(base_every=4, batch=2, deadline_s=30)
 class Cluster:
     """Ranks as threads: a memory each, as if each were a node, and a directory that all see."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, config: CheckpointConfig = CONFIG, tamper: Tamper | None = None) -> None:
         self.memory = f"restore-{uuid.uuid4().hex}"
         self.root = root / "durable"
-        self.hierarchy = Hierarchy.of(f"memory://{self.memory}-{{rank}}", f"nvme://{self.root}?survives=rack")
+        self.config = config
+        wrap = None if tamper is None else lambda driver: Watched(driver, tamper)
+        durable = Tier(f"nvme://{self.root}?survives=rack", wrap=wrap)
+        self.hierarchy = Hierarchy.of(f"memory://{self.memory}-{{rank}}", durable)
 
     def run(self, last: int, *, flush_at: int | None = None, width: Callable[[int], int] = lambda _: 4) -> list[Any]:
         """A life of the job up to version ``last``, ended as by a crash; per rank its recovery and its weights."""
@@ -40,7 +44,7 @@ class Cluster:
                 for parameter in model.parameters():
                     parameter.fill_(float(group.rank))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            checkpointer: Checkpointer = attach(model, optimizer, self.hierarchy, group=group, config=CONFIG)
+            checkpointer: Checkpointer = attach(model, optimizer, self.hierarchy, group=group, config=self.config)
             weights = {}
             try:
                 while checkpointer.version < last:
@@ -134,6 +138,28 @@ def test_a_damaged_base_falls_back_to_the_one_before(cluster: Cluster, reference
     outcome = cluster.run(10)
     check(outcome, reference, 7)
     assert outcome[0][0].point.anchor == outcome[1][0].point.anchor == 0
+
+
+LONG = CheckpointConfig(base_every=1000, batch=2, deadline_s=30)
+
+
+@pytest.mark.parametrize(("bad", "reached"), [(16, 14), (10, 8)])
+def test_a_copy_that_goes_bad_after_it_was_verified_moves_all_of_them(tmp_path: Path, bad: int, reached: int) -> None:
+    """Rank 0 has replayed everything by then, and rank 1 some of it: both begin again with the base."""
+
+    def tamper(key: str, nth: int, content: bytearray) -> bytearray:
+        return flipped(content) if nth == 2 and key.endswith(f"-{bad:012d}/r00001.safetensors") else content
+
+    cluster = Cluster(tmp_path, LONG)
+    reference = [weights for _, weights in cluster.run(18, flush_at=18)]
+    cluster.forget()
+    cluster = Cluster(tmp_path, LONG, tamper)
+    first, second = cluster.run(18)
+    assert [recovery.version for recovery, _ in (first, second)] == [reached, reached]
+    assert [len(recovery.quarantined) for recovery, _ in (first, second)] == [0, 1]
+    for rank, (_, weights) in enumerate((first, second)):
+        assert weights == {version: reference[rank][version] for version in range(reached + 1, 19)}
+    cluster.forget()
 
 
 def test_one_rank_with_another_model_stops_all_of_them(cluster: Cluster) -> None:

@@ -248,7 +248,7 @@ class Assignment:
             world_size=nomination.world_size,
             generation=nomination.generation,
             placement=Placement(nomination.batch),
-            retention=Retention(nomination.keep_last, nomination.keep_every),
+            retention=Retention(nomination.keep_last, nomination.keep_every, nomination.batch),
             lineage=lineage,
         )
         self._observer = Observer(

@@ -25,7 +25,7 @@ class Versions:
     committed: tuple[int, ...] = ()
     """Bases of which every rank's shard is there."""
     batches: tuple[tuple[int, int], ...] = ()
-    """First and last version of each object of differentials."""
+    """First and last version of each object of differentials; of a snapshot its own alone."""
     objects: int = 0
     nbytes: int = 0
 
@@ -117,7 +117,8 @@ def rank_snapshot(assignment: Assignment, now: float, seen: Observation | None) 
 def versions_of(contents: Contents, rank: int) -> Versions:
     bases = sorted({key.first for key in contents.bases(rank)})
     committed = sorted({key.version for key in contents.commits})
-    batches = sorted({(key.first, key.last) for key in contents.differentials(rank)})
+    differentials = {(key.first, key.last) for key in contents.differentials(rank)}
+    batches = sorted(differentials | {(key.last, key.last) for key in contents.snapshots(rank)})
     return Versions(
         tuple(bases[-VERSIONS_MAX:]),
         tuple(committed[-VERSIONS_MAX:]),

@@ -48,8 +48,10 @@ def plan_table(reports: Sequence[Report]) -> Table:
     for rank, report in enumerate(reports):
         for (tier, stream), grouped in groupby(readings(report), key=lambda reading: (reading[0], reading[1].stream)):
             shards = [shard for _, shard in grouped]
-            versions = version_ranges(version for shard in shards for version in shard.versions)
-            what = f"base {versions}" if stream is Stream.BASE else f"differentials {versions}"
+            # A snapshot leads to its own version, and to none before it.
+            reached = (each.versions if stream is not Stream.SNAPSHOT else [each.last] for each in shards)
+            versions = version_ranges(version for each in reached for version in each)
+            what = f"differentials {versions}" if stream is Stream.DIFFERENTIAL else f"{stream} {versions}"
             table.add_row(str(rank), what, str(len(shards)), tier)
     return table
 

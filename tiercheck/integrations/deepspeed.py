@@ -29,6 +29,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.group import Group, TorchGroup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
+from tiercheck.streams.deepspeed_support import refuse_ranks_that_share_parameters
 
 __all__ = ["attach"]
 
@@ -46,13 +47,16 @@ def attach(
 
     Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (URLs, fastest
     first), ``must_survive``, and the fields of :class:`CheckpointConfig`. Errors: ``UnsupportedSetup`` for an
-    engine whose state cannot be saved whole; ``ConfigurationError``; those of :class:`Checkpointer`.
+    engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose ranks share parameters (tensor
+    parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
     """
     if hierarchy is None:
         if config is not None:
             raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
         hierarchy, config = read_block(engine.config)
     provider = DeepSpeedProvider(engine)
+    if config is not None and config.train_on_compressed:
+        refuse_ranks_that_share_parameters(engine)
     checkpointer = Checkpointer(provider, hierarchy, group=group or TorchGroup(), config=config)
     _Hooks(provider, checkpointer).register(engine)
     return checkpointer

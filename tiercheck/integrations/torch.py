@@ -17,7 +17,7 @@ are saved as of the end of ``optimizer.step()``, before the next batch is drawn 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.group import Group, SingleProcess, TorchGroup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.all_reduce import Compression, compressed_all_reduce
 from tiercheck.streams.providers import ModuleProvider
 
-__all__ = ["attach"]
+__all__ = ["Compression", "attach", "compressed_all_reduce"]
 
 
 def attach(
@@ -87,7 +88,7 @@ class _Hooks:
         for handle in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            model.register_forward_pre_hook(self._before_forward),
+            *(module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)),
         ):
             self._checkpointer.on_end(handle.remove)
 
@@ -120,3 +121,12 @@ class _Hooks:
         if self._pending:
             self._pending = False
             self._checkpointer.complete(self._checkpointer.version + 1)
+
+
+def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules whose call begins a forward pass: the model, or where it is a mere container, those in it."""
+    if hasattr(type(model), "forward") and type(model).forward is not torch.nn.Module.forward:
+        yield model
+    else:
+        for child in model.children():
+            yield from called_modules(child)

@@ -66,6 +66,11 @@ class Contents:
         """The rank's batches, oldest first."""
         return [key for key in self.shards if key.stream is Stream.DIFFERENTIAL and key.rank == rank]
 
+    def snapshots(self, rank: int) -> list[ShardKey]:
+        """The rank's snapshots, oldest first; of one version that of the newest base last."""
+        found = [key for key in self.shards if key.stream is Stream.SNAPSHOT and key.rank == rank]
+        return sorted(found, key=lambda key: (key.generation, key.last, key.first))
+
 
 @dataclass(frozen=True)
 class Observation:

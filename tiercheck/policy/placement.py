@@ -4,7 +4,8 @@ Captures land in the first tier: bases, and one differential a version. Every ot
 base. A tier inside the cluster (a neighbour's memory) is to hold each differential as soon as it can, so that the
 failure of a node costs what was on its way and no more; one outside is to hold them in batches of N consecutive
 versions, so that a remote store sees one object where the first tier holds N. A batch is made on the way: its
-records are read from the faster tier and put as one object.
+records are read from the faster tier and put as one object. Of snapshots only the newest is worth a copy; outside the
+cluster the newest of every Nth version, since there the ranks must meet at the same ones.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Placement:
                 missing += self._bases(seen, source, role)
             for source in seen.roles[: role.index]:
                 missing += self._batches(seen, source, role, closing)
+                missing += self._snapshots(seen, source, role, closing)
         return _first_per_target(missing)
 
     def _bases(self, seen: Observation, source: Role, target: Role) -> Iterator[Transfer]:
@@ -79,6 +81,18 @@ class Placement:
         if run and (closing or run[-1].last >= self.window(run[-1].first, target)[-1]):
             yield self._merge(source, target, run)
 
+    def _snapshots(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
+        bases = own_bases(seen, seen.contents[source.index])
+        held = own_snapshots(seen, seen.contents[target.index])
+        # What leads no further than the newest base, or than a snapshot that is there, is superseded.
+        floor = max([*(base.last for base in bases), *(key.last for key in held)], default=-1)
+        for key in reversed(own_snapshots(seen, seen.contents[source.index])):
+            if key.last <= floor:
+                return
+            if closing or key.last == self.window(key.last, target)[-1]:
+                yield Transfer(source.index, target.index, (key,), key)
+                return
+
     def _merge(self, source: Role, target: Role, run: list[ShardKey]) -> Transfer:
         first = run[0]
         batch = ShardKey.differential(first.generation, first.first, run[-1].last, first.rank)
@@ -103,6 +117,11 @@ def own_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
 def own_differentials(seen: Observation, contents: Contents) -> list[ShardKey]:
     """The rank's batches of its present generation, oldest first."""
     return [key for key in contents.differentials(seen.rank) if key.generation == seen.generation]
+
+
+def own_snapshots(seen: Observation, contents: Contents) -> list[ShardKey]:
+    """The rank's snapshots of its present generation, oldest first."""
+    return [key for key in contents.snapshots(seen.rank) if key.generation == seen.generation]
 
 
 def _first_per_target(transfers: list[Transfer]) -> list[Transfer]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.consensus import RecoveryPoint
 
-__all__ = ["Availability", "Plan", "Source", "Unreachable", "availability", "plan"]
+__all__ = ["Availability", "Plan", "Source", "Unreachable", "availability", "batches", "grouped", "plan"]
 
 
 @dataclass(frozen=True, order=True)
@@ -26,7 +26,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank reads: the anchor, then the batches whose versions follow it, in order."""
+    """What one rank reads: the anchor, then the batches whose versions follow it, in order, or the one snapshot."""
 
     point: RecoveryPoint
     anchor: Source
@@ -53,29 +53,64 @@ class Availability:
     tier: str
     anchor: bool
     differentials: tuple[int, ...]
-    """The versions after the anchor that are there, ascending."""
+    """The versions after the anchor that are there, ascending; of a snapshot its own alone."""
 
 
 def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | Unreachable:
     """The cheapest way for ``rank`` to the recovery point, given the copies it can still read."""
-    usable = sorted(
-        source for source in sources if source.key.rank == rank and source.key.generation == point.generation
-    )
-    anchors = [s for s in usable if s.key.stream is Stream.BASE and s.key.first == point.anchor]
+    own = list(sources)
+    anchors = [
+        source
+        for source in sorted(own)
+        if source.key.stream is Stream.BASE
+        and (source.key.rank, source.key.generation, source.key.first) == (rank, point.generation, point.anchor)
+    ]
     if not anchors:
         return Unreachable(Stream.BASE, point.anchor)
-    differentials = [s for s in usable if s.key.stream is Stream.DIFFERENTIAL]
-    batches: list[Source] = []
-    version = point.anchor + 1
+    following = snapshot(point, rank, own) if point.by_snapshot else batches(point, point.anchor + 1, rank, own)
+    return following if isinstance(following, Unreachable) else Plan(point, anchors[0], following)
+
+
+def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
+    """The cheapest objects that together hold the versions from ``first`` to the last of the point, in order. One may
+    begin before ``first``, or overlap the one before it."""
+    usable = sorted(
+        source
+        for source in sources
+        if source.key.stream is Stream.DIFFERENTIAL
+        and (source.key.rank, source.key.generation) == (rank, point.generation)
+    )
+    chosen: list[Source] = []
+    version = first
     while version <= point.last:
-        holding = [source for source in differentials if version in source.key.versions]
+        holding = [source for source in usable if version in source.key.versions]
         if not holding:
             return Unreachable(Stream.DIFFERENTIAL, version)
         # The cheapest tier; within it the object that reaches furthest.
         best = min(holding, key=lambda source: (source.tier, -source.key.last))
-        batches.append(best)
+        chosen.append(best)
         version = best.key.last + 1
-    return Plan(point, anchors[0], tuple(batches))
+    return tuple(chosen)
+
+
+def snapshot(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
+    """The cheapest copy of the snapshot that leads from the anchor to the point."""
+    wanted = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
+    copies = sorted(source for source in sources if source.key == wanted)
+    return (copies[0],) if copies else Unreachable(Stream.SNAPSHOT, point.last)
+
+
+def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source, ...], ...]:
+    """Consecutive objects that are read together: of up to ``versions_max`` versions, or one object that holds more."""
+    groups: list[list[Source]] = []
+    room = 0
+    for source in sources:
+        if len(source.key.versions) > room:
+            groups.append([])
+            room = versions_max
+        groups[-1].append(source)
+        room -= len(source.key.versions)
+    return tuple(tuple(group) for group in groups)
 
 
 def availability(
@@ -87,9 +122,12 @@ def availability(
         own = [source for source in held if source.key.rank == rank and source.key.generation == point.generation]
         for index, tier in enumerate(tiers):
             here = [source.key for source in own if source.tier == index]
-            versions = {version for key in here if key.stream is Stream.DIFFERENTIAL for version in key.versions} & set(
-                range(point.anchor + 1, point.last + 1)
-            )
+            if point.by_snapshot:
+                wanted = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
+                versions = {point.last} if wanted in here else set()
+            else:
+                versions = {version for key in here if key.stream is Stream.DIFFERENTIAL for version in key.versions}
+                versions &= set(range(point.anchor + 1, point.last + 1))
             anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
             rows.append(Availability(rank, tier, anchor, tuple(sorted(versions))))
     return tuple(rows)

@@ -10,20 +10,26 @@ The watermark is the newest base committed in the tier that survives most. What 
 - what another future of the job left behind (versions outside its lineage), once the present generation has
   a base of its own to stand on.
 
+A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart, so that the
+newest two are kept in a volatile tier, and the newest two of every Nth version, which are what a shared tier is given;
+in a shared tier those from the newest on that every rank has there.
+
 Never the newest committed base, and never anything newer than it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
+from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.observation import Contents, Observation, Role
 
-__all__ = ["Retention", "watermark"]
+__all__ = ["BASES_IN_VOLATILE_TIERS", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
 
 BASES_IN_VOLATILE_TIERS = 2
+SNAPSHOTS_IN_VOLATILE_TIERS = 2
 
 
 def watermark(seen: Observation) -> CommitKey | None:
@@ -35,16 +41,20 @@ def watermark(seen: Observation) -> CommitKey | None:
 @dataclass(frozen=True)
 class Retention:
     """``keep_last``: committed bases of the job's own past kept in the durable tier. ``keep_every``: besides, each
-    base whose version is a multiple of it (0: none); these keep no differentials."""
+    base whose version is a multiple of it (0: none); these keep no differentials. ``batch``: that of
+    :class:`tiercheck.policy.placement.Placement`."""
 
     keep_last: int = 2
     keep_every: int = 0
+    batch: int = 5
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {self.keep_last}: the last base is never deleted")
         if self.keep_every < 0:
             raise ValueError(f"keep_every must not be negative, not {self.keep_every}")
+        if self.batch < 1:
+            raise ValueError(f"a batch holds at least one version, not {self.batch}")
 
     def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
         """Per tier index, this rank's objects that nothing needs any more. Commit records come first: a base
@@ -55,10 +65,11 @@ class Retention:
 
     def _volatile(self, seen: Observation, role: Role) -> list[Key]:
         contents = seen.contents[role.index]
+        superseded = self._superseded(seen, contents)
         bases = contents.bases(seen.rank)
         kept = bases[-BASES_IN_VOLATILE_TIERS:]
         if len(kept) < BASES_IN_VOLATILE_TIERS or kept[-1].generation != seen.generation:
-            return []
+            return superseded
         oldest = kept[0]
         mark = watermark(seen)
 
@@ -71,10 +82,17 @@ class Retention:
         older = [base for base in bases if base < oldest and drained(base)]
         passed = [
             key
-            for key in contents.differentials(seen.rank)
+            for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
             if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
         ]
-        return [*older, *passed]
+        return [*older, *passed, *(key for key in superseded if key not in passed)]
+
+    def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
+        """Snapshots in a volatile tier that newer ones make superfluous."""
+        own = [key for key in contents.snapshots(seen.rank) if key.generation == seen.generation]
+        meeting = [key for key in own if key.last % self.batch == 0]
+        kept = {*own[-SNAPSHOTS_IN_VOLATILE_TIERS:], *meeting[-SNAPSHOTS_IN_VOLATILE_TIERS:]}
+        return [key for key in own if key not in kept]
 
     def _durable(self, seen: Observation, role: Role) -> list[Key]:
         contents = seen.contents[role.index]
@@ -93,12 +111,21 @@ class Retention:
             if CommitKey(base.generation, base.first) not in kept
             and (base.generation, base.first) < (newest.generation, newest.version)
         ]
+        common = common_snapshots(seen, contents)
         passed = [
             key
-            for key in contents.differentials(seen.rank)
+            for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
             if (key.generation, key.last) <= (oldest.generation, oldest.version)
+            or (key.stream is Stream.SNAPSHOT and key.last < common.get((key.generation, key.first), -1))
         ]
         return [*_records(seen, contents, gone), *gone, *passed]
+
+
+def common_snapshots(seen: Observation, contents: Contents) -> dict[tuple[int, int], int]:
+    """Per generation and version after a base, the newest version whose snapshot on that base every rank has here."""
+    ranks = Counter((key.generation, key.first, key.last) for key in contents.shards if key.stream is Stream.SNAPSHOT)
+    common = sorted(versions for versions, count in ranks.items() if count == seen.world_size)
+    return {(generation, first): last for generation, first, last in common}
 
 
 def _records(seen: Observation, contents: Contents, bases: list[ShardKey]) -> list[Key]:

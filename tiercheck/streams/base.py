@@ -5,6 +5,8 @@ A base v is the state after iteration v. Its tensors are
 - ``master/NAME``: what the optimizer updates,
 - ``state/NAME/KEY``: the optimizer's tensors for it,
 - ``extra/NAME``: what no optimizer updates: persistent buffers, frozen parameters,
+- ``residual/NAME``: where training uses compressed gradients with error feedback, what of the master's gradients it
+  has not used yet (:mod:`tiercheck.streams.trained_on`),
 
 and its objects ``identity``, ``optimizer`` (options of the parameter groups, and state that is no tensor) and
 ``host``.
@@ -13,7 +15,8 @@ and its objects ``identity``, ``optimizer`` (options of the parameter groups, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,19 +41,27 @@ class BaseState:
     extras: Mapping[str, torch.Tensor]
     hyperparameters: list[dict[str, Any]]
     host_state: Mapping[str, Any]
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class BaseCapture:
     """A base on its way into the first tier's memory.
 
     Made right after iteration v. What the next forward pass may change (buffers, host state) is taken at
-    once; masters and optimizer state stand still until the next step, so :meth:`copy` may take them during
+    once; masters, optimizer state and residuals stand still until the next step, so :meth:`copy` may take them during
     the next forward and backward pass, on another thread, and must have returned before that step.
     """
 
-    def __init__(self, provider: StateProvider, key: ShardKey, world_size: int) -> None:
+    def __init__(
+        self,
+        provider: StateProvider,
+        key: ShardKey,
+        world_size: int,
+        residuals: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         self._metadata = ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, world_size)
         tensors, values = _tensors(provider)
+        tensors.update({f"residual/{name}": tensor for name, tensor in residuals.items()})
         self._at_once = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("extra/")}
         self._later = {name: tensor for name, tensor in tensors.items() if not name.startswith("extra/")}
         held = {
@@ -90,11 +101,11 @@ class BaseCapture:
         return nbytes
 
 
-def base_nbytes(provider: StateProvider) -> int:
+def base_nbytes(provider: StateProvider, residuals: Mapping[str, torch.Tensor] = MappingProxyType({})) -> int:
     """About how many bytes the tensors of a base take, for checking a tier's space ahead. Before the first step
     an optimizer may hold no state yet: then two tensors a master (Adam's moments) are assumed."""
     tensors, _ = _tensors(provider)
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *residuals.values()))
     if not provider.optimizer_state():
         nbytes += 2 * sum(tensor.numel() * tensor.element_size() for tensor in provider.masters().values())
     return nbytes
@@ -105,6 +116,7 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
     where = str(shard.metadata.key)
     masters: dict[str, torch.Tensor] = {}
     extras: dict[str, torch.Tensor] = {}
+    residuals: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     for name in shard.names:
         kind, _, rest = name.partition("/")
@@ -114,6 +126,8 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
             masters[rest] = tensor
         elif kind == "extra":
             extras[rest] = tensor
+        elif kind == "residual":
+            residuals[rest] = tensor
         elif kind == "state" and "/" in rest:
             master, _, key = rest.rpartition("/")
             state.setdefault(master, {})[key] = tensor
@@ -132,6 +146,7 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
             extras=extras,
             hyperparameters=optimizer["hyperparameters"],
             host_state=host_state,
+            residuals=residuals,
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise Corruption(f"the base's objects lack {error}", tier=tier, key=where) from error

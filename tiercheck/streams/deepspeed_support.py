@@ -13,10 +13,11 @@ from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.linear.quantization import QuantizedParameter
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from tiercheck.errors import UnsupportedSetup
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["refuse_ranks_that_share_parameters", "refuse_unsupported"]
 
 SUPPORTED = "ZeRO 0-3 in fp32, bf16 or fp16 on the training device, without offload"
 
@@ -31,6 +32,23 @@ def refuse_unsupported(engine: Any) -> None:
     if found:
         raise UnsupportedSetup(
             f"this DeepSpeed set-up cannot be saved whole: {'; '.join(found)}. Supported: {SUPPORTED}"
+        )
+
+
+def refuse_ranks_that_share_parameters(engine: Any) -> None:
+    """Raise ``UnsupportedSetup`` where ranks hold the same parameter in partitions that differ otherwise: each would
+    compress its gradient in its own way, and the copies of the parameter would drift apart."""
+    pipeline = isinstance(engine, PipelineEngine)
+    if pipeline:
+        sliced = engine.grid.get_slice_parallel_world_size() > 1
+    else:
+        sliced = engine.autotp_size() > 1 or engine.mp_world_size > 1
+    tied = pipeline and any(isinstance(spec, TiedLayerSpec) for spec in engine.module._layer_specs)
+    found = [what for what, there in (("tensor parallelism", sliced), ("tied layers of a pipeline", tied)) if there]
+    if found:
+        raise UnsupportedSetup(
+            f"train_on_compressed does not go with {' and '.join(found)}: ranks hold the same parameter, and would "
+            "train it with different gradients. Supported: ZeRO 0-3, and pipelines without tied layers"
         )
 
 

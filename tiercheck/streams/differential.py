@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 
-from tiercheck import objects
 from tiercheck.container import (
-    PackedObject,
     Shard,
     ShardMetadata,
     ShardWriter,
@@ -30,18 +27,17 @@ from tiercheck.container import (
     header_room,
     shard_nbytes,
 )
-from tiercheck.errors import Corruption, SaveError
+from tiercheck.errors import Corruption, SaveError, TierError
+from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
-from tiercheck.streams.codecs import CODECS, Codec, codec, decode
+from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
+from tiercheck.streams.iteration import SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
-from tiercheck.streams.tensors import array_of, counters, dtype_name, tensor_in, tensor_of
+from tiercheck.streams.tensors import dtype_name, tensor_in, tensor_of
+from tiercheck.streams.trained_on import GradientEncoder, scratch
 from tiercheck.types import Fidelity
 
 __all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
-
-HOST_BYTES_SPARE = 64 << 10
-"""Room beyond twice the last host state, which may grow from one version to the next. Little: what a reservation
-has too much is allocated afresh each time."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +58,27 @@ class Differential:
 
     @property
     def fidelity(self) -> Fidelity:
-        known = [CODECS[name].fidelity for name in self.codecs if name in CODECS]
-        return Fidelity.worst(*known) if len(known) == len(self.codecs) else Fidelity.APPROXIMATE
+        """The worst of its gradients; one that the optimizer stepped with as it was decoded is exact."""
+        return Fidelity.worst(*(fidelity_of(encoding) for encoding in self._encodings.values()))
+
+    @property
+    def encodings(self) -> Mapping[str, Mapping[str, Any]]:
+        """By master, how its gradient is encoded: the plain values of an ``Encoding``."""
+        return self._encodings
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients by master; perhaps read-only views of the shard."""
-        return {
-            name: tensor_of(decode(encoding, self._parts(name, encoding)), encoding["dtype"])
-            for name, encoding in self._encodings.items()
-        }
+        return {name: self.gradient(name) for name in self._encodings}
+
+    def gradient(self, master: str, *, threads: int = 1) -> torch.Tensor:
+        """One of them, decoded by at most ``threads`` threads."""
+        encoding = self._encodings[master]
+        return tensor_of(decode(encoding, self._parts(master, encoding), threads=threads), encoding["dtype"])
+
+    def sparse_gradient(self, master: str, *, threads: int = 1) -> SparseGradient | None:
+        """The same without its zeros; ``None`` where it is stored densely."""
+        encoding = self._encodings[master]
+        return decode_sparse(encoding, self._parts(master, encoding), threads=threads)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers recorded at this version."""
@@ -94,7 +102,7 @@ class Differential:
         return parts
 
 
-class DifferentialCapture:
+class DifferentialCapture(IterationCapture):
     """Differential v on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
 
     def __init__(self, stream: DifferentialStream, key: ShardKey, memory: memoryview, header_nbytes: int) -> None:
@@ -107,23 +115,34 @@ class DifferentialCapture:
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
 
-        Errors: ``SaveError`` for a gradient that is no master's, or came already.
+        Where training uses the compressed gradients, each is written to: it becomes what the tier's memory decodes to.
+        That is done for all of them even where that memory does not suffice, since the step follows in any case.
+        Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
         version = self._key.first
         for name, gradient in gradients.items():
-            spec = self._stream.masters.get(name)
-            if spec is None or spec.shape != tuple(gradient.shape):
-                raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(gradient.shape)}")
-            if name in self._encodings:
-                raise SaveError(f"the gradient of {name!r} came twice in iteration {version}")
+            self._check(name, gradient)
+        failures: list[TierError] = []
+        for name, gradient in gradients.items():
 
             def slot(suffix: str, dtype: str, shape: tuple[int, ...], name: str = name) -> memoryview:
-                return self._writer.slot(gradient_name(version, name, suffix), dtype, shape)
+                try:
+                    return self._writer.slot(gradient_name(version, name, suffix), dtype, shape)
+                except TierError as error:
+                    failures.append(error)
+                    return scratch(suffix, dtype, shape)
 
-            encoding = self._stream.codec.encode(
-                array_of(gradient), dtype_name(gradient, name), seed=version, slot=slot
-            )
+            encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
             self._encodings[name] = encoding.to_object()
+        if failures:
+            raise failures[0]
+
+    def _check(self, name: str, gradient: torch.Tensor) -> None:
+        spec = self._stream.masters.get(name)
+        if spec is None or spec.shape != tuple(gradient.shape):
+            raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(gradient.shape)}")
+        if name in self._encodings:
+            raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
 
     def finish(self, *, skipped: bool) -> int:
         """Add the host state as of now, and close the shard; returns its length in bytes."""
@@ -147,89 +166,75 @@ class DifferentialCapture:
         return nbytes
 
 
-class DifferentialStream:
-    """What one rank's differentials have in common: the codec, the room they take, what was recorded last."""
+class DifferentialStream(IterationStream):
+    """What one rank's differentials have in common: the codec, the room they take, what was recorded last.
 
-    def __init__(self, provider: StateProvider, codec_name: str, world_size: int) -> None:
-        self.provider = provider
-        self.codec: Codec = codec(codec_name)
-        self.world_size = world_size
+    ``train_on_compressed``, ``encode_threads``: see :class:`~tiercheck.config.CheckpointConfig`.
+    Errors: ``ConfigurationError`` for a codec that there is not, that cannot encode a master's dtype, or that does not
+    go with training on the compressed gradient.
+    """
+
+    def __init__(
+        self,
+        provider: StateProvider,
+        codec_name: str,
+        world_size: int,
+        *,
+        train_on_compressed: bool = False,
+        encode_threads: int = 1,
+    ) -> None:
         self.masters = {
             name: TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
             for name, tensor in provider.masters().items()
         }
+        self.encoder = GradientEncoder(
+            codec(codec_name), self.masters, train_on_compressed=train_on_compressed, threads=encode_threads
+        )
         gradients = [
             TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
             for name, spec in self.masters.items()
-            for part in self.codec.plan(spec.dtype, spec.shape)
+            for part in self.encoder.codec.plan(spec.dtype, spec.shape)
         ]
         # The masters never change, so the room of their gradients is worked out once and not at every step.
         self._gradients = len(gradients)
         self._gradients_nbytes = shard_nbytes(gradients)
         self._gradients_header_nbytes = header_room(gradients)
-        self._recorded: dict[str, str] = {}
-        self._frozen: dict[str, tuple[int, int]] = {}
-        self._stepped: dict[str, tuple[int, int]] = {}
-        self.host_nbytes = 0
-        """The length of the last host state."""
-        self.packed_host_state()
-        self.mark_recorded()
-        self.mark_stepped()
+        super().__init__(provider, world_size)
+
+    def key(self, generation: int, version: int, rank: int) -> ShardKey:
+        return ShardKey.differential(generation, version, version, rank)
 
     @property
     def nbytes_max(self) -> int:
-        """Bytes to reserve for one record: its published part is shorter."""
         buffers, held = self._others()
         return self._gradients_nbytes + shard_nbytes(buffers, held)
 
     @property
     def nbytes_expected(self) -> int:
-        """About the bytes that one record keeps, at most, once it is published."""
         buffers, held = self._others()
         return self._gradients_nbytes + shard_nbytes(buffers, dict.fromkeys(held, self.host_nbytes))
 
     def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
-        """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
         return DifferentialCapture(self, key, memory, self._gradients_header_nbytes + header_room(*self._others()))
 
+    def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:
+        """Training must not depend on what is recorded: where it uses the compressed gradients, it does so all the
+        same."""
+        if self.encoder.train_on_compressed:
+            for name, gradient in gradients.items():
+                self.encoder.encode(name, gradient, seed=version, slot=scratch)
+
     def mark_recorded(self) -> None:
-        """Buffers and frozen parameters as they are now are in a base: only what changes from here on matters."""
-        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
-        self._frozen = self._frozen_now()
+        """As ever. Residuals that belong to the chain of differentials begin anew: the base holds what they stand for,
+        and a record of it would count twice."""
+        self.encoder.base_begun()
+        super().mark_recorded()
 
-    def frozen_changed(self) -> bool:
-        """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
-        for differentials do not hold it. Told by torch's counter of in-place changes, which ``.data`` bypasses."""
-        return self._frozen_now() != self._frozen
+    def saved_with_bases(self) -> Mapping[str, torch.Tensor]:
+        return self.encoder.saved_with_bases()
 
-    def mark_stepped(self) -> None:
-        """The masters are as the optimizer's step, or a recovery, left them."""
-        self._stepped = counters(self.provider.masters())
-
-    def masters_written(self) -> bool:
-        """Whether anything but the optimizer has written to a master since then: then no replay of gradients leads to
-        what it holds. Told as in :meth:`frozen_changed`."""
-        return counters(self.provider.masters()) != self._stepped
-
-    def changed_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that differ from what was recorded; they count as recorded then."""
-        changed: dict[str, torch.Tensor] = {}
-        for name, tensor in self.provider.buffers().items():
-            content = content_of(tensor)
-            if self._recorded.get(name) != content:
-                changed[name] = tensor
-                self._recorded[name] = content
-        return changed
-
-    def _frozen_now(self) -> dict[str, tuple[int, int]]:
-        buffers = self.provider.buffers()
-        return counters({name: tensor for name, tensor in self.provider.extras().items() if name not in buffers})
-
-    def packed_host_state(self) -> PackedObject:
-        """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
-        packed = objects.pack(self.provider.host_state(), name="host state")
-        self.host_nbytes = len(packed)
-        return PackedObject(packed)
+    def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        self.encoder.load(residuals)
 
     def _others(self) -> tuple[list[TensorSpec], dict[str, int]]:
         """Upper bounds of what a record holds beside the gradients: its buffers, and the bytes of its objects."""
@@ -238,9 +243,8 @@ class DifferentialStream:
             TensorSpec(f"{version}/buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape))
             for name, tensor in self.provider.buffers().items()
         ]
-        record_nbytes = HOST_BYTES_SPARE + 512 * (self._gradients + len(buffers))
-        host_nbytes = HOST_BYTES_SPARE + 2 * self.host_nbytes
-        return buffers, {f"{version}/record": record_nbytes, f"{version}/host": host_nbytes}
+        record_nbytes = SPARE_BYTES + 512 * (self._gradients + len(buffers))
+        return buffers, {f"{version}/record": record_nbytes, f"{version}/host": self.host_nbytes_max}
 
 
 def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
@@ -272,8 +276,3 @@ def stamp(version: int) -> str:
 
 def gradient_name(version: int, master: str, suffix: str) -> str:
     return f"{stamp(version)}/gradient/{master}" + (f"#{suffix}" if suffix else "")
-
-
-def content_of(tensor: torch.Tensor) -> str:
-    """A digest of the tensor's content."""
-    return xxhash.xxh3_128_hexdigest(array_of(tensor).tobytes())

@@ -342,8 +342,11 @@ def digest(lines: Iterable[str]) -> str:
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that ``state_dict`` holds; the others are recomputed by the module itself."""
+    found = dict(model.named_buffers())
+    if not found:
+        return {}
     saved = model.state_dict(keep_vars=True).keys()
-    return {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+    return {name: buffer.detach() for name, buffer in found.items() if name in saved}
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,114 +1,177 @@
 """Replay: from a base to the version of the last differential, in temporal order.
 
-Adam and AdamW are replayed by a kernel in place, several steps in one read and one write of the state, where a
-kernel is bit-exact with the optimizer that took the steps. Everything else is replayed by calling the
-optimizer itself.
+A step is replayed by a kernel in place, several steps in one read and one write of the state, where a kernel is
+bit-exact with the optimizer that took the steps. Everything else is replayed by calling the optimizer itself.
+
+The chain passes in runs of a few steps. While one is replayed, the next one is made (read, verified, decoded) on
+another thread, and no more than that one: whatever the chain's length, two runs are in memory beside the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption
-from tiercheck.kernels import AdamStep, Replay, reason_not_replayable, supports
+from tiercheck.kernels import SparseGradient
 from tiercheck.streams.differential import Differential
+from tiercheck.streams.fidelity import Tally
+from tiercheck.streams.in_place import kernel_for
 from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.runs import Gradient, Run, Step, check_fits, decode_run
 
-__all__ = ["replay"]
+__all__ = ["STEPS_AT_ONCE", "Replayed", "Replayer", "replay", "replay_runs", "threads_granted"]
 
 STEPS_AT_ONCE = 5
-"""Decoded differentials in memory at a time."""
+"""Versions in a run: what a kernel takes in one pass over the state. More of them gain little, and each costs a decoded
+gradient of memory, twice."""
+
+MakeRuns = Callable[[int], Generator[Run, None, None]]
+"""Runs in temporal order, each made when it is asked for, by at most so many threads."""
 
 
-def replay(provider: StateProvider, differentials: Sequence[Differential]) -> None:
-    """Apply the differentials, oldest first, to the state the provider holds.
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay did."""
 
-    Errors: ``Corruption`` where one names a master or a group that the state does not have.
+    tally: Tally
+    host_state: Mapping[str, Any] | None
+    """As of the last version; ``None`` where there was none."""
+
+
+def replay(
+    provider: StateProvider, differentials: Sequence[Differential], *, threads: int | None = None, exact: bool = True
+) -> Replayed:
+    """Apply the differentials, of consecutive versions, oldest first, to the state the provider holds.
+
+    ``threads``, ``exact``: see :func:`replay_runs`. Errors: ``Corruption`` where one names a master or a group that
+    the state does not have, before anything is changed; or where one cannot be decoded, when those before it may be
+    applied.
     """
-    applied = [each for each in differentials if not each.skipped]
-    for start in range(0, len(applied), STEPS_AT_ONCE):
-        chunk = applied[start : start + STEPS_AT_ONCE]
-        kernel = kernel_for(provider, chunk)
-        if kernel is None:
-            for each in chunk:
-                provider.apply(_known(provider, each), each.hyperparameters)
-        else:
-            _replay_in_place(provider, kernel, chunk)
-    _load_buffers(provider, differentials)
 
-
-def kernel_for(provider: StateProvider, chunk: Sequence[Differential]) -> Replay | None:
-    """The kernel that can stand for the optimizer over these steps, or ``None``: call the optimizer."""
-    optimizer = provider.identity().optimizer
-    if any(reason_not_replayable(optimizer.kind, group) for each in chunk for group in each.hyperparameters):
-        return None
-    state = provider.optimizer_state()
-    for name, master in provider.masters().items():
-        held = state.get(name, {})
-        if held.keys() != {"step", "exp_avg", "exp_avg_sq"}:  # before its first step, or a variant of Adam
-            return None
-        if not isinstance(held["step"], torch.Tensor):
-            return None
-        tensors = (master, held["exp_avg"], held["exp_avg_sq"])
-        if any(t.dtype is not torch.float32 or t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
-            return None
-    return supports(**asdict(optimizer))
-
-
-def _replay_in_place(provider: StateProvider, kernel: Replay, chunk: Sequence[Differential]) -> None:
-    state, group_of = provider.optimizer_state(), provider.group_of()
-    decoded = [_known(provider, each) for each in chunk]
-    for name, master in provider.masters().items():
-        held = state[name]
-        count = int(held["step"])
-        gradients: list[NDArray[np.float32]] = []
-        steps: list[AdamStep] = []
-        for each, found in zip(chunk, decoded, strict=True):
-            if name in found:
-                options = each.hyperparameters[group_of[name]]
-                steps.append(AdamStep.of(kernel.kind, options, count + len(steps) + 1))
-                gradients.append(found[name].to(torch.float32).contiguous().numpy())
-        kernel(
-            master.numpy(),
-            held["exp_avg"].numpy(),
-            held["exp_avg_sq"].numpy(),
-            gradients,
-            steps,
-            threads=torch.get_num_threads(),
-        )
-        held["step"].add_(len(steps))
-
-
-def _known(provider: StateProvider, each: Differential) -> dict[str, torch.Tensor]:
-    """The gradients of a differential, every one for a master of this state."""
-    gradients, masters = each.gradients(), provider.masters()
-    for name, gradient in gradients.items():
-        if name not in masters or masters[name].shape != gradient.shape:
-            raise Corruption(
-                f"differential {each.version} has a gradient for {name!r} {tuple(gradient.shape)}, "
-                "which the state does not have"
-            )
     groups = max(provider.group_of().values(), default=-1) + 1
-    if len(each.hyperparameters) < groups:
-        raise Corruption(
-            f"differential {each.version} has options for {len(each.hyperparameters)} groups, not {groups}"
-        )
-    return gradients
-
-
-def _load_buffers(provider: StateProvider, differentials: Sequence[Differential]) -> None:
-    """Buffers as of the last version: each from the newest differential in which it changed."""
-    buffers = provider.buffers()
-    newest: dict[str, torch.Tensor] = {}
     for each in differentials:
-        newest.update(each.buffers())
-    with torch.no_grad():
-        for name, value in newest.items():
-            if name not in buffers or buffers[name].shape != value.shape:
-                raise Corruption(f"a differential has the buffer {name!r}, which the state does not have")
-            buffers[name].copy_(value)
+        check_fits(each, provider.masters(), groups)
+
+    def make(granted: int) -> Generator[Run, None, None]:
+        for start in range(0, len(differentials), STEPS_AT_ONCE):
+            yield decode_run(differentials[start : start + STEPS_AT_ONCE], threads=granted)
+
+    return replay_runs(provider, make, threads=threads, exact=exact)
+
+
+def replay_runs(
+    provider: StateProvider,
+    make: MakeRuns,
+    *,
+    threads: int | None = None,
+    exact: bool = True,
+    before: Callable[[Run], None] = lambda run: None,
+) -> Replayed:
+    """Apply runs, oldest first, to the state the provider holds; make the next one while one is applied.
+
+    At most ``threads`` threads (default: torch's number of them) run kernels and codecs, the caller's included: half
+    of them replay while the other half makes the next run. With one thread the two take turns. An optimizer that is
+    called runs on as many as torch grants it. ``exact=False`` allows Adam's steps over sparse gradients to be
+    replayed by a closed form, which is faster, and within 2e-5 of the movement of what the optimizer did; that is
+    told in the tally. ``before`` is called with each run before it is applied, and must not keep it. The runs must
+    fit the state (:func:`~tiercheck.streams.runs.check_fits`). Errors: those of ``make``.
+    """
+    granted = threads_granted(threads)
+    making = max(1, granted // 2)
+    replayer = Replayer(provider, threads=max(1, granted - making), exact=exact)
+    tally, host_state = Tally(), None
+
+    def apply(run: Run) -> None:
+        nonlocal tally, host_state
+        before(run)
+        replayer.apply(run)
+        tally, host_state = tally + run.tally, run.host_state
+
+    with closing(make(making)) as runs:
+        if granted == 1:
+            for_each(runs, apply)
+        else:
+            for_each_ahead(runs, apply)
+    return Replayed(replace(tally, approximated=replayer.approximated), host_state)
+
+
+def threads_granted(threads: int | None) -> int:
+    """``threads``, or torch's number of them. Errors: ``ValueError`` for less than one."""
+    granted = torch.get_num_threads() if threads is None else threads
+    if granted < 1:
+        raise ValueError(f"a replay needs at least one thread, not {granted}")
+    return granted
+
+
+def for_each(runs: Iterator[Run], act: Callable[[Run], None]) -> None:
+    """``act`` on each run, which is gone before the next one is made."""
+    while (run := next(runs, None)) is not None:
+        act(run)
+        del run
+
+
+def for_each_ahead(runs: Iterator[Run], act: Callable[[Run], None]) -> None:
+    """``act`` on each run on this thread, while another one makes the next. A run is gone before the one after the
+    next is begun."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tiercheck-decode") as pool:
+        made = pool.submit(next, runs, None)
+        while (run := made.result()) is not None:
+            made = pool.submit(next, runs, None)
+            act(run)
+            del run
+
+
+class Replayer:
+    """Applies runs to the state that a provider holds, which they fit, on at most ``threads`` threads.
+
+    ``exact``: see :func:`replay_runs`.
+    """
+
+    def __init__(self, provider: StateProvider, *, threads: int = 1, exact: bool = True) -> None:
+        self._provider = provider
+        self._threads = threads
+        self._exact = exact
+        self.approximated = 0
+        """Steps that were replayed otherwise than bit for bit."""
+
+    def apply(self, run: Run) -> None:
+        """Apply the steps, then the buffers. Errors: ``Corruption`` for a buffer that the state does not have."""
+        waiting = run.steps
+        while waiting:
+            kernel = kernel_for(self._provider, waiting, exact=self._exact)
+            if kernel is not None:
+                kernel(self._provider, waiting, threads=self._threads)
+                if not kernel.exact:
+                    self.approximated += len(waiting)
+                break
+            # The first step makes the optimizer's state, or sets options: those after it may do without a call.
+            self._call(waiting[0])
+            waiting = waiting[1:]
+        self._load(run.buffers)
+
+    def _call(self, step: Step) -> None:
+        masters = self._provider.masters()
+        gradients = {name: dense(gradient, masters[name]) for name, gradient in step.gradients.items()}
+        self._provider.apply(gradients, step.hyperparameters)
+
+    def _load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copied at once, run by run: a buffer that waited for a newer one would keep its whole shard in memory."""
+        buffers = self._provider.buffers()
+        with torch.no_grad():
+            for name, value in values.items():
+                if name not in buffers or buffers[name].shape != value.shape:
+                    raise Corruption(f"a differential has the buffer {name!r}, which the state does not have")
+                buffers[name].copy_(value)
+
+
+def dense(gradient: Gradient, master: torch.Tensor) -> torch.Tensor:
+    """The gradient with its zeros, in the master's shape."""
+    if not isinstance(gradient, SparseGradient):
+        return gradient
+    return torch.from_numpy(gradient.dense(master.numel())).view(master.shape)

@@ -1,0 +1,135 @@
+"""What is recorded of every iteration: a differential, or a snapshot. This is what the recorder knows of either."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+
+import torch
+import xxhash
+
+from tiercheck import objects
+from tiercheck.container import PackedObject, Shard
+from tiercheck.keys import ShardKey
+from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.tensors import array_of, counters
+
+__all__ = ["SPARE_BYTES", "IterationCapture", "IterationStream"]
+
+SPARE_BYTES = 64 << 10
+"""Room beyond what an object of a record was the last time. Little: what a reservation has too much is allocated afresh
+each time."""
+
+
+class IterationCapture(abc.ABC):
+    """One version on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
+
+    @abc.abstractmethod
+    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients (by master, in the master's shape) of the coming step, or of a part of it. They are free
+        on return. Errors: ``SaveError``; ``TierError``."""
+
+    @abc.abstractmethod
+    def finish(self, *, skipped: bool) -> int:
+        """The step is done, or was skipped: add what is as of now, and close the shard; returns its length in bytes."""
+
+
+class IterationStream(abc.ABC):
+    """What one rank's records have in common: the room they take, and what changed since the last one."""
+
+    supersedes = False
+    """Whether each record holds what those before it held since the base. Then :meth:`rest_on` tells it that base."""
+
+    def __init__(self, provider: StateProvider, world_size: int) -> None:
+        self.provider = provider
+        self.world_size = world_size
+        self.host_nbytes = 0
+        """The length of the last host state."""
+        self._recorded: dict[str, str] = {}
+        self._frozen: dict[str, tuple[int, int]] = {}
+        self._stepped: dict[str, tuple[int, int]] = {}
+        self.packed_host_state()
+        self.mark_recorded()
+        self.mark_stepped()
+
+    @abc.abstractmethod
+    def key(self, generation: int, version: int, rank: int) -> ShardKey:
+        """The key of this version's record."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes_max(self) -> int:
+        """Bytes to reserve for one record: its published part is shorter."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes_expected(self) -> int:
+        """About the bytes that one record keeps, at most, once it is published."""
+
+    @abc.abstractmethod
+    def begin(self, key: ShardKey, memory: memoryview) -> IterationCapture:
+        """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
+
+    def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027  most need not know
+        """The coming step of ``version`` is not recorded."""
+
+    def rest_on(self, base: Shard | None) -> None:  # noqa: B027  most do not
+        """Records from here on are changes since this base, the newest one, whose memory may be kept."""
+
+    def saved_with_bases(self) -> Mapping[str, torch.Tensor]:
+        """Tensors beside the provider's that belong to the state."""
+        return {}
+
+    def load(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most have none
+        """Put back what :meth:`saved_with_bases` had returned."""
+
+    @property
+    def host_nbytes_max(self) -> int:
+        """Room for the next host state, which may grow from one version to the next."""
+        return SPARE_BYTES + 2 * self.host_nbytes
+
+    def packed_host_state(self) -> PackedObject:
+        """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
+        packed = objects.pack(self.provider.host_state(), name="host state")
+        self.host_nbytes = len(packed)
+        return PackedObject(packed)
+
+    def mark_recorded(self) -> None:
+        """The state as it is now is in a base: only what changes from here on matters."""
+        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
+        self._frozen = self._frozen_now()
+
+    def frozen_changed(self) -> bool:
+        """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
+        for records do not hold it. Told by torch's counter of in-place changes, which ``.data`` bypasses."""
+        return self._frozen_now() != self._frozen
+
+    def mark_stepped(self) -> None:
+        """The masters are as the optimizer's step, or a recovery, left them."""
+        self._stepped = counters(self.provider.masters())
+
+    def masters_written(self) -> bool:
+        """Whether anything but the optimizer has written to a master since then: then no replay of gradients leads to
+        what it holds. Told as in :meth:`frozen_changed`."""
+        return counters(self.provider.masters()) != self._stepped
+
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that differ from what was recorded; they count as recorded then, unless a record supersedes those
+        before it, and has to hold them itself."""
+        changed: dict[str, torch.Tensor] = {}
+        for name, tensor in self.provider.buffers().items():
+            content = content_of(tensor)
+            if self._recorded.get(name) != content:
+                changed[name] = tensor
+                if not self.supersedes:
+                    self._recorded[name] = content
+        return changed
+
+    def _frozen_now(self) -> dict[str, tuple[int, int]]:
+        buffers = self.provider.buffers()
+        return counters({name: tensor for name, tensor in self.provider.extras().items() if name not in buffers})
+
+
+def content_of(tensor: torch.Tensor) -> str:
+    """A digest of the tensor's content."""
+    return xxhash.xxh3_128_hexdigest(array_of(tensor).tobytes())
