@@ -1,4 +1,4 @@
-"""``python -m benchmarks tiers`` and ``python -m benchmarks soak``."""
+"""``python -m benchmarks tiers``, ``soak``, ``kernels`` and ``fidelity``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import measure
+from benchmarks.fidelity import command as fidelity
+from benchmarks.kernels import command as kernels
 from benchmarks.soak import command as soak
 
 
@@ -17,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     measure.add_command(commands.add_parser("tiers", help="what the tiers reach, against what the machine allows"))
     soak.add_command(commands.add_parser("soak", help="races under faults, and an account of what was lost"))
+    kernels.add_command(commands.add_parser("kernels", help="what the kernels reach, against what the machine allows"))
+    fidelity.add_command(commands.add_parser("fidelity", help="what a recovery by each codec restores"))
     chosen = parser.parse_args(arguments)
     # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

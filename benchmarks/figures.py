@@ -1,15 +1,25 @@
-"""A figure: a number of a tier, a ceiling that was measured beside it, and the goal for their ratio."""
+"""A figure: a number of the project's, a ceiling that was measured beside it, and the goal for their ratio."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.pairs import Summary
 
-__all__ = ["Figure", "Measured", "Settings", "Unavailable"]
+__all__ = ["Chosen", "Figure", "Measured", "Progress", "Settings", "Unavailable"]
+
+
+class Progress(Protocol):
+    """What every kind of settings has: somebody waits."""
+
+    @property
+    def progress(self) -> Callable[[str], None]: ...
+
+
+Chosen = TypeVar("Chosen", bound=Progress)
 
 
 class Unavailable(Exception):
@@ -18,7 +28,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asks for."""
+    """What the command line asks of the tiers' figures."""
 
     size_bytes: int
     """Bytes of one object."""
@@ -42,12 +52,15 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """``name`` is subject/ceiling. The ratio should be at least ``goal``, or at most where ``at_most`` says so."""
+class Figure(Generic[Chosen]):
+    """``name`` is subject/ceiling; ``measure`` takes the settings of its command.
+
+    The ratio should be at least ``goal``, or at most where ``at_most`` says so.
+    """
 
     name: str
     meaning: str
-    measure: Callable[[Settings], Coroutine[Any, Any, Measured]]
+    measure: Callable[[Chosen], Coroutine[Any, Any, Measured]]
     goal: float | None = None
     at_most: bool = False
 

@@ -11,14 +11,14 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.figures import Figure, Settings, Unavailable
+from benchmarks.figures import Chosen, Figure, Settings, Unavailable
 from benchmarks.machine import machine_facts
 from benchmarks.pairs import PAIRS_MIN
 from benchmarks.report import JsonReport, Report, TableReport, line_of, progress
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.url import parse_size
 
-__all__ = ["add_command", "run_figures"]
+__all__ = ["add_command", "chosen_figures", "pair_count", "run_figures"]
 
 QUICK_SIZE = 16 << 20
 QUICK_PEAK = 256 << 20
@@ -76,14 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def chosen_figures(figures: Iterable[Figure], only: str) -> tuple[Figure, ...]:
-    """Those whose name matches one of the comma-separated patterns; ``peer`` alone means ``peer.*``."""
+def chosen_figures(figures: Iterable[Figure[Chosen]], only: str) -> tuple[Figure[Chosen], ...]:
+    """Those whose name matches one of the comma-separated patterns; ``peer`` alone means all of it."""
     patterns = [pattern.strip() for pattern in only.split(",")]
-    wanted = [pattern for each in patterns for pattern in (each, f"{each}.*")]
+    wanted = [pattern for each in patterns for pattern in (each, f"{each}.*", f"{each}/*")]
     return tuple(item for item in figures if any(fnmatch.fnmatchcase(item.name, pattern) for pattern in wanted))
 
 
-def run_figures(figures: Sequence[Figure], settings: Settings, report: Report) -> int:
+def run_figures(figures: Sequence[Figure[Chosen]], settings: Chosen, report: Report) -> int:
     """Measure and report each; 1 where one failed. One that cannot run here is reported as skipped."""
     failed = 0
     report.machine(machine_facts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import sys
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def line_of(figure: Figure, measured: Measured) -> dict[str, Any]:
+def line_of(figure: Figure[Any], measured: Measured) -> dict[str, Any]:
     """The figure's line."""
     summary = measured.summary
     line: dict[str, Any] = {
@@ -47,19 +48,24 @@ def line_of(figure: Figure, measured: Measured) -> dict[str, Any]:
 
 
 def rounded(number: float) -> float:
-    return round(number) if number >= 1000 else round(number, 4)
+    """To the unit where there are thousands of them, else to four decimals, and never to fewer than four digits."""
+    if number >= 1000:
+        return round(number)
+    return round(number, 4) if number >= 1 else float(f"{number:.4g}")
 
 
-class Report:
+class Report(abc.ABC):
     """Takes the lines as they come."""
 
+    @abc.abstractmethod
     def machine(self, facts: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """Where the figures were measured."""
 
+    @abc.abstractmethod
     def figure(self, line: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """One figure's line."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (not everybody waits for the last of them)
         """All lines are there."""
 
 
@@ -111,14 +117,21 @@ def cells(line: Mapping[str, Any]) -> tuple[str, ...]:
         name,
         amount(line["value"], line["unit"]),
         amount(line["ceiling"], line["unit"]),
-        f"{line['ratio']:.2f}",
-        f"{low:.2f} - {high:.2f}",
+        ratio_text(line["ratio"]),
+        f"{ratio_text(low)} - {ratio_text(high)}",
         goal,
     )
 
 
+def ratio_text(ratio: float) -> str:
+    """Two decimals; four for a share of little."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.4f}"
+
+
 def amount(number: float, unit: str) -> str:
-    """``1.5 GB/s`` or ``48.0 MiB``."""
+    """``1.5 GB/s``, ``2.50 ms`` or ``48.0 MiB``."""
+    if unit == "s":
+        return f"{number * 1e3:.2f} ms"
     if unit == "bytes/s":
         return f"{number / 1e9:.2f} GB/s" if number >= 1e9 else f"{number / 1e6:.0f} MB/s"
     return bytes_text(int(number))

@@ -155,7 +155,7 @@ def own_bytes(pid: int) -> int:
     return total
 
 
-def figure(name: str, place: Place, *, in_memory: bool = False) -> Figure:
+def figure(name: str, place: Place, *, in_memory: bool = False) -> Figure[Settings]:
     meaning = "memory that one large put adds to the process, against parts in flight + 32 MiB"
     return Figure(f"{name}.peak_bytes", meaning, partial(measure, place=place, in_memory=in_memory), 1, at_most=True)
 

@@ -1,0 +1,1 @@
+"""What the kernels reach against what the machine allows, and what a differential costs a step."""
