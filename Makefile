@@ -17,10 +17,10 @@ export DS_ACCELERATOR := cpu
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports pytest bench soak format hooks clean
+.PHONY: help install demo test lint types imports pytest bench bench-kernels fidelity soak format hooks clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## make .venv, with the versions of constraints.txt
 
@@ -61,6 +61,12 @@ pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x"
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)
+
+bench-kernels: $(INSTALLED) ## what encodes and replays, against this machine's ceilings
+	$(BIN)/python -m benchmarks kernels $(BENCH_ARGS)
+
+fidelity: $(INSTALLED) ## what each codec is worth: half an hour of training (BENCH_ARGS=--quick)
+	$(BIN)/python -m benchmarks fidelity $(BENCH_ARGS)
 
 soak: $(INSTALLED) ## half an hour of races under faults on every driver
 	$(BIN)/python -m benchmarks soak --minutes 30
