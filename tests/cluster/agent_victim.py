@@ -1,4 +1,4 @@
-"""Agents that are killed while they move; run as a script by ``test_agent_kills.py``.
+"""Agents that are killed while they move; run as a module by ``test_agent_kills.py``.
 
 Forks an agent again and again and kills it with SIGKILL before a later and later call to the operating system, until
 one lives through all it has to do. After each death everything that was captured must still be there, whole.
@@ -7,11 +7,11 @@ one lives through all it has to do. After each death everything that was capture
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import functools
 import sys
-import traceback
+from pathlib import Path
 
+from tests.cluster.dying import die_before_event, lives_through
 from tests.servers.agents import Node, base, capture, fake_peer, open_generation, record
 from tiercheck import container, objects
 from tiercheck.agent.service import Agent
@@ -19,23 +19,9 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, MarkerKey, NominationKey, ShardKey, parse
 from tiercheck.nomination import Nomination
 
-EVENTS = ("open", "os.", "fcntl.", "mmap.", "shutil.")
 BASES = (0, 6, 12)
 LAST = 17
 NBYTES = 150_000
-
-
-def die_before_event(number: int) -> None:
-    """SIGKILL to this process before its ``number``-th audited call that has to do with files."""
-    left = [number]
-
-    def hook(event: str, args: object) -> None:
-        if event.startswith(EVENTS) and event != "os.kill":
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 async def prepare(node: Node, nomination: Nomination) -> None:
@@ -93,19 +79,7 @@ def kill_at_every_point(node: Node, step: int) -> int:
             node.shm(), durable=f"nvme://{node.folder}/durable-{number}?survives=rack", batch=3
         )
         asyncio.run(prepare(node, nomination))
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                asyncio.run(live(node, number))
-                code = 0
-            except BaseException:  # the child must not return into the parent's code
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        lived = os.WIFEXITED(status)
-        assert not lived or os.WEXITSTATUS(status) == 0, "the agent failed instead of being killed"
+        lived = lives_through(functools.partial(live, node, number))
         asyncio.run(check(node, nomination, finished=lived))
         # The next one finds the nomination by itself and goes on with what is left.
         asyncio.run(live(node, None))
@@ -118,8 +92,6 @@ def kill_at_every_point(node: Node, step: int) -> int:
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     victim = Node(Path(sys.argv[1]))
     try:
         print(kill_at_every_point(victim, int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Processes that share a namespace of the shm tier; run as a script by ``test_shm_processes.py``.
+"""Processes that share a namespace of the shm tier; run as a module by ``test_shm_processes.py``.
 
 ``points URL`` forks processes that make memory ready, each killed with SIGKILL before its next system call of note.
 ``rank URL NUMBER`` makes memory ready, says which, waits for a line, and goes through cycles in it.
@@ -8,15 +8,13 @@
 import asyncio
 import ctypes
 import errno
+import functools
 import json
 import os
-import signal
 import sys
-import traceback
 from pathlib import Path
 
-from tier_victim import die_before_event
-
+from tests.cluster.dying import die_before_event, lives_through
 from tiercheck.tiers.direct import address_of
 from tiercheck.tiers.shm import ShmDriver
 from tiercheck.tiers.url import TierURL
@@ -76,21 +74,8 @@ def kill_at_every_point(url: str) -> int:
     while True:
         if number % 3 == 0:  # otherwise what there is is used again
             with_empty_pool(url)
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                asyncio.run(victim(number))
-                code = 0
-            except BaseException:  # the child must not return into the parent's code
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0, "the process failed instead of being killed"
+        if lives_through(functools.partial(victim, number)):
             return number
-        assert os.WTERMSIG(status) == signal.SIGKILL
         asyncio.run(check_after_death(url))
         number += 1
 

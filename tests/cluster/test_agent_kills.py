@@ -29,7 +29,6 @@ __all__ = ["node"]
 
 pytestmark = pytest.mark.cluster
 
-VICTIM = Path(__file__).with_name("agent_victim.py")
 ROOT = Path(__file__).parents[2]
 
 STARTER = """
@@ -95,12 +94,11 @@ async def gone(node: Node, deadline_s: float = 20.0) -> None:
 
 def test_killed_before_every_call(node: Node) -> None:
     done = subprocess.run(
-        [sys.executable, VICTIM, str(node.folder), "97"],
+        [sys.executable, "-m", "tests.cluster.agent_victim", str(node.folder), "97"],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from azure.core.exceptions import ResourceNotFoundError
 from azure.storage.blob import BlobServiceClient, ContainerClient
 from hypothesis import HealthCheck, settings
 
+from tests.file_tiers import FileTierTests
 from tests.servers.azurite import Azurite, azurite
 from tests.servers.sshd import Sshd, sshd
 from tiercheck.testing.conformance import TierDriverTests
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.cluster
 SLOW = settings(max_examples=4, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-class TestSftp(TierDriverTests):
+class TestSftp(FileTierTests):
     @pytest.fixture(autouse=True)
     def directory(self, sshd: Sshd) -> Iterator[None]:
         self.server = sshd
@@ -49,15 +50,6 @@ class TestSftp(TierDriverTests):
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, self.url_with("part=256KiB"))
-
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch("tiercheck.tiers.fsspec_renaming.SftpBackend.replace", side_effect=Killed)

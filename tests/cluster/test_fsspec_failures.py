@@ -21,7 +21,8 @@ import pytest
 from azure.storage.blob import BlobServiceClient
 
 from tests.servers.azurite import Azurite, azurite
-from tests.servers.sshd import Sshd, free_port
+from tests.servers.process import free_port
+from tests.servers.sshd import Sshd
 from tiercheck.errors import CapacityExceeded, NotFound, TierError, Transient, Unauthorized, Unsupported
 from tiercheck.tiers import fsspec_renaming
 from tiercheck.tiers.driver import TierDriver

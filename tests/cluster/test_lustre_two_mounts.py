@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from tests.servers.gluster import Gluster, gluster  # noqa: F401  (a fixture)
+from tests.servers.gluster import Gluster
 from tiercheck.errors import NotFound, Transient
 from tiercheck.tiers.lustre import LustreDriver
 from tiercheck.types import PutMode
@@ -23,23 +23,24 @@ from tiercheck.types import PutMode
 pytestmark = pytest.mark.cluster
 
 MIB = 1 << 20
-VICTIM = Path(__file__).with_name("tier_victim.py")
+ROOT = Path(__file__).parents[2]
+VICTIM = [sys.executable, "-m", "tests.cluster.tier_victim"]
 
 
 @pytest.fixture
-def name(gluster: Gluster) -> Iterator[str]:  # noqa: F811
+def name(gluster: Gluster) -> Iterator[str]:
     name = f"run-{secrets.token_hex(4)}"
     yield name
     shutil.rmtree(gluster.mounts[0] / name)
 
 
 @pytest.fixture
-def clients(gluster: Gluster, name: str) -> tuple[LustreDriver, LustreDriver]:  # noqa: F811
+def clients(gluster: Gluster, name: str) -> tuple[LustreDriver, LustreDriver]:
     first, second = gluster.mounts
     return LustreDriver(first / name), LustreDriver(second / name)
 
 
-def on_the_server(gluster: Gluster, name: str) -> dict[str, bytes]:  # noqa: F811
+def on_the_server(gluster: Gluster, name: str) -> dict[str, bytes]:
     """Everything that lies there, but for TierCheck's own directory."""
     root = gluster.brick / name
     return {
@@ -86,7 +87,7 @@ async def test_what_one_does_the_other_sees_in_its_next_call(clients: tuple[Lust
 
 async def test_in_a_large_directory_too(
     clients: tuple[LustreDriver, LustreDriver],
-    gluster: Gluster,  # noqa: F811
+    gluster: Gluster,
     name: str,
 ) -> None:
     """A mount may fetch the attributes of the first entries of a listing only."""
@@ -104,7 +105,7 @@ async def test_in_a_large_directory_too(
 @pytest.mark.parametrize("disaster", ["cable", "server"])
 async def test_a_put_that_is_cut_off(
     clients: tuple[LustreDriver, LustreDriver],
-    gluster: Gluster,  # noqa: F811
+    gluster: Gluster,
     name: str,
     disaster: str,
 ) -> None:
@@ -146,7 +147,7 @@ async def test_a_put_that_is_cut_off(
 @pytest.mark.parametrize("step", ["fsync", "rename", "utime"])
 async def test_the_cable_is_cut_just_before_a_step(
     clients: tuple[LustreDriver, LustreDriver],
-    gluster: Gluster,  # noqa: F811
+    gluster: Gluster,
     name: str,
     step: str,
 ) -> None:
@@ -175,8 +176,8 @@ async def test_the_cable_is_cut_just_before_a_step(
         assert bytes(await second.get("a")) == b"newer"
 
 
-def test_a_writer_killed_before_every_call(gluster: Gluster, name: str) -> None:  # noqa: F811
+def test_a_writer_killed_before_every_call(gluster: Gluster, name: str) -> None:
     url = f"lustre://{gluster.mounts[0] / name}"
-    done = subprocess.run([sys.executable, VICTIM, "points", url], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*VICTIM, "points", url], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50, "the writer makes more calls than this: were they not seen?"

@@ -1,7 +1,7 @@
 """``kill -9`` before every system call of a direct write: the object is the old one or the new one, whole.
 
-Run as a script, ``test_nvme_kills.py URL`` is the one who kills: it forks a writer again and again and lets it die
-before its first, second, third... call, until one lives. After each death the tier is opened anew and checked.
+Run as a module, with a URL, it is the one who kills: it forks a writer again and again and lets it die before its
+first, second, third... call, until one lives. After each death the tier is opened anew and checked.
 """
 
 import asyncio
@@ -12,15 +12,16 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.dying import lives_through
 from tiercheck.tiers import transfer
 from tiercheck.tiers.registry import make_driver
 
+ROOT = Path(__file__).parents[2]
 NBYTES = (1 << 20) + 12_345
 BLOCK = 256 << 10
 
@@ -82,22 +83,9 @@ def kill_before_every_call(url: str) -> int:
     asyncio.run(write_round(url, 1))
     number = 0
     while True:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                asyncio.run(write_round(url, 2, functools.partial(die_before_call, number)))
-                code = 0
-            except BaseException:  # the child must not return into the parent's code
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0, "the writer failed instead of being killed"
+        if lives_through(functools.partial(write_round, url, 2, functools.partial(die_before_call, number))):
             asyncio.run(check(url, (2,)))
             return number
-        assert os.WTERMSIG(status) == signal.SIGKILL
         asyncio.run(check(url, (1, 2)))
         asyncio.run(write_round(url, 1))
         number += 1
@@ -110,7 +98,8 @@ def test_killed_before_every_call_of_a_direct_write(tmp_path: Path) -> None:
         asyncio.run(write_round(url, 1))
     except Exception as error:
         pytest.skip(f"the temporary directory takes no direct writes: {error}")
-    done = subprocess.run([sys.executable, __file__, url], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", "tests.cluster.test_nvme_kills", url]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 2 * (NBYTES // BLOCK) + 10, "each block is a call: were they not seen?"
 

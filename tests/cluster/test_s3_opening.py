@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 
+from tests.servers.process import free_port
 from tests.servers.s3_place import Place, place
 from tests.servers.seaweed import s3_server
 from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
@@ -85,9 +85,3 @@ class TestOpening:
             pass
         found = place.server.client.list_objects_v2(Bucket=place.server.bucket, Prefix=f"{place.prefix}/")
         assert "Contents" not in found
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tiercheck.errors import CapacityExceeded
-from tiercheck.tiers.shm import ShmDriver, namespaces, remove_namespace
+from tiercheck.tiers.shm import ShmDriver, namespaces
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = Path(__file__).with_name("shm_victim.py")
+ROOT = Path(__file__).parents[2]
+VICTIM = [sys.executable, "-m", "tests.cluster.shm_victim"]
 MIB = 1 << 20
 
 
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    remove_namespace(name)
-
-
 def test_killed_before_every_call_while_memory_is_made_ready(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "points", f"shm://{name}?size=16MiB"], capture_output=True, text=True, timeout=120
-    )
+    command = [*VICTIM, "points", f"shm://{name}?size=16MiB"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20, "the process makes more calls than this: were they not seen?"
 
@@ -40,7 +31,8 @@ def test_ranks_side_by_side(name: str) -> None:
     """Each has memory of its own ready, and gets it back although all of it goes through one pool."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, "rank", f"shm://{name}?size=64MiB", str(number)],
+            [*VICTIM, "rank", f"shm://{name}?size=64MiB", str(number)],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -72,7 +64,7 @@ def test_ranks_side_by_side(name: str) -> None:
 async def run(*command: object) -> tuple[int, str]:
     """The exit status and the messages of a command."""
     process = await asyncio.create_subprocess_exec(
-        *map(str, command), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        *map(str, command), cwd=ROOT, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(60):
         _, messages = await process.communicate()
@@ -84,7 +76,7 @@ async def test_a_reader_in_another_process_cannot_write(name: str) -> None:
         reservation = await driver.reserve("sealed", MIB)
         reservation.buffer[:] = b"s" * MIB
         await reservation.publish()
-        status, messages = await run(sys.executable, SCRIPT, "reader", f"shm://{name}?size=16MiB", "sealed")
+        status, messages = await run(*VICTIM, "reader", f"shm://{name}?size=16MiB", "sealed")
         assert status == 0, messages
         assert bytes(await driver.get("sealed")) == b"s" * MIB
 

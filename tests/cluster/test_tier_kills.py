@@ -2,28 +2,20 @@
 
 import os
 import random
-import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tiercheck.errors import NotFound
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import namespaces, remove_namespace
+from tiercheck.tiers.shm import namespaces
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = Path(__file__).with_name("tier_victim.py")
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    remove_namespace(name)
+ROOT = Path(__file__).parents[2]
+VICTIM = [sys.executable, "-m", "tests.cluster.tier_victim"]
 
 
 @pytest.fixture(params=["shm", "nvme"])
@@ -34,11 +26,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def start_writer(url: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, SCRIPT, "write", url], stdout=subprocess.PIPE)
+    return subprocess.Popen([*VICTIM, "write", url], cwd=ROOT, stdout=subprocess.PIPE)
 
 
 def test_killed_before_every_call(url: str) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "points", url], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*VICTIM, "points", url], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50, "the writer makes more calls than this: were they not seen?"
 

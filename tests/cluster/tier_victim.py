@@ -1,4 +1,4 @@
-"""Processes that are killed while they write to a tier; run as a script by ``test_tier_kills.py``.
+"""Processes that are killed while they write to a tier; run as a module by ``test_tier_kills.py``.
 
 ``tier_victim.py points URL`` forks a writer again and again and kills it with SIGKILL before its first, second,
 third... system call of note, until one lives. After each death the tier is opened anew and checked.
@@ -6,35 +6,20 @@ third... system call of note, until one lives. After each death the tier is open
 """
 
 import asyncio
-import os
-import signal
+import functools
 import sys
-import traceback
 
+from tests.cluster.dying import die_before_event, lives_through
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import PutMode
 
 NBYTES = 300_000  # large enough to be recycled by the shm tier
-EVENTS = ("open", "os.", "fcntl.", "mmap.", "shutil.")
 KEYS = ("base/put", "base/created", "base/reserved", "base/deleted")
 
 
 def content(seed: int, nbytes: int = NBYTES) -> bytes:
     return bytes([seed]) * (nbytes + seed)
-
-
-def die_before_event(number: int) -> None:
-    """SIGKILL to this process before its ``number``-th audited call that has to do with files."""
-    left = [number]
-
-    def hook(event: str, args: object) -> None:
-        if event.startswith(EVENTS) and event != "os.kill":
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 async def write_round(driver: TierDriver, seed: int) -> None:
@@ -81,21 +66,8 @@ def kill_at_every_point(url: str) -> int:
     asyncio.run(start(url))
     number = 0
     while True:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                asyncio.run(victim(number))
-                code = 0
-            except BaseException:  # the child must not return into the parent's code
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0, "the writer failed instead of being killed"
+        if lives_through(functools.partial(victim, number)):
             return number
-        assert os.WTERMSIG(status) == signal.SIGKILL
         asyncio.run(check(url, (1, 2)))
         number += 1
 

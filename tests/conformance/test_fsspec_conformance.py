@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -13,6 +11,7 @@ import fsspec
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.file_tiers import FileTierMachine, FileTierTests
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.faults import FaultyDriver, Killed
 from tiercheck.testing.stateful import DriverMachine
@@ -20,7 +19,7 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
 
-class TestLocal(TierDriverTests):
+class TestLocal(FileTierTests):
     @pytest.fixture(autouse=True)
     def directory(self, tmp_path: Path) -> None:
         self.root = tmp_path / "some dir" / "tier"
@@ -33,15 +32,6 @@ class TestLocal(TierDriverTests):
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"fsspec+file://{self.root}?part=256KiB")
-
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch("tiercheck.tiers.fsspec_renaming.LocalBackend.replace", side_effect=Killed)
@@ -70,13 +60,9 @@ class TestMemory(TierDriverTests):
         return None  # writing and publishing are one assignment
 
 
-class LocalMachine(DriverMachine):
+class LocalMachine(FileTierMachine):
     def make_driver(self) -> TierDriver:
-        self.root = getattr(self, "root", None) or Path(tempfile.mkdtemp())
         return FaultyDriver(make_driver(f"fsspec+file://{self.root}"))
-
-    def remove_tier(self) -> None:
-        shutil.rmtree(self.root)
 
 
 class MemoryMachine(DriverMachine):

@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.servers.gluster import Gluster, gluster  # noqa: F401  (a fixture)
-from tiercheck.testing.conformance import TierDriverTests
+from tests.file_tiers import FileTierMachine, FileTierTests
+from tests.servers.gluster import Gluster
 from tiercheck.testing.faults import Killed
-from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.lustre import LustreDriver
 from tiercheck.tiers.mounts import Traits
@@ -45,7 +44,7 @@ def refuse_locks(fd: int, operation: int) -> None:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-class TestLustre(TierDriverTests):
+class TestLustre(FileTierTests):
     traits: Traits | None = None
     """Instead of the mount's own."""
 
@@ -61,15 +60,6 @@ class TestLustre(TierDriverTests):
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(client_on_a_mount, self.other_root, *(astuple(self.traits) if self.traits else ()))
-
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return killed_before_a_name_appears()
@@ -101,7 +91,7 @@ class TestLustreOnTwoMounts(TestLustre):
     """Two clients of a networked file system; what a test reads and writes past the driver lies on the server."""
 
     @pytest.fixture(autouse=True)
-    def directory(self, gluster: Gluster) -> Iterator[None]:  # noqa: F811
+    def directory(self, gluster: Gluster) -> Iterator[None]:
         first, second = gluster.mounts
         self.root = Path(tempfile.mkdtemp(dir=first)) / "tier"
         self.other_root = second / self.root.relative_to(first)
@@ -109,26 +99,19 @@ class TestLustreOnTwoMounts(TestLustre):
         yield
         shutil.rmtree(self.root.parent)
 
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        path = self.brick_root / key
-        return path.read_bytes() if path.is_file() else None
+    def file_to_read(self, key: str) -> Path:
+        return self.brick_root / key
 
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        path = self.other_root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    def file_to_write(self, key: str) -> Path:
+        return self.other_root / key
 
 
-class LustreMachine(DriverMachine):
+class LustreMachine(FileTierMachine):
     traits = Traits(True, True, False)
 
     def make_driver(self) -> TierDriver:
-        self.root = getattr(self, "root", None) or Path(tempfile.mkdtemp())
         with mock.patch("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits):
             return LustreDriver(self.root)
-
-    def remove_tier(self) -> None:
-        shutil.rmtree(self.root)
 
 
 class RememberingMachine(LustreMachine):

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 
-from tiercheck.testing.conformance import TierDriverTests
+from tests.file_tiers import FileTierTests
 from tiercheck.testing.faults import Killed
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
 
-class TestNvme(TierDriverTests):
+class TestNvme(FileTierTests):
     options = "io=auto"
 
     @pytest.fixture(autouse=True)
@@ -29,15 +29,6 @@ class TestNvme(TierDriverTests):
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"nvme://{self.root}?{self.options}")
-
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch("tiercheck.tiers.directory.ObjectDirectory.replace", side_effect=Killed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import secrets
@@ -46,11 +47,13 @@ class PeerKit(TierDriverTests):
             yield
         self.remove_store()
 
+    @abc.abstractmethod
     def make_store(self, namespace: str) -> TierDriver:
-        raise NotImplementedError
+        """What the server opens under that name."""
 
+    @abc.abstractmethod
     def remove_store(self) -> None:
-        raise NotImplementedError
+        """Remove what was put there."""
 
     async def make_driver(self) -> TierDriver:
         return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10")

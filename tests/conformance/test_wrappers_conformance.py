@@ -1,5 +1,6 @@
 """Each wrapper passes the kit around the memory driver, and all of them together around a real one."""
 
+import abc
 import contextlib
 import functools
 import secrets
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.file_tiers import FileTierTests
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.faults import FaultyDriver, Killed
 from tiercheck.testing.stateful import DriverMachine
@@ -49,8 +51,9 @@ class AroundMemory(TierDriverTests):
         yield
         MemoryDriver.forget(self.store_name)
 
+    @abc.abstractmethod
     def wrapped(self, driver: TierDriver) -> TierDriver:
-        raise NotImplementedError
+        """``driver`` in the wrapper under test."""
 
     async def make_driver(self) -> TierDriver:
         return self.wrapped(MemoryDriver(self.store_name))
@@ -119,31 +122,23 @@ class TestAllAroundMemory(AroundMemory):
         return all_of_them(driver)
 
 
-class TestAllAroundNvme(TierDriverTests):
+class TestAllAroundNvme(FileTierTests):
     @pytest.fixture(autouse=True)
     def directory(self) -> Iterator[None]:
         # In memory: what the wrappers add does not depend on the disk, and each put waits for its fsync.
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tiercheck-test-") as folder:
-            self.root = Path(folder)
+            self.below = Path(folder)
+            self.root = self.below / PREFIX
             yield
 
     async def make_driver(self) -> TierDriver:
-        return all_around_nvme(self.root)
+        return all_around_nvme(self.below)
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
-        return all_around_nvme(self.root)
+        return all_around_nvme(self.below)
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
-        return functools.partial(all_around_nvme, self.root)
-
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        path = self.root / PREFIX / key
-        return path.read_bytes() if path.is_file() else None
-
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        path = self.root / PREFIX / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        return functools.partial(all_around_nvme, self.below)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch("tiercheck.tiers.directory.ObjectDirectory.replace", side_effect=Killed)

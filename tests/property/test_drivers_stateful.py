@@ -1,12 +1,10 @@
 """The drivers against a dictionary, in orders that Hypothesis chooses."""
 
 import secrets
-import shutil
-import tempfile
-from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
+from tests.file_tiers import FileTierMachine
 from tiercheck.testing.faults import FaultyDriver
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
@@ -26,13 +24,9 @@ class MemoryMachine(DriverMachine):
         MemoryDriver.forget(self.name)
 
 
-class NvmeMachine(DriverMachine):
+class NvmeMachine(FileTierMachine):
     def make_driver(self) -> TierDriver:
-        self.root = getattr(self, "root", None) or Path(tempfile.mkdtemp())
         return NvmeDriver(self.root)
-
-    def remove_tier(self) -> None:
-        shutil.rmtree(self.root)
 
 
 class ShmMachine(DriverMachine):

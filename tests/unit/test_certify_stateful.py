@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tiercheck.errors import Unsupported
+from tests.plain_driver import PlainDriver
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.memory import MemoryDriver, StoredObject
@@ -124,27 +124,6 @@ class LaggingDriver(MemoryDriver):
         async for info in super().list(prefix):
             content = bytes(self.store.objects[info.key].content)
             yield ObjectInfo(info.key, info.nbytes, self.former.setdefault((info.key, content), info.etag))
-
-
-class PlainDriver(MemoryDriver):
-    """Few capabilities, honestly."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(Survives.NOTHING, mappable=False, conditional_put=False, ranged_get=False)
-
-    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        if mode.conditional:
-            raise Unsupported("no conditions", tier=self.url, key=key)
-        return await super().put(key, payload)
-
-    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
-        if range is not None:
-            raise Unsupported("no ranges", tier=self.url, key=key)
-        return await super().get(key, into=into)
-
-    async def reserve(self, key: str, nbytes: int) -> Reservation:
-        return await TierDriver.reserve(self, key, nbytes)
 
 
 def machine(driver: type[MemoryDriver], *, lag: bool = False) -> type[DriverMachine]:

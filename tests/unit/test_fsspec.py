@@ -9,7 +9,6 @@ import gc
 import io
 import os
 import shutil
-import stat
 import threading
 import time
 import tracemalloc
@@ -24,6 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from tests.failing_disk import failing_directory_fsyncs
 from tiercheck.errors import (
     CapacityExceeded,
     ConfigurationError,
@@ -331,18 +331,11 @@ async def test_a_put_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 async def test_what_fails_after_publishing_does_not_say_that_nothing_was_published(tmp_path: Path, number: int) -> None:
-    fsync = os.fsync
-
-    def fails_on_directories(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(fd)
-
     full = mock.patch.object(fsspec_renaming.LocalBackend, "free_bytes", return_value=0)
     async with make_driver(f"fsspec+file://{tmp_path}") as driver:
         await driver.put("a/b", [b"old"])
         with (
-            mock.patch.object(os, "fsync", fails_on_directories),
+            failing_directory_fsyncs(number),
             full,
             pytest.raises(Transient, match="the object is published, but may not outlive"),
         ):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.failing_disk import failing_directory_fsyncs
 from tiercheck.errors import (
     AlreadyExists,
     ConfigurationError,
@@ -518,17 +519,10 @@ async def listed(driver: LustreDriver) -> list[ObjectInfo]:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 async def test_what_fails_after_publishing_does_not_say_that_nothing_was_published(root: Path, number: int) -> None:
-    fsync = os.fsync
-
-    def fails_on_directories(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(fd)
-
     async with LustreDriver(root) as driver:
         await driver.put("a/b", [b"old"])
         with (
-            mock.patch.object(os, "fsync", fails_on_directories),
+            failing_directory_fsyncs(number),
             pytest.raises(Transient, match="the object is published, but may not outlive"),
         ):
             await driver.put("a/b", [b"new"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared_memory import root_of
 from tiercheck.errors import (
     CapacityExceeded,
     ConfigurationError,
@@ -55,10 +56,6 @@ class Child:
         os.close(self.end_end)
         os.close(self.wait_end)
         os.waitpid(self.pid, 0)
-
-
-def root_of(name: str) -> Path:
-    return Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}")
 
 
 def inode(name: str, key: str) -> int:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tiercheck.errors import CapacityExceeded, NotFound
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 
 MIB = 1 << 20
 KEYS = [f"{folder}/{n}" for folder in "abc" for n in range(3)]
 SIZES = (10, 5000, 130_000, 300_000, 700_000, MIB, 2 * MIB)
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    if Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}").exists():
-        remove_namespace(name)
 
 
 def content(nbytes: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import secrets
 import subprocess
 import sys
 import tracemalloc
@@ -18,17 +17,9 @@ from tiercheck.errors import CapacityExceeded, ConfigurationError
 from tiercheck.tiers import numa
 from tiercheck.tiers.hugepages import back_with_huge_pages, huge_pages_of, pages_text
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    if Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}").exists():
-        remove_namespace(name)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import pytest
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.numa import Locality
 from tiercheck.tiers.pinning import DEINITIALIZED, CudaPinning
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 
 MIB = 1 << 20
 SOURCE = Path(__file__).with_name("fake_cuda.c")
@@ -43,14 +42,6 @@ def cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL
     fake.fake_fail(b"", 0)
     yield fake
     assert (fake.fake_registered(), fake.fake_depth()) == (0, 0)
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    if Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}").exists():
-        remove_namespace(name)
 
 
 def calls(fake: ctypes.CDLL) -> list[str]:

@@ -6,28 +6,14 @@ import asyncio
 import errno
 import os
 import random
-import secrets
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.shared_memory import root_of
 from tiercheck.errors import CapacityExceeded, Closed
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    if root_of(name).exists():
-        remove_namespace(name)
-
-
-def root_of(name: str) -> Path:
-    return Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}")
 
 
 def blocks(name: str) -> dict[int, int]:

@@ -5,30 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import random
-import secrets
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.shared_memory import root_of
 from tiercheck.errors import AlreadyExists, CapacityExceeded
 from tiercheck.tiers.driver import Reservation
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm import ShmDriver
 from tiercheck.types import PutMode
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{secrets.token_hex(6)}"
-    yield name
-    remove_namespace(name)
-
-
-def root_of(name: str) -> Path:
-    return Path(f"/dev/shm/tiercheck-{os.geteuid()}-{name}")
 
 
 def inode(name: str, key: str) -> int:

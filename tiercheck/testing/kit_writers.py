@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 
 import pytest
 
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Unsupported
-from tiercheck.testing.faults import FaultPlan, FaultyDriver, Killed, count_points
+from tiercheck.testing.faults import FaultPlan, FaultyDriver, Killed
 from tiercheck.testing.kit import TierKit
 from tiercheck.testing.plugin import CRASHED
 from tiercheck.tiers.driver import TierDriver
@@ -248,16 +249,23 @@ class WriterTests(TierKit):
                     reservation.buffer[:] = b"newer"
                     await reservation.publish()
 
-        points = await count_points(overwrite)
-        assert points >= 6
-        for n in range(points):
+        # A client may suspend more often in one run than in the next. So they are not counted beforehand: each run is
+        # killed one point later, until one ends before it gets there.
+        for n in itertools.count():
             for key in ("a", "b"):
                 await driver.put(key, [b"old"])
-            with pytest.raises(Killed):
+            killed = False
+            try:
                 await overwrite(FaultPlan.kill_at(n))
-            for key in ("a", "b"):
-                assert await self.raw_get(driver, key) in (b"old", b"newer")
+            except Killed:
+                killed = True
+            allowed = (b"old", b"newer") if killed else (b"newer",)
+            assert await self.raw_get(driver, "a") in allowed
+            assert await self.raw_get(driver, "b") in (allowed if driver.capabilities.mappable else (b"old",))
             assert await self.keys(driver) == ["a", "b"]
+            if not killed:
+                break
+        assert n >= 6
 
     async def test_a_buffer_read_keeps_its_content(self, driver: TierDriver) -> None:
         """Across an overwrite, a delete, and whatever is written next into memory that became free."""

@@ -11,6 +11,7 @@ Every method blocks, may be called from any thread, and raises whatever the file
 
 from __future__ import annotations
 
+import abc
 import os
 import secrets
 import threading
@@ -53,7 +54,7 @@ class Reading(Enum):
     WHOLE = "only as a whole"
 
 
-class Backend:
+class Backend(abc.ABC):
     """One file system, connected. ``fs`` is the fsspec object and ``root`` the path that all keys lie under.
 
     ``place``: the tier's URL. ``deadline_s``: how long the file system may be silent.
@@ -77,13 +78,13 @@ class Backend:
 
     # What a kind of file system says of itself.
 
+    @abc.abstractmethod
     def prepare(self) -> None:
         """See that the tier's place is there, and make it where that is usual. Errors: ``FileNotFoundError``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def publish(self, key: str, parts: Parts, nbytes: int, ticket: Ticket) -> None:
         """Make ``parts`` the content of ``key``, all or nothing."""
-        raise NotImplementedError
 
     def free_bytes(self) -> int | None:
         """Bytes still to be had, or ``None`` where the file system does not say."""
@@ -101,7 +102,7 @@ class Backend:
         """Whether the connection can still be used, as far as the client knows."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most hold none)
         """Let go of the connection."""
 
     # What is the same everywhere.

@@ -6,6 +6,7 @@ them does not repeat, though SFTP, say, keeps whole seconds only.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import errno
 import os
@@ -102,9 +103,9 @@ class RenamingBackend(Backend):
     def stamp(self, temporary: str, path: str) -> None:
         """Give the temporary file a modification time that no earlier file at ``path`` had."""
 
+    @abc.abstractmethod
     def replace(self, source: str, path: str) -> None:
         """Move ``source`` to ``path``, atomically in the place of what may be there."""
-        raise NotImplementedError
 
     def _move(self, temporary: str, path: str, ticket: Ticket) -> None:
         for attempt in range(1, PUBLISH_TRIES + 1):

@@ -14,7 +14,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from tiercheck.errors import CapacityExceeded
@@ -25,6 +24,7 @@ from tiercheck.tiers.numa import Locality
 from tiercheck.tiers.pinning import CudaPinning
 from tiercheck.tiers.segments import Segment, SegmentDirectory
 from tiercheck.tiers.spares import NOBODY, SPARE_BYTES_MIN, Selection, whole_pages
+from tiercheck.tiers.threads import Threads
 from tiercheck.tiers.window import Window, WindowCache
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
@@ -54,8 +54,7 @@ class MappedSegments:
         self.cache = WindowCache(KEPT_WINDOWS_MAX)
         self.pinning = pinning
         self.locality = locality
-        self._copy_threads = copy_threads
-        self._copiers: ThreadPoolExecutor | None = None
+        self._copiers = Threads(copy_threads, "tiercheck copy")
         self._lock = threading.Lock()
         self._expected: dict[int, int] = {}  # bytes of a reservation -> bytes of the object that it last became
         self._pins = False
@@ -63,10 +62,7 @@ class MappedSegments:
 
     def close(self) -> None:
         """Unmap what is kept."""
-        with self._lock:
-            copiers, self._copiers = self._copiers, None
-        if copiers is not None:
-            copiers.shutdown()
+        self._copiers.close()
         self.cache.clear()
 
     def reserve(self, nbytes: int, check: Check) -> MappedSegment:
@@ -183,40 +179,18 @@ class MappedSegments:
 
     def _copy(self, payload: Payload, address: int, check: Check) -> None:
         """Copy the buffers to ``address``, one after the other; no view of them outlives the call."""
+
+        def copy(piece: tuple[int, int, int]) -> None:
+            check()
+            ctypes.memmove(*piece)
+
         views = [memoryview(buffer) for buffer in payload if len(buffer)]
         try:
-            at_once = COPIED_ALONE_BYTES if self._copy_threads == 1 else COPIED_AT_ONCE_BYTES
-            pieces = list(_pieces(views, address, at_once))
-            queue = iter(pieces)
-            stopped = threading.Event()
-
-            def drain() -> None:
-                try:
-                    while not stopped.is_set() and (piece := next(queue, None)) is not None:
-                        check()
-                        ctypes.memmove(*piece)
-                except BaseException:
-                    stopped.set()
-                    raise
-
-            helping: list[Future[None]] = []
-            try:
-                helping = [self._copier().submit(drain) for _ in range(min(self._copy_threads, len(pieces)) - 1)]
-                drain()
-            finally:
-                running = [helper for helper in helping if not helper.cancel()]
-                wait(running)
-            for helper in running:
-                helper.result()
+            at_once = COPIED_ALONE_BYTES if self._copiers.count == 1 else COPIED_AT_ONCE_BYTES
+            self._copiers.share(list(_pieces(views, address, at_once)), copy)
         finally:
             for view in views:
                 view.release()
-
-    def _copier(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._copiers is None:
-                self._copiers = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tiercheck copy")
-            return self._copiers
 
 
 class MappedSegment:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from tiercheck.tiers.direct import (
@@ -26,6 +24,7 @@ from tiercheck.tiers.direct import (
     reopen_direct,
 )
 from tiercheck.tiers.files import BUFFERS_PER_WRITE, read_into, write_buffers
+from tiercheck.tiers.threads import Threads
 from tiercheck.types import Payload
 
 __all__ = ["BLOCKS_BYTES_MIN", "Blocks", "Check", "Sequential", "Transfer"]
@@ -78,8 +77,7 @@ class Blocks:
         self.depth = depth
         self.direct = direct
         self._bounce = AlignedBuffers(block_bytes)
-        self._helpers: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._threads = Threads(depth, "tiercheck blocks")
 
     def write(self, fd: int, payload: Payload, nbytes: int, check: Check) -> None:
         if nbytes < BLOCKS_BYTES_MIN:
@@ -115,10 +113,7 @@ class Blocks:
                 os.close(direct_fd)
 
     def close(self) -> None:
-        with self._lock:
-            helpers, self._helpers = self._helpers, None
-        if helpers is not None:
-            helpers.shutdown()
+        self._threads.close()
         self._bounce.clear()
 
     # One block, in whichever thread.
@@ -153,46 +148,15 @@ class Blocks:
             with into[at:] as rest:
                 read_into(fd, start + at, rest, lambda: None)
 
-    # The threads.
-
     def _each_block(self, start: int, stop: int, move: Callable[[int, int], None], check: Check) -> None:
-        """``move(a, b)`` for each block of ``[start, stop)``; blocks begin at multiples of their size.
+        """``move(a, b)`` for each block of ``[start, stop)``; blocks begin at multiples of their size."""
 
-        The caller's thread moves blocks too, so that no call ever waits for another's. On return every thread
-        is done with this call, whether it raises or not; the first error is raised.
-        """
-        first = start // self.block_bytes
-        count = -(-stop // self.block_bytes) - first
-        numbers = itertools.count()
-        stopped = threading.Event()
+        def move_block(number: int) -> None:
+            check()
+            block = number * self.block_bytes
+            move(max(start, block), min(stop, block + self.block_bytes))
 
-        def drain() -> None:
-            try:
-                while not stopped.is_set() and (number := next(numbers)) < count:
-                    check()
-                    block = (first + number) * self.block_bytes
-                    move(max(start, block), min(stop, block + self.block_bytes))
-            except BaseException:
-                stopped.set()
-                raise
-
-        helping: list[Future[None]] = []
-        if (wanted := min(self.depth, count) - 1) > 0:
-            pool = self._pool()
-            helping = [pool.submit(drain) for _ in range(wanted)]
-        try:
-            drain()
-        finally:
-            running = [helper for helper in helping if not helper.cancel()]
-            wait(running)
-        for helper in running:
-            helper.result()
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._helpers is None:
-                self._helpers = ThreadPoolExecutor(max(1, self.depth - 1), thread_name_prefix="tiercheck blocks")
-            return self._helpers
+        self._threads.share(range(start // self.block_bytes, -(-stop // self.block_bytes)), move_block)
 
 
 class _Gathered:

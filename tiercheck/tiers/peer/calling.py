@@ -14,6 +14,7 @@ Each operation ends with a result, an error of the server's, or, when nothing ha
 
 from __future__ import annotations
 
+import abc
 import itertools
 import logging
 from collections import deque
@@ -71,7 +72,7 @@ class Reset:
 Effect = Send | Finish | Reset
 
 
-class Operation:
+class Operation(abc.ABC):
     """One thing asked of the peer. Subclasses answer events by sending and finishing through ``caller``."""
 
     what = "answering"
@@ -86,20 +87,21 @@ class Operation:
         self.wants_credit = False
         self.request_ids: list[int] = []
 
+    @abc.abstractmethod
     def start(self, caller: Caller, now: float) -> None:
         """Ask. Called again whenever an answer is overdue or a link came up; a repetition must be harmless."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def receive(
         self, caller: Caller, link: int, request_id: int, message: Message, data: Buffer | None, now: float
     ) -> None:
-        raise NotImplementedError
+        """Take an answer. Errors: :class:`BadFrame` where it is none, or one to something that was not asked."""
 
     def lost(self, caller: Caller, link: int, now: float) -> None:
         """``link`` is gone. The operation is started again on another, if not now then when one comes up."""
         self.start(caller, now)
 
-    def pump(self, caller: Caller, now: float) -> None:
+    def pump(self, caller: Caller, now: float) -> None:  # noqa: B027  (a call waits for none)
         """There may be credit again."""
 
     def cancel(self, caller: Caller, now: float) -> None:
@@ -117,7 +119,7 @@ class Operation:
         self.progress = now
         self.resends = 0
 
-    def release(self, caller: Caller) -> None:
+    def release(self, caller: Caller) -> None:  # noqa: B027  (a call holds none)
         """The operation is over: give back credit and let go of buffers."""
 
 

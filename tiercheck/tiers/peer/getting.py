@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections import deque
 from collections.abc import Callable
 
-from tiercheck.errors import CapacityExceeded, TierError
-from tiercheck.tiers.peer.calling import Caller, Operation, error_of
+from tiercheck.errors import CapacityExceeded
+from tiercheck.tiers.peer.calling import Caller, error_of
 from tiercheck.tiers.peer.limits import CHUNK_BYTES_MAX
 from tiercheck.tiers.peer.messages import (
     CHUNKS_MAX,
@@ -22,6 +21,7 @@ from tiercheck.tiers.peer.messages import (
     Message,
     checksum,
 )
+from tiercheck.tiers.peer.transferring import Transferring
 from tiercheck.types import Buffer, ByteRange
 
 __all__ = ["Getting"]
@@ -30,7 +30,7 @@ HEAP_BYTES_MAX = 2 * CHUNK_BYTES_MAX
 """Up to here memory that was used before is taken again, see :mod:`~tiercheck.tiers.peer.heap`."""
 
 
-class Getting(Operation):
+class Getting(Transferring):
     """Fetches an object, or ``wanted`` of it, into ``into`` or into memory of its own (the result either way)."""
 
     def __init__(
@@ -41,46 +41,28 @@ class Getting(Operation):
         into: memoryview | None,
         new_transfer: Callable[[], bytes],
     ) -> None:
-        super().__init__()
-        self.key = key
+        super().__init__(namespace, key, new_transfer)
         self.what = f"getting {key!r}"
-        self.transfer = new_transfer()
-        self._new_transfer = new_transfer
-        self._namespace = namespace
         self._wanted = wanted
         self._into = into
         self._target: memoryview | None = None
         self._etag: str | None = None
         self._opening = 0
-        self._nbytes = 0
         self._count = 0
-        self._next = 0
         self._arrived: set[int] = set()
-        self._lost: deque[int] = deque()
-        self._outstanding: dict[int, tuple[int, int]] = {}
-        """Chunk to the link and the request that asked for it."""
 
-    def start(self, caller: Caller, now: float) -> None:
-        links = {link for link, _ in self._outstanding.values() if link in caller.links}
-        link = caller.next_link()
-        if link is None:
-            return
-        for each in sorted(links) or [link]:
-            wanted = ByteRange(0, 0) if self._wanted is None else self._wanted
-            begin = BeginGet(
-                transfer=self._id(),
-                namespace=self._namespace,
-                key=self.key or "",
-                whole=self._wanted is None,
-                start=wanted.start,
-                stop=wanted.stop,
-                chunk_bytes=caller.settings.chunk_bytes,
-            )
-            caller.send(self, each, begin)
-
-    def _id(self) -> bytes:
-        assert self.transfer is not None
-        return self.transfer
+    def _ask(self, caller: Caller, link: int, now: float) -> None:
+        wanted = ByteRange(0, 0) if self._wanted is None else self._wanted
+        begin = BeginGet(
+            transfer=self.transfer,
+            namespace=self._namespace,
+            key=self.key,
+            whole=self._wanted is None,
+            start=wanted.start,
+            stop=wanted.stop,
+            chunk_bytes=caller.settings.chunk_bytes,
+        )
+        caller.send(self, link, begin)
 
     def receive(
         self, caller: Caller, link: int, request_id: int, message: Message, data: Buffer | None, now: float
@@ -96,8 +78,7 @@ class Getting(Operation):
                 # Another object may be there by now; the answer's etag will tell.
                 self._give_back(caller)
                 self._opening = 0
-                caller.rename(self, self._new_transfer())
-                self.start(caller, now)
+                self._start_anew(caller, now)
             case _:
                 raise BadFrame("unasked", f"{type(message).__name__} answers no get")
 
@@ -121,11 +102,7 @@ class Getting(Operation):
             self._target[:] = data
             self._finish(caller)
             return
-        for index, (carrier, sent) in list(self._outstanding.items()):
-            if carrier not in caller.links or (carrier == link and sent <= request_id):
-                del self._outstanding[index]
-                caller.return_credit(self._length(caller, index))
-                self._lost.append(index)
+        self._find_lost(caller, link, request_id)
         self.pump(caller, now)
 
     def _prepare(self, caller: Caller, state: GetState) -> bool:
@@ -159,15 +136,13 @@ class Getting(Operation):
         # The request's number tells it from what was asked before, of an object that was there before.
         if asked is None or asked[1] != request_id or self._target is None:
             raise BadFrame("unasked", f"chunk {index} was not asked for, or has arrived")
-        nbytes = self._length(caller, index)
-        del self._outstanding[index]
-        caller.return_credit(nbytes)
-        if data is None or memoryview(data).nbytes != nbytes or checksum(data) != message.checksum:
+        start, stop = self._range(caller, index)
+        self._settle(caller, index)
+        if data is None or memoryview(data).nbytes != stop - start or checksum(data) != message.checksum:
             self._lost.append(index)
             self.pump(caller, now)
             raise BadFrame("corrupt", f"chunk {index} is not what was sent; it is asked for again")
-        start = index * caller.settings.chunk_bytes
-        self._target[start : start + nbytes] = data
+        self._target[start:stop] = data
         self._arrived.add(index)
         self.moved(now)
         if len(self._arrived) == self._count:
@@ -188,36 +163,19 @@ class Getting(Operation):
                 self._lost.appendleft(index)
                 caller.starve(self)
                 return
-            wanted = GetChunk(self._id(), index, self._opening)
+            wanted = GetChunk(self.transfer, index, self._opening)
             self._outstanding[index] = (link, caller.send(self, link, wanted))
 
-    def lost(self, caller: Caller, link: int, now: float) -> None:
-        self.start(caller, now)
-
-    def cancel(self, caller: Caller, now: float) -> None:
-        caller.finish(self, TierError("cancelled"))
-
     def release(self, caller: Caller) -> None:
-        self._give_back(caller)
+        super().release(caller)
         link = caller.next_link()
         if self._count > 1 and link is not None:
-            caller.send(self, link, EndGet(self._id()))
+            caller.send(self, link, EndGet(self.transfer))
         self._target = self._into = None
 
     def _finish(self, caller: Caller) -> None:
         assert self._target is not None
         caller.finish(self, self._target if self._into is not None else self._target.toreadonly())
-
-    def _give_back(self, caller: Caller) -> None:
-        """Nothing is under way any more; what was will be asked for again."""
-        for index in self._outstanding:
-            caller.return_credit(self._length(caller, index))
-            self._lost.append(index)
-        self._outstanding.clear()
-
-    def _length(self, caller: Caller, index: int) -> int:
-        start = index * caller.settings.chunk_bytes
-        return min(start + caller.settings.chunk_bytes, self._nbytes) - start
 
 
 def untouched_memory(nbytes: int) -> memoryview:

@@ -55,6 +55,8 @@ TRANSFER_BYTES = 16
 KEYS_MAX = 256
 PAGE_MAX = 2048
 COUNT_MAX = 1 << 62
+WORD_MAX = (1 << 64) - 1
+KEY_BYTES_MAX = 1024
 CHUNKS_MAX = 1 << 20
 """Chunks of one object: a bit each is the largest thing in a head."""
 
@@ -93,15 +95,23 @@ def transfer_id() -> Any:
 
 
 def key() -> Any:
-    return text(1024)
+    return text(KEY_BYTES_MAX)
 
 
 def namespace() -> Any:
     return text(255)
 
 
+def etag() -> Any:
+    return text(1024)
+
+
+def word() -> Any:
+    return number(WORD_MAX)
+
+
 def checksum_field() -> Any:
-    return number((1 << 64) - 1)
+    return word()
 
 
 def keys_field() -> Any:
@@ -109,7 +119,7 @@ def keys_field() -> Any:
         return (
             isinstance(value, tuple)
             and len(value) <= KEYS_MAX
-            and all(isinstance(item, str) and len(item) <= 1024 for item in value)
+            and all(isinstance(item, str) and len(item) <= KEY_BYTES_MAX for item in value)
         )
 
     return field(metadata={"check": check})
@@ -182,10 +192,10 @@ class BeginPut:
     key: str = key()
     nbytes: int = number()
     mode: str = text(16)
-    etag: str = text(1024)
+    etag: str = etag()
     chunk_bytes: int = number(1 << 30)
     credit: int = number(CHUNKS_MAX)
-    incarnation: int = number((1 << 64) - 1)
+    incarnation: int = word()
     age_ms: int = number()
     checksum: int = checksum_field()
 
@@ -221,7 +231,7 @@ class GetChunk:
 
     transfer: bytes = transfer_id()
     index: int = number(CHUNKS_MAX)
-    opening: int = number((1 << 64) - 1)
+    opening: int = word()
 
 
 @dataclass(frozen=True)
@@ -238,14 +248,14 @@ class EndGet:
 class Welcome:
     """``incarnation`` is another number each time a server starts."""
 
-    incarnation: int = number((1 << 64) - 1)
+    incarnation: int = word()
     chunk_bytes_max: int = number(1 << 30)
 
 
 @dataclass(frozen=True)
 class Info:
     nbytes: int = number()
-    etag: str = text(1024)
+    etag: str = etag()
 
 
 @dataclass(frozen=True)
@@ -270,7 +280,7 @@ class PutState:
     """``credit``: chunks that may be under way; ``received``: a bit for each chunk that is there, lowest first."""
 
     transfer: bytes = transfer_id()
-    incarnation: int = number((1 << 64) - 1)
+    incarnation: int = word()
     credit: int = number(CHUNKS_MAX)
     received: bytes = binary(0, CHUNKS_MAX // 8)
 
@@ -287,7 +297,7 @@ class Done:
 
     transfer: bytes = transfer_id()
     nbytes: int = number()
-    etag: str = text(1024)
+    etag: str = etag()
 
 
 @dataclass(frozen=True)
@@ -295,7 +305,7 @@ class Forgotten:
     """No such transfer is known, and none of that name was finished here that the sender might mean."""
 
     transfer: bytes = transfer_id()
-    incarnation: int = number((1 << 64) - 1)
+    incarnation: int = word()
 
 
 @dataclass(frozen=True)
@@ -307,9 +317,9 @@ class GetState:
 
     transfer: bytes = transfer_id()
     nbytes: int = number()
-    etag: str = text(1024)
+    etag: str = etag()
     checksum: int = checksum_field()
-    opening: int = number((1 << 64) - 1)
+    opening: int = word()
 
 
 @dataclass(frozen=True)
@@ -384,7 +394,7 @@ def decode(head: Buffer) -> tuple[int, Message]:
     protocol, code, request_id, *fields = values
     if protocol != PROTOCOL:
         raise BadFrame("protocol", f"a head speaks protocol {protocol!r}, not {PROTOCOL}")
-    if type(request_id) is not int or not 0 <= request_id < 1 << 64:
+    if type(request_id) is not int or not 0 <= request_id <= WORD_MAX:
         raise BadFrame("malformed", "a request id is no number")
     kind = KINDS.get(code) if type(code) is int else None
     if kind is None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from tiercheck.errors import Closed, TierError, Transient, Unauthorized
-from tiercheck.tiers.peer.calling import Caller, Operation, error_of
+from tiercheck.tiers.peer.calling import Caller, error_of
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.messages import (
     AbortPut,
@@ -21,24 +20,25 @@ from tiercheck.tiers.peer.messages import (
     PutState,
     checksum,
 )
+from tiercheck.tiers.peer.transferring import Transferring
 from tiercheck.types import Buffer, ObjectInfo, PutMode
 
 __all__ = ["Putting"]
 
 
-class Putting(Operation):
-    """Sends an object chunk by chunk, as the server's credit allows. ``new_transfer`` draws an id of 16 bytes."""
+class Putting(Transferring):
+    """Sends an object chunk by chunk, as the server's credit allows.
+
+    The chunks' buffers are released by whoever sent the last of them.
+    """
 
     def __init__(
         self, namespace: str, key: str, chunks: PayloadChunks, mode: PutMode, new_transfer: Callable[[], bytes]
     ) -> None:
-        super().__init__()
-        self.key = key
+        super().__init__(namespace, key, new_transfer)
         self.what = f"putting {key!r}"
-        self.transfer = new_transfer()
-        self._new_transfer = new_transfer
-        self._namespace = namespace
         self._chunks = chunks
+        self._nbytes = chunks.nbytes
         self._mode = mode
         self._cancelling = False
         self._may_be_stored = False
@@ -47,38 +47,25 @@ class Putting(Operation):
         self._began = 0.0
         self._begins = 0
         self._credit = 0
-        self._next = 0
-        self._lost: deque[int] = deque()
         self._taken: set[int] = set()
-        self._outstanding: dict[int, tuple[int, int]] = {}
-        """Chunk to the link and the request it went with."""
 
-    def start(self, caller: Caller, now: float) -> None:
-        """Begin; or ask on every link that carries chunks what has arrived; or abort."""
-        links = {link for link, _ in self._outstanding.values() if link in caller.links}
-        link = caller.next_link()
-        if link is None:
-            return
-        for each in sorted(links) or [link]:
-            if self._cancelling:
-                caller.send(self, each, AbortPut(self._id()))
-            else:
-                self._begin(caller, each, now)
-
-    def _id(self) -> bytes:
-        assert self.transfer is not None
-        return self.transfer
+    def _ask(self, caller: Caller, link: int, now: float) -> None:
+        """Begin; or ask what has arrived; or abort."""
+        if self._cancelling:
+            caller.send(self, link, AbortPut(self.transfer))
+        else:
+            self._begin(caller, link, now)
 
     def _begin(self, caller: Caller, link: int, now: float) -> None:
-        chunks, settings = self._chunks, caller.settings
+        settings = caller.settings
         if not self._begins:
             self._began, self._incarnation = now, caller.incarnation
-        data = chunks.chunk(0, chunks.nbytes) if chunks.nbytes <= settings.chunk_bytes else None
+        data = self._chunks.chunk(0, self._nbytes) if self._nbytes <= settings.chunk_bytes else None
         begin = BeginPut(
-            transfer=self._id(),
+            transfer=self.transfer,
             namespace=self._namespace,
-            key=self.key or "",
-            nbytes=chunks.nbytes,
+            key=self.key,
+            nbytes=self._nbytes,
             mode=self._mode.kind,
             etag=self._mode.etag or "",
             chunk_bytes=settings.chunk_bytes,
@@ -97,15 +84,13 @@ class Putting(Operation):
     ) -> None:
         match message:
             case ChunkTaken(_, index):
-                if self._outstanding.pop(index, None) is not None:
-                    caller.return_credit(self._nbytes(caller, index))
-                    self._taken.add(index)
-                    self.moved(now)
+                if index in self._outstanding:
+                    self._acknowledged(caller, index, now)
                     self.pump(caller, now)
             case PutState():
                 self._compare(caller, link, request_id, message, now)
             case Done():
-                caller.finish(self, ObjectInfo(self.key or "", message.nbytes, message.etag))
+                caller.finish(self, ObjectInfo(self.key, message.nbytes, message.etag))
             case Failure():
                 caller.finish(self, error_of(message, self.key))
             case Forgotten():
@@ -121,21 +106,20 @@ class Putting(Operation):
             self.moved(now)
         self._credit = state.credit
         caller.incarnation = state.incarnation
-        for index, (carrier, sent) in list(self._outstanding.items()):
-            arrived = state.received[index >> 3] >> (index & 7) & 1
-            if arrived or carrier not in caller.links or (carrier == link and sent <= request_id):
-                del self._outstanding[index]
-                caller.return_credit(self._nbytes(caller, index))
-                if arrived:
-                    self._taken.add(index)
-                    self.moved(now)
-                else:
-                    self._lost.append(index)
+        for index in list(self._outstanding):
+            if state.received[index >> 3] >> (index & 7) & 1:
+                self._acknowledged(caller, index, now)
+        self._find_lost(caller, link, request_id)
         self.pump(caller, now)
+
+    def _acknowledged(self, caller: Caller, index: int, now: float) -> None:
+        self._settle(caller, index)
+        self._taken.add(index)
+        self.moved(now)
 
     def _begin_anew(self, caller: Caller, answer: Forgotten, now: float) -> None:
         """The server knows nothing of this put: it was restarted, or has dropped it."""
-        is_whole = self._chunks.nbytes <= caller.settings.chunk_bytes
+        is_whole = self._nbytes <= caller.settings.chunk_bytes
         if self._all_sent(caller) and not (is_whole and self._begins == 1):
             self._may_be_stored = True
         caller.incarnation = answer.incarnation
@@ -149,8 +133,7 @@ class Putting(Operation):
             self._next, self._begins, self._credit = 0, 0, 0
             self._lost.clear()
             self._taken.clear()
-            caller.rename(self, self._new_transfer())
-            self.start(caller, now)
+            self._start_anew(caller, now)
 
     def refused(self, caller: Caller, error: Unauthorized) -> None:
         self._may_be_stored = self._may_be_stored or self._all_sent(caller)
@@ -175,7 +158,7 @@ class Putting(Operation):
                 caller.starve(self)
                 return
             data = self._chunks.chunk(start, stop)
-            request_id = caller.send(self, link, PutChunk(self._id(), index, checksum(data)), data)
+            request_id = caller.send(self, link, PutChunk(self.transfer, index, checksum(data)), data)
             self._outstanding[index] = (link, request_id)
 
     def _following(self, caller: Caller) -> int | None:
@@ -201,25 +184,8 @@ class Putting(Operation):
         else:
             caller.finish(self, TierError("cancelled"))
 
-    def release(self, caller: Caller) -> None:
-        self._give_back(caller)
-        # The chunks' buffers are released by whoever sent the last of them.
-
-    def _give_back(self, caller: Caller) -> None:
-        for index in self._outstanding:
-            caller.return_credit(self._nbytes(caller, index))
-        self._outstanding.clear()
-
     def _all_sent(self, caller: Caller) -> bool:
         return self._begins > 0 and self._next >= self._count(caller)
 
     def _count(self, caller: Caller) -> int:
-        return max(1, -(-self._chunks.nbytes // caller.settings.chunk_bytes))
-
-    def _range(self, caller: Caller, index: int) -> tuple[int, int]:
-        start = index * caller.settings.chunk_bytes
-        return start, min(start + caller.settings.chunk_bytes, self._chunks.nbytes)
-
-    def _nbytes(self, caller: Caller, index: int) -> int:
-        start, stop = self._range(caller, index)
-        return stop - start
+        return max(1, -(-self._nbytes // caller.settings.chunk_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import re
@@ -83,9 +84,9 @@ class ObstoreDriver(TierDriver):
 
     # What a subclass supplies.
 
+    @abc.abstractmethod
     def connect(self) -> ObjectStore:
         """The store. Nothing needs to be asked of it yet. Errors: ``ConfigurationError`` or obstore's own."""
-        raise NotImplementedError
 
     # What a subclass may replace: what tells two puts of an object apart. By default the store's own etag does.
 

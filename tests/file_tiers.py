@@ -1,0 +1,48 @@
+"""The kit and the stateful test for tiers whose objects are files, which a test can read and write itself."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.stateful import DriverMachine
+from tiercheck.tiers.driver import TierDriver
+
+__all__ = ["FileTierMachine", "FileTierTests"]
+
+
+class FileTierTests(TierDriverTests):
+    """The kit; a subclass's fixture says where the tier's ``root`` is."""
+
+    root: Path
+
+    def file_to_read(self, key: str) -> Path:
+        """Where a test looks for the object."""
+        return self.root / key
+
+    def file_to_write(self, key: str) -> Path:
+        """Where a test puts the object."""
+        return self.root / key
+
+    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
+        path = self.file_to_read(key)
+        return path.read_bytes() if path.is_file() else None
+
+    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
+        path = self.file_to_write(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+class FileTierMachine(DriverMachine):
+    """A machine whose tier is the directory ``root``."""
+
+    @functools.cached_property
+    def root(self) -> Path:
+        return Path(tempfile.mkdtemp())
+
+    def remove_tier(self) -> None:
+        shutil.rmtree(self.root)
