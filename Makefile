@@ -1,9 +1,10 @@
 # Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
-# On another Python: make PYTHON=python3.12 test. More for pytest: make pytest PYTEST_ARGS="-k container -x".
+# On another Python: make PYTHON=python3.12 test. Some tests alone: .venv/bin/pytest -k container -x.
+# The tests marked `cluster` start servers and processes of their own, and run one after the other.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 0
+PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -56,8 +57,9 @@ $(SERVERS): $(INSTALLED) tests/servers/package.json
 	    --fetch-retries=1 --fetch-timeout=60000 && touch $@; \
 	else echo "npm is not installed: the tests against Azurite will be skipped"; fi
 
-pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
-	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+pytest: $(INSTALLED) $(SERVERS) ## the test suite alone
+	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not cluster" $(PYTEST_ARGS)
+	$(BIN)/pytest -m cluster $(PYTEST_ARGS)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)

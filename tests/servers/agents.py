@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tiercheck import container, objects
 from tiercheck.agent.neighbours import OpenNamespace
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.container import ShardMetadata, TensorEntry
-from tiercheck.errors import NotFound
+from tiercheck.errors import NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.nomination import Nomination
@@ -75,8 +75,18 @@ class Node:
 
     def clear_memory(self) -> None:
         while self.namespaces:
-            with suppress(NotFound):
-                remove_namespace(self.namespaces.pop())
+            namespace, until = self.namespaces.pop(), time.monotonic() + 10
+            while True:
+                try:
+                    remove_namespace(namespace)
+                except NotFound:
+                    pass
+                except Transient:  # a process that was ended has not let go of it yet
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.02)
+                    continue
+                break
 
     def clear(self) -> None:
         self.clear_memory()
