@@ -40,7 +40,10 @@ class BackgroundLoop:
         Errors: the coroutine's own; ``DeadlineExceeded`` (naming ``what``) after ``deadline_s`` seconds, when
         it is cancelled.
         """
-        future = self.submit(coroutine)
+        return self.result(self.submit(coroutine), what=what, deadline_s=deadline_s)
+
+    def result(self, future: concurrent.futures.Future[T], *, what: str, deadline_s: float) -> T:
+        """Wait for what :meth:`submit` has returned. Errors: as :meth:`call`."""
         try:
             return future.result(timeout=deadline_s)
         except concurrent.futures.TimeoutError:

@@ -285,7 +285,8 @@ class Checkpointer:
     def _begin(self) -> None:
         """Recover, then open a generation with a base of its own."""
         tiers = self._opened()
-        restorer = Restorer(tiers, self._provider, self._group, self._loop, self.config.deadline_s)
+        exact, deadline_s = self.config.exact_replay, self.config.deadline_s
+        restorer = Restorer(tiers, self._provider, self._group, self._loop, deadline_s, exact=exact)
         restorer.survey()
         self._recovery = restorer.restore()
         self._stream.load(restorer.residuals)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tiercheck import header as shard_header
@@ -434,7 +434,7 @@ class Layout:
         return extent
 
     def with_checksums(self, checksums: Mapping[str, str]) -> list[Extent]:
-        return [replace(extent, checksum=checksums.get(extent.spec.name)) for extent in self._extents]
+        return [Extent(each.spec, each.start, checksums.get(each.spec.name)) for each in self._extents]
 
 
 def tensor_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:

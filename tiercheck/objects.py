@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from types import FunctionType, MethodType
 from typing import Any
@@ -53,7 +53,9 @@ Path = tuple["Path", str] | None
 _DTYPE = re.compile(
     r"(?:\|b1|[<>|][iu][1248]|[<>]f[248]|[<>]c(?:8|16)|[<>|][SU][1-9]\d{0,8}|[<>][mM]8(?:\[\d{0,9}[a-zA-Zμ]+\])?)"
 )
-_ATOMS = (type(None), bool, float, bytes)
+_ATOMS = frozenset({type(None), bool, float, bytes, str})
+"""What goes into msgpack as it is; so does an ``int`` of :data:`_PLAIN_INTEGERS`."""
+_PLAIN_INTEGERS = range(-(2**63), 2**64)
 
 
 def pack(value: object, *, name: str = "value") -> bytes:
@@ -116,21 +118,29 @@ def describe(value: object) -> str:
     )
 
 
+def is_plain(values: Collection[object]) -> bool:
+    """Whether all of them go into msgpack as they are. A generator's state has hundreds of numbers: one look at all of
+    them takes a fraction of the time of one at each."""
+    kinds = set(map(type, values)) - _ATOMS
+    if kinds == {int}:
+        integers: list[Any] = [value for value in values if type(value) is int]
+        return min(integers) in _PLAIN_INTEGERS and max(integers) in _PLAIN_INTEGERS
+    return not kinds
+
+
 def lower_int(value: int, path: Path, depth: int) -> object:
-    if -(2**63) <= value < 2**64:
+    if value in _PLAIN_INTEGERS:
         return value
     return msgpack.ExtType(Extension.INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-
-def lower_str(value: str, path: Path, depth: int) -> object:
-    return value
 
 
 def lower_complex(value: complex, path: Path, depth: int) -> object:
     return msgpack.ExtType(Extension.COMPLEX, struct.pack("<dd", value.real, value.imag))
 
 
-def lower_list(value: Iterable[object], path: Path, depth: int) -> list[object]:
+def lower_list(value: Collection[object], path: Path, depth: int) -> list[object]:
+    if depth <= DEPTH_MAX and is_plain(value):
+        return list(value)
     return [lower(item, (path, f"[{index}]"), depth) for index, item in enumerate(value)]
 
 
@@ -150,6 +160,8 @@ def lower_deque(value: deque[object], path: Path, depth: int) -> object:
 
 
 def lower_dict(value: dict[object, object], path: Path, depth: int) -> dict[object, object]:
+    if depth <= DEPTH_MAX and all(type(key) is str for key in value) and is_plain(value.values()):
+        return dict(value)
     lowered: dict[object, object] = {}
     for key, item in value.items():
         plain = isinstance(key, str) and key.isidentifier()
@@ -195,7 +207,6 @@ def extension(code: Extension, lowered: object, path: Path) -> msgpack.ExtType:
 
 _LOWERINGS: dict[type, Callable[[Any, Path, int], object]] = {
     int: lower_int,
-    str: lower_str,
     complex: lower_complex,
     list: lower_list,
     tuple: lower_tuple,

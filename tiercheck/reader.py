@@ -170,7 +170,10 @@ class Reader:
             try:
                 base = await self._verified_base(chosen, own, until)
                 await self._verify_batches(chosen, base, own, until)
-                start = await self._advanced(chosen.batches[0], base, own, until) if point.by_snapshot else base
+                led = (
+                    point.by_snapshot and chosen.batches
+                )  # else the base is the point itself, or where a replay begins
+                start = await self._advanced(chosen.batches[0], base, own, until) if led else base
                 return Part(chosen, base, start)
             except _Failed as failed:
                 self._quarantine(failed.source, failed.cause)
@@ -309,6 +312,8 @@ class Reader:
     def _is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
         """Whether other tiers hold all that is in the source."""
         key = source.key
+        if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even where it spans them
+            return any(each.key == key and each.tier != source.tier for each in self.usable(own))
         others = [
             each.key
             for each in self.usable(own)

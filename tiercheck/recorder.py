@@ -76,10 +76,19 @@ class _OpenRecord:
 
 
 @dataclass
+class _ReservedAhead:
+    """Memory for the next differential, taken while training goes on, so that no step waits for it."""
+
+    key: ShardKey
+    nbytes: int
+    reservation: concurrent.futures.Future[Reservation]
+
+
+@dataclass
 class _BaseInFlight:
     version: int
-    copied: concurrent.futures.Future[None]
-    """Done once the state may change again."""
+    copied: concurrent.futures.Future[bool]
+    """Done once the state may change again: whether it has changed before."""
     published: concurrent.futures.Future[int | None]
     """Done once the base is in the first tier: its length in bytes; ``None`` where the state changed under the copy."""
 
@@ -113,6 +122,7 @@ class Recorder:
         self._rank = rank
         self._generation = generation
         self._open_differential: _OpenRecord | None = None
+        self._ahead: _ReservedAhead | None = None
         self._unrecorded: int | None = None
         """The version of which a part could not be recorded: what is left of it is worth nothing."""
         self._base: _BaseInFlight | None = None
@@ -163,9 +173,10 @@ class Recorder:
     def complete(self, version: int) -> None:
         """The step is done: publish the differential, and begin a base where one is due. Errors: as :meth:`capture`."""
         self._check_next(version)
-        if self._stepped != version:
-            self.stepped(version)
-        self._publish_differential(version, skipped=False)
+        began = time.perf_counter()
+        # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
+        written = self._stepped == version and self._stream.masters_written()
+        self._publish_differential(version, began, skipped=False, written=written)
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped, and :meth:`complete` follows later: what else is written to the parameters from
@@ -183,7 +194,7 @@ class Recorder:
                     self._give_up(version)
                 else:
                     self._open_differential = self._begin_differential(version)
-        self._publish_differential(version, skipped=True)
+        self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
 
     def flush(self) -> None:
         """Bring everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
@@ -191,7 +202,8 @@ class Recorder:
         self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
 
     def close(self) -> None:
-        """Wait for the copy of a base that still runs. Idempotent."""
+        """Wait for the copy of a base that still runs, and give back what nothing will be written to. Idempotent."""
+        self._drop_ahead()
         self._copier.shutdown(wait=True, cancel_futures=True)
 
     def _rest_on_base(self) -> bool:
@@ -212,10 +224,9 @@ class Recorder:
         reservation = self._reserve(key, self._stream.nbytes_max)
         return _OpenRecord(self._stream.begin(key, reservation.buffer), reservation)
 
-    def _publish_differential(self, version: int, *, skipped: bool) -> None:
-        began = time.perf_counter()
-        # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
-        if version != self._unrecorded and (self._stream.masters_written() or self._stream.frozen_changed()):
+    def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
+        """``written``: whether something else than the optimizer has written to a master since its step."""
+        if version != self._unrecorded and (written or self._stream.frozen_changed()):
             self._leave_out(version)
         self._stream.mark_stepped()
         try:
@@ -236,9 +247,11 @@ class Recorder:
                 self._begin_base(version)
             if version == self._unrecorded:
                 self.finish_base()  # nothing else holds this version
+        self._reserve_ahead()
 
     def _begin_base(self, version: int) -> None:
         """Reserve memory and start the lazy copy. Waits where the bases before have not drained."""
+        self._drop_ahead()  # a base that closes a gap comes first
         self.finish_base()
         self._wait_for_room(version)
         began = time.perf_counter()
@@ -246,7 +259,7 @@ class Recorder:
         residuals = self._stream.saved_with_bases()
         capture = BaseCapture(self._stream.provider, key, self._stream.world_size, residuals)
         reservation = self._reserve(key, capture.nbytes_max)
-        copied: concurrent.futures.Future[None] = concurrent.futures.Future()
+        copied: concurrent.futures.Future[bool] = concurrent.futures.Future()
         published = self._copier.submit(self._copy_base, capture, reservation, copied)
         self._base = _BaseInFlight(version, copied, published)
         self._base_due = False
@@ -268,14 +281,14 @@ class Recorder:
         self._durable_is_full = False
 
     def _copy_base(
-        self, capture: BaseCapture, reservation: Reservation, copied: concurrent.futures.Future[None]
+        self, capture: BaseCapture, reservation: Reservation, copied: concurrent.futures.Future[bool]
     ) -> int | None:
         """On the copier's thread, while the next forward and backward pass run."""
         try:
             try:
                 capture.copy(reservation.buffer)
             finally:
-                copied.set_result(None)
+                copied.set_result(capture.disturbed)
             if capture.disturbed:
                 self._call(reservation.drop(), "dropping a base")
                 return None
@@ -293,7 +306,8 @@ class Recorder:
             return
         began = time.perf_counter()
         try:
-            self._base.copied.result(timeout=self._config.deadline_s)
+            if self._base.copied.result(timeout=self._config.deadline_s):
+                self._written = True  # told once the base is given up, and not again for the version that comes now
         except concurrent.futures.TimeoutError:
             raise SaveError(f"base {self._base.version} was not copied within {self._config.deadline_s:g} s") from None
         self._count(base_stall_s=time.perf_counter() - began)
@@ -320,14 +334,44 @@ class Recorder:
             self._newest = ShardKey.base(self._generation, base.version, self._rank)
             self._count(bases=1, captured_bytes=nbytes)
 
+    def _reserve_ahead(self) -> None:
+        """Have memory for the next differential taken meanwhile. What comes of it shows when it is needed."""
+        if self._stream.supersedes:
+            return  # the next snapshot's key is not known yet
+        began = time.perf_counter()
+        self._drop_ahead()
+        key, nbytes = self._stream.key(self._generation, self.version + 1, self._rank), self._stream.nbytes_max
+        self._ahead = _ReservedAhead(key, nbytes, self._loop.submit(self._first.driver.reserve(str(key), nbytes)))
+        self._count(differential_stall_s=time.perf_counter() - began)
+
+    def _drop_ahead(self) -> None:
+        """Give up what was reserved ahead, if anything. Waits for nothing."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.reservation.cancel():
+            return  # a driver that is cancelled keeps nothing
+        if ahead.reservation.cancelled() or ahead.reservation.exception() is not None:
+            return
+
+        def told(dropping: concurrent.futures.Future[None], key: ShardKey = ahead.key) -> None:
+            if not dropping.cancelled() and (error := dropping.exception()) is not None:
+                log.warning("dropping the memory for %s: %s", key, error)
+
+        self._loop.submit(ahead.reservation.result().drop()).add_done_callback(told)
+
+    def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
+        what = f"reserving memory for {key}"
+        if self._ahead is not None and self._ahead.key == key and self._ahead.nbytes >= nbytes:
+            ahead, self._ahead = self._ahead, None
+            return self._loop.result(ahead.reservation, what=what, deadline_s=self._config.deadline_s)
+        return self._call(self._first.driver.reserve(str(key), nbytes), what)
+
     def _reserve(self, key: ShardKey, nbytes: int) -> Reservation:
         """Memory in the first tier; where it is full, after the mover has deleted what may go."""
-        driver = self._first.driver
         try:
-            return self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+            return self._reserved(key, nbytes)
         except CapacityExceeded:
             self._call_mover(self._mover.cycle(), "making room in the first tier")
-            return self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+            return self._reserved(key, nbytes)
 
     @contextmanager
     def _recording(self, version: int) -> Iterator[None]:

@@ -373,9 +373,7 @@ class Restorer:
         fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally)
         if part.point.by_snapshot:
             fidelity = Fidelity.APPROXIMATE
-            notes += (
-                f"version {part.point.last} is base {part.point.anchor} and a snapshot of what had changed since",
-            )
+            notes += (_by_snapshot(part),)
         if self.residuals and part.point.last > part.point.anchor:
             notes += (
                 f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
@@ -392,6 +390,13 @@ class Restorer:
             seconds=time.perf_counter() - began,
             read_bytes=reader.read_bytes,
         )
+
+
+def _by_snapshot(part: Part) -> str:
+    last, anchor = part.point.last, part.plan.anchor.key.first
+    if last == anchor:
+        return f"version {last} is a base on this rank, and a snapshot on others"
+    return f"version {last} is base {anchor} and a snapshot of what had changed since"
 
 
 def check_identity(base: BaseState, provider: StateProvider, places: str) -> None:

@@ -62,7 +62,7 @@ class Run:
         )
         stateful = {"compression": self.compression} if self.saved else None
         checkpointer = attach(self.model, self.optimizer, hierarchy, stateful=stateful, config=config)
-        self.optimizer.register_step_pre_hook(self.look)
+        self.optimizer.register_step_post_hook(self.look)
         return checkpointer
 
     def look(self, *_: Any) -> None:
@@ -166,6 +166,7 @@ def refusals() -> Iterable[str]:
     for error, call in (
         (ConfigurationError, lambda: Compression(model, codec_name="exact")),
         (ConfigurationError, lambda: Compression(model).name_of(torch.zeros(3))),
+        (Mismatch, lambda: Compression(model).load_state_dict({"residuals": {"weight": torch.zeros(3)}, "scale": 1.0})),
         (Mismatch, lambda: Compression(model).load_state_dict({"weight": torch.zeros(3)})),
     ):
         try:
@@ -174,9 +175,43 @@ def refusals() -> Iterable[str]:
             continue
         yield f"no {error.__name__}"
     compression = Compression(model)
-    compression.load_state_dict({"weight": torch.ones(600), "bias": torch.zeros(20)})
+    residuals = {"weight": torch.ones(600), "bias": torch.zeros(20)}
+    compression.load_state_dict({"residuals": residuals, "scale": 1.0})
     if not compression.residual("weight").all() or compression.residual("bias").any():
         yield "the residuals were not loaded"
+
+
+class LossScale:
+    """A scaler, as far as a compression asks it."""
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    scale = 1.0
+
+
+def residuals_under_a_loss_scale() -> Iterable[str]:
+    """All of a gradient is sent or left over, at whatever scales it came, also after a restart in between."""
+    scaler = LossScale()
+    model = DistributedDataParallel(torch.nn.Linear(300, 200, bias=False))
+    holder = {"now": Compression(model, scaler=scaler)}
+    model.register_comm_hook(None, lambda _, bucket: compressed_all_reduce(holder["now"], bucket))
+    given = torch.randn(200, 300, generator=torch.Generator().manual_seed(3))
+    sent = torch.zeros_like(given)
+    scales = [65536.0] * 4 + [1024.0] * 4 + [2048.0] * 4
+    for turn, scale in enumerate(scales):
+        if turn == 6:
+            state = holder["now"].state_dict()
+            holder["now"] = Compression(model, scaler=scaler)
+            holder["now"].load_state_dict(state)
+        scaler.scale = scale
+        model.zero_grad()
+        ((model(torch.eye(300)) * given.t()).sum() * scale).backward()
+        sent += model.module.weight.grad / scale
+    left = torch.from_numpy(holder["now"].residual("weight")).view_as(given) / scales[-1]
+    error = (sent + left - len(scales) * given).abs().max().item()
+    if error > 1e-4:
+        yield f"what was sent and what is left over differ from the gradients by {error}"
 
 
 def checks(directory: Path) -> dict[str, Callable[[], Iterable[str]]]:
@@ -190,6 +225,7 @@ def checks(directory: Path) -> dict[str, Callable[[], Iterable[str]]]:
     return {
         "sums": sums_in_the_order_of_the_ranks,
         "refusals": refusals,
+        "loss-scale": residuals_under_a_loss_scale,
         **{name: lambda name=name, run=run: check(directory, name, True, **run) for name, run in runs.items()},
         "all-reduce-int8": lambda: check(directory, "all-reduce-int8", False, codec="exact", hook="int8"),
     }

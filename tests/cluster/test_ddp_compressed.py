@@ -16,6 +16,7 @@ LAUNCH_SECONDS_MAX = 180
 CHECKS = (
     "sums",
     "refusals",
+    "loss-scale",
     "hook-of-the-step",
     "hook-of-the-step-with-feedback",
     "all-reduce",

@@ -41,7 +41,7 @@ class Rank:
 
 class Cluster:
     """``world`` ranks that train in lock step. All that happens is drawn from ``seed``. ``snapshots``: between bases
-    they capture snapshots, not differentials."""
+    they capture snapshots, not differentials; now and then one of these, or a base, fails on some rank alone."""
 
     def __init__(
         self, seed: int, world: int, base_every: int, batch: int, *, peers: bool, snapshots: bool = False
@@ -56,6 +56,9 @@ class Cluster:
         self.placement = Placement(batch)
         self.retention = Retention(keep_last=self.random.choice([1, 2, 3]), batch=batch)
         self.snapshots = snapshots
+        self.saves_fail = snapshots
+        self.due: set[int] = set()
+        """The ranks whose newest base failed: until they have another one, they capture no snapshot."""
         self.ranks = [Rank() for _ in range(world)]
         self.durable: Tier = {}
         self.generation = 0
@@ -85,17 +88,26 @@ class Cluster:
         if self.snapshots:
             # Without a base there is nothing that a snapshot could be the change since.
             bases = [key.first for key in rank.memory if is_base(key, self.generation, index)]
-            if bases:
+            if index in self.due or not bases or self.one_fails():
+                self.capture_base(index)
+            else:
                 snapshot = ShardKey.snapshot(self.generation, max(bases), version, index)
                 rank.memory[snapshot] = rank.state[max(bases) :]
         else:
             rank.memory[ShardKey.differential(self.generation, version, version, index)] = rank.state[-1:]
         self.history[self.generation, version, index] = rank.state
         if version % self.base_every == 0:
-            self.capture_base(index)
+            if self.one_fails():
+                self.due.add(index)
+            else:
+                self.capture_base(index)
+
+    def one_fails(self) -> bool:
+        return self.saves_fail and self.random.random() < 0.1
 
     def capture_base(self, index: int) -> None:
         rank = self.ranks[index]
+        self.due.discard(index)
         self.history[self.generation, rank.version, index] = rank.state
         rank.memory[ShardKey.base(self.generation, rank.version, index)] = rank.state
 

@@ -41,6 +41,7 @@ def test_invariants_hold_whatever_fails_when(seed: int, snapshots: bool) -> None
 
 def converge(cluster: Cluster) -> None:
     """I6: once faults stop, every tier has what policy wants, and no more (I5)."""
+    cluster.saves_fail = False
     for _ in range(3 * cluster.base_every):
         cluster.step()
     budget = 10_000

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.ceilings.read import KERNELS, Read, parity, total, total_of_quarters
+from benchmarks.figures import Unavailable
 from benchmarks.kernels import compaction as compaction_figures
 from benchmarks.kernels.compaction import Compaction
 from benchmarks.kernels.device import cupy_with_device
-from benchmarks.kernels.encode import share_of
+from benchmarks.kernels.encode import pairs_of, share_of
 from benchmarks.kernels.figures import FIGURES
 from benchmarks.kernels.gradients import RATIO, SPARSE_STEPS, harvest, repeated, repeated_sparse, shuffled
 from benchmarks.kernels.replay import closely, exactly
@@ -23,6 +24,7 @@ from benchmarks.pairs import Pair
 from benchmarks.report import ratio_text, rounded
 from benchmarks.training import SetUp
 from tiercheck import kernels
+from tiercheck.demo.progress import RankProgress, Step
 from tiercheck.streams.codecs import CODECS
 
 TINY = SetUp(width=32, layers=1, heads=2, seed=3, sequence=32, micro_batch=1)
@@ -33,7 +35,8 @@ WANTED = {
     *(f"replay.dense.n{steps}/torch_fused" for steps in (1, 2, 5, 10, 50)),
     *("replay.dense.n10/foreach", "replay.sparse.exact/torch_fused_scatter"),
     *(f"replay.sparse.closed_form.n{steps}/torch_fused_scatter" for steps in (10, 50)),
-    *(f"encode.total.{name}/step" for name in CODECS),
+    *(f"encode.{family}.{name}/step" for family in ("total", "one_process") for name in CODECS),
+    *("encode.total.snapshot/step", "encode.total.snapshot+nf4/step"),
 }
 
 
@@ -49,7 +52,9 @@ def test_every_figure_of_the_design_is_there() -> None:
     assert set(names) >= WANTED
 
 
-CPU_FIGURES = [figure for figure in FIGURES if not figure.name.startswith("gpu.")]
+CPU_FIGURES = [figure for figure in FIGURES if not figure.name.startswith(("gpu.", "encode.total."))]
+
+DEMO_FIGURES = {figure.name: figure for figure in FIGURES if figure.name.startswith("encode.total.")}
 
 
 @pytest.mark.parametrize("figure", CPU_FIGURES, ids=[figure.name for figure in CPU_FIGURES])
@@ -61,6 +66,26 @@ async def test_every_figure_runs(figure: Any, tiny: KernelSettings) -> None:
     assert measured.summary.ratio > 0
     assert measured.details["threads"] == 1
     assert measured.nbytes > 0
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("codec", ["sparse", "snapshot"])
+async def test_a_figure_of_the_demo_runs_its_trainers(codec: str, tiny: KernelSettings) -> None:
+    pytest.importorskip("deepspeed")
+    measured = await DEMO_FIGURES[f"encode.total.{codec}/step"].measure(tiny)
+    assert measured.summary.pairs == 2 * tiny.encode_steps
+    assert 0 < measured.summary.value < measured.summary.ceiling
+    assert measured.details["ranks"] == 2
+
+
+async def test_a_figure_of_the_demo_has_the_demos_threads(tiny: KernelSettings) -> None:
+    with pytest.raises(Unavailable, match="one thread"):
+        await DEMO_FIGURES["encode.total.exact/step"].measure(replace(tiny, threads=2))
+
+
+def test_a_step_of_the_demo_is_compared_without_what_it_stood_still() -> None:
+    steps = [Step(1, "0x0p0", 2.0, 0.5), Step(2, "0x0p0", 1.25, 0.75), Step(3, "0x0p0", 2.5, 1.25)]
+    assert pairs_of(RankProgress(steps=steps)) == [Pair(0.25, 1.0), Pair(0.5, 2.0)]
 
 
 async def test_figures_take_several_threads(tiny: KernelSettings) -> None:

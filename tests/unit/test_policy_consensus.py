@@ -7,6 +7,7 @@ import pytest
 from tiercheck.keys import ShardKey
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.recovery import Plan, Source, plan
 
 
 def readable(*, bases: dict[int, list[int]], differentials: dict[int, list[int]]) -> Readable:
@@ -103,3 +104,47 @@ def test_a_malformed_lineage_record_is_refused(value: object) -> None:
 
 def test_a_lineage_record_comes_back() -> None:
     assert Branch.from_object(branch(3, 2, 17).to_object()) == branch(3, 2, 17)
+
+
+class TestSnapshots:
+    """A rank whose base or snapshot failed has made a base of its own since; that must not part it from the others."""
+
+    def held(self, rank: int, bases: list[int], snapshots: list[tuple[int, int]]) -> list[ShardKey]:
+        return [ShardKey.base(1, version, rank) for version in bases] + [
+            ShardKey.snapshot(1, base, version, rank) for base, version in snapshots
+        ]
+
+    def decided(self, *ranks: list[ShardKey]) -> RecoveryPoint | None:
+        point = decide([Readable.of(each) for each in ranks], Lineage.of([branch(1)]))
+        if point is not None:
+            for rank, held in enumerate(ranks):
+                found = plan(point, rank, [Source(0, key) for key in held])
+                assert isinstance(found, Plan)
+                assert (found.batches[-1] if found.batches else found.anchor).key.last == point.last
+        return point
+
+    def test_ranks_meet_from_bases_of_their_own(self) -> None:
+        one = self.held(0, [0, 24], [(0, 20), (24, 37), (24, 38)])
+        two = self.held(1, [0, 20], [(0, 20), (20, 37), (20, 38)])
+        assert self.decided(one, two) == RecoveryPoint(1, 20, 38, by_snapshot=True)
+
+    def test_a_base_is_as_good_as_a_snapshot_of_its_version(self) -> None:
+        one = self.held(0, [0, 24], [(0, 20)])
+        two = self.held(1, [0, 20], [(0, 20), (20, 24)])
+        assert self.decided(one, two) == RecoveryPoint(1, 20, 24, by_snapshot=True)
+
+    def test_a_snapshot_without_its_base_leads_nowhere(self) -> None:
+        one = self.held(0, [0], [(0, 20), (24, 38)])
+        two = self.held(1, [0, 20], [(0, 20), (20, 38)])
+        assert self.decided(one, two) == RecoveryPoint(1, 0, 20, by_snapshot=True)
+
+    def test_no_base_in_common_is_needed(self) -> None:
+        one, two = self.held(0, [24], [(24, 38)]), self.held(1, [20], [(20, 38)])
+        assert self.decided(one, two) == RecoveryPoint(1, 20, 38, by_snapshot=True)
+        assert decide([Readable.of(one), Readable.of(two)], Lineage(((1, 30),))) is None
+
+    def test_of_several_bases_the_newest_is_taken(self) -> None:
+        assert self.decided(self.held(0, [0, 20], [(0, 21), (20, 21)])) == RecoveryPoint(1, 20, 21, by_snapshot=True)
+
+    def test_a_base_that_all_have_is_not_a_snapshot(self) -> None:
+        assert self.decided(self.held(0, [0, 20], [(0, 20)])) == RecoveryPoint(1, 20, 20)

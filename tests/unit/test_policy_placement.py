@@ -238,3 +238,42 @@ def test_the_matrix_has_a_row_for_each_rank_and_tier() -> None:
         (1, "shm", False, ()),
         (1, "nvme", False, ()),
     ]
+
+
+def snapshot(base_version: int, version: int, rank: int = 0) -> ShardKey:
+    return ShardKey.snapshot(1, base_version, version, rank)
+
+
+def test_a_neighbour_gets_each_snapshot_while_it_keeps_up_and_else_those_that_the_ranks_can_meet_at() -> None:
+    placement = Placement(5)
+    roles = (MEMORY, Role(1, "peer", Survives.NODE))
+
+    def copied(own: list[int], there: list[int], *, closing: bool = False) -> list[int]:
+        contents = tuple(
+            Contents.of((key, 100) for key in [base(0), *(snapshot(0, version) for version in versions)])
+            for versions in (own, there)
+        )
+        seen = Observation(roles, contents, 0, 2, generation=1, lineage=FIRST)
+        return [each.target.last for each in placement.transfers(seen, closing=closing)]
+
+    assert copied([1], []) == [1]
+    assert copied([5, 10, 11, 12], [10, 11]) == [12]
+    assert copied([5, 10, 12, 13], [5, 11]) == [12], "one of the newest two will do"
+    assert copied([5, 10, 13, 14], [5, 8]) == [10], "what it holds of versions in between, others do not"
+    assert copied([5, 10, 13, 14], [10]) == []
+    assert copied([5, 10, 14, 15], [10]) == [15]
+    assert copied([5, 10, 13, 14], [10], closing=True) == [14]
+
+
+def test_a_durable_snapshot_is_superseded_by_one_that_every_rank_can_use() -> None:
+    retention = Retention(batch=5)
+    memory = [base(0), base(20)]
+    durable = [base(0), base(0, 1), MarkerKey(1, 0, 0), MarkerKey(1, 0, 1), CommitKey(1, 0)]
+    durable += [snapshot(0, 20), snapshot(0, 20, 1), snapshot(20, 25), snapshot(24, 25, 1)]
+
+    def gone(*more: ShardKey) -> list[Key]:
+        return retention.reclaimable(seen(memory, [*durable, *more], world=2))[1]
+
+    assert gone() == [], "nobody can use a snapshot without its base"
+    assert gone(base(20)) == []
+    assert gone(base(20), base(24, 1)) == [snapshot(0, 20)], "from a base of its own each"

@@ -155,6 +155,20 @@ class TestMemory:
         assert peak <= others + 2 * (batch + encoded)
         assert peak < 40 * gradient * 0.6, "the whole chain, decoded, would be far more"
 
+    def test_long_runs_of_sparse_gradients_take_no_more(self, place: Place, threads: int) -> None:
+        """In closed form many steps are replayed at once, in the memory of a few dense gradients."""
+        place.trained(60, Wide, codec="sparse")
+        tracemalloc.start()
+        try:
+            checkpointer, _ = place.recovered(kind=Wide, codec="sparse", exact_replay=False)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert report(checkpointer).replayed == 60
+        assert any("closed form" in note for note in report(checkpointer).notes)
+        gradient = 4 * (6 * 12800 + 1)
+        assert peak <= 4 * gradient + 2 * BATCH * gradient, "the base, the new one, and two runs of dense gradients"
+
     @staticmethod
     def nbytes(place: Place, key: str) -> int:
         return (place.folder / key).stat().st_size

@@ -19,7 +19,7 @@ from tiercheck.streams import replay as replaying
 from tiercheck.streams.differential import Differential
 from tiercheck.streams.fidelity import Tally
 from tiercheck.streams.in_place import kernel_for
-from tiercheck.streams.replay import dense, replay, replay_runs
+from tiercheck.streams.replay import SPARSE_STEPS_AT_ONCE, dense, merged, nbytes_of, replay, replay_runs
 from tiercheck.streams.runs import Run, Step, decode_run, run_of
 
 ADAMS = {
@@ -272,3 +272,49 @@ def test_a_step_holds_what_it_says() -> None:
     assert isinstance(step, Step)
     assert step.version == 1
     assert [group["lr"] for group in step.hyperparameters] == [1e-2, 3e-3]
+
+
+class TestMerging:
+    """Neighbouring runs become one as long as that takes no more memory than a run may."""
+
+    @staticmethod
+    def run(version: int, gradient: Any) -> Run:
+        return Run(version, version, (Step(version, [], {"a": gradient}),), {}, {"version": version}, Tally())
+
+    @staticmethod
+    def sparse(count: int) -> SparseGradient:
+        return SparseGradient(np.arange(count, dtype=np.uint32), np.ones(count, np.float32))
+
+    def made(self, *gradients: Any) -> Generator[Run, None, None]:
+        for version, gradient in enumerate(gradients, start=1):
+            yield self.run(version, gradient)
+
+    def spans(self, *gradients: Any, nbytes_max: int) -> list[tuple[int, int]]:
+        found = []
+        for run in merged(self.made(*gradients), nbytes_max=nbytes_max):
+            assert [step.version for step in run.steps] == list(range(run.first, run.last + 1))
+            assert run.host_state == {"version": run.last}
+            assert nbytes_of(run) <= nbytes_max or run.first == run.last
+            found.append((run.first, run.last))
+        return found
+
+    def test_as_far_as_bytes_and_steps_reach(self) -> None:
+        assert self.spans(nbytes_max=1 << 20) == []
+        assert self.spans(*[self.sparse(10)] * 9, nbytes_max=4 * 160) == [(1, 4), (5, 8), (9, 9)]
+        assert self.spans(*[self.sparse(1)] * 70, nbytes_max=1 << 20) == [(1, SPARSE_STEPS_AT_ONCE), (51, 70)]
+
+    def test_dense_runs_stay_as_they_are(self) -> None:
+        assert self.spans(*[torch.ones(100)] * 3, nbytes_max=400) == [(1, 1), (2, 2), (3, 3)]
+        kinds = [self.sparse(1), torch.ones(100), self.sparse(1), self.sparse(1)]
+        assert self.spans(*kinds, nbytes_max=400) == [(1, 1), (2, 2), (3, 4)]
+
+    def test_nothing_is_made_ahead_of_what_is_full(self) -> None:
+        made: list[int] = []
+
+        def make() -> Generator[Run, None, None]:
+            for run in self.made(*[torch.ones(100)] * 3):
+                made.append(run.first)
+                yield run
+
+        for count, _ in enumerate(merged(make(), nbytes_max=400), start=1):
+            assert made == list(range(1, count + 1))

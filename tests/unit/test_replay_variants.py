@@ -16,9 +16,9 @@ from tests.unit.test_replay import ADAM, ADAMW, CASES, CLASSES, OPTIONS, certain
 from tiercheck import kernels
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import accuracy, certification
-from tiercheck.kernels.adam import AdamStep, SparseGradient
+from tiercheck.kernels.adam import AdamStep, Coefficients, SparseGradient
 from tiercheck.kernels.gradients import Gradient, dense
-from tiercheck.kernels.runs import RUN_MAX
+from tiercheck.kernels.runs import RUN_MAX, TOLERANCE, runs_of
 
 Array = NDArray[np.float32]
 KINDS = [ADAM, ADAMW]
@@ -152,6 +152,42 @@ class TestClosedForm:
     def test_without_eps_and_on_threads(self) -> None:
         problem = self.problem(140_001, 5, 1e-3, 0.99, eps=0.0)
         assert self.error(*problem, threads=2) <= accuracy.ERROR_MAX
+
+    @pytest.mark.parametrize("beta2", [0.9, 0.95, 0.999])
+    @pytest.mark.parametrize("count", [2, 3, 10, RUN_MAX])
+    def test_two_fractions_stand_for_every_run(self, beta2: float, count: int) -> None:
+        """In double precision, at the root from which on they may be used, and above."""
+        steps = tuple(
+            AdamStep(70 + n, 1e-3 * (1 - n / 200), 0.9, beta2, 1e-8, 0.1, decoupled=True) for n in range(1, count + 1)
+        )
+        runs = runs_of(steps)
+        for first in {0, 1, count // 2, count}:
+            run = runs[count, first]
+            for root in (float(run["least"]) ** 0.5, 1e-8, 1e-6, 1e-2):
+                if root**2 < 0.999 * run["least"]:
+                    continue
+                true, beta1s, beta2s = 0.0, 1.0, 1.0
+                for index in range(max(first, 1), count + 1):
+                    c = Coefficients.of(steps[index - 1])
+                    if index > first:
+                        beta1s, beta2s = beta1s * (1 - float(c.weight1)), beta2s * float(c.beta2)
+                    divisor = beta2s**0.5 * root / float(c.root_correction) + float(c.eps)
+                    true = true * float(c.decay) - float(c.negative_step_size) * beta1s / divisor
+                found = sum(float(run[f"weight{n}"]) / (root + float(run[f"point{n}"])) for n in (1, 2))
+                assert abs(found / true - 1) <= TOLERANCE + 2.0**-22, (first, root)
+
+    def test_every_element_in_every_step(self) -> None:
+        """Whole tiles are reached, again and again."""
+        size = 4096 + 7
+        start, whole = random_problem(size, 6)
+        start *= np.float32(0.02)  # so that its own rounding is small beside the movement
+        few = [sparse(each, 0.2, seed) for seed, each in enumerate(whole)]
+        few[3] = SparseGradient(np.arange(900, dtype=np.uint32), whole[3][:900].copy())
+        options = {"weight_decay": 0.1}
+        expected = trained(ADAMW, "fused", start, few, options)
+        actual = replayed(closed_form(), start, few, options)
+        moved = np.linalg.norm(expected[0] - start)
+        assert np.linalg.norm(actual[0] - expected[0]) <= accuracy.ERROR_MAX * moved
 
     def test_what_has_no_closed_form_is_exact(self) -> None:
         """Dense gradients, L2 decay and amsgrad."""

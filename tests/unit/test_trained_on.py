@@ -110,7 +110,7 @@ def test_with_feedback_the_state_is_exact_and_what_was_not_sent_since_the_base_i
     def note(*_: Any) -> None:
         sent[sent_by(reference)] = True
 
-    reference.optimizer.register_step_pre_hook(note)
+    reference.optimizer.register_step_post_hook(note)
     reference.train(FAILED_AT)
     true = residuals_of(reference)
     checkpointer.abort()
@@ -229,7 +229,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
     monkeypatch.setattr(checkpointer._recorder, "_reserve", watched_reserve)
     training.backward(1)
     seen = {}
-    training.optimizer.register_step_pre_hook(
+    training.optimizer.register_step_post_hook(
         lambda *_: seen.update({n: p.grad.clone() for n, p in training.model.named_parameters()})
     )
     training.optimizer.step()

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,12 @@ SEED_ELEMENTS = 1024
 """Elements of a gradient from which the seed of its encoding comes."""
 
 
+class Scaler(Protocol):
+    """A ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float: ...
+
+
 class Compression:
     """What :func:`compressed_all_reduce` keeps for one model from one iteration to the next: the residuals.
 
@@ -47,8 +53,9 @@ class Compression:
     four bytes a trained element: then a resumed run is the uninterrupted one, bit for bit. Else residuals begin at
     zero, and what they held is not trained on.
 
-    ``codec``: any approximate one, with ``+feedback`` or without. ``threads``: the most that encode and decode.
-    ``group``: the process group; the default one where it is ``None``.
+    ``codec_name``: any approximate one, with ``+feedback`` or without. ``threads``: the most that encode and decode.
+    ``group``: the process group; the default one where it is ``None``. ``scaler``: the ``GradScaler`` of the loss, if
+    there is one: gradients come multiplied by its scale, and what is left of them has to follow where that changes.
     Errors: ``ConfigurationError``.
     """
 
@@ -59,12 +66,16 @@ class Compression:
         codec_name: str = "sparse+feedback",
         threads: int = 1,
         group: dist.ProcessGroup | None = None,
+        scaler: Scaler | None = None,
     ) -> None:
         self.codec = codec(codec_name)
         if self.codec.fidelity is Fidelity.EXACT:
             raise ConfigurationError(f"the codec {codec_name!r} keeps every bit: without a hook DDP is faster")
         self.threads = threads
         self.group = group
+        self._scaler = scaler
+        self._scale = 1.0
+        """Of the gradients that the residuals are left of."""
         self._names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad}
         self._residuals: dict[str, NDArray[np.float32]] = {}
         for name, parameter in model.named_parameters():
@@ -85,17 +96,27 @@ class Compression:
         """What of this rank's gradients for a parameter has not been sent yet, live; ``None`` without feedback."""
         return self._residuals.get(name)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the residuals by parameter."""
-        return {name: torch.from_numpy(residual.copy()) for name, residual in self._residuals.items()}
+    def follow_scale(self) -> None:
+        """Bring the residuals to the scale that the gradients have now."""
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        if scale != self._scale:
+            for residual in self._residuals.values():
+                residual *= np.float32(scale / self._scale)
+            self._scale = scale
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the residuals by parameter, and the scale of the gradients that they are left of."""
+        residuals = {name: torch.from_numpy(residual.copy()) for name, residual in self._residuals.items()}
+        return {"residuals": residuals, "scale": self._scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned. Errors: ``Mismatch``; nothing was changed then."""
-        sizes = {name: residual.size for name, residual in self._residuals.items()}
-        if {name: tensor.numel() for name, tensor in state.items()} != sizes:
+        saved, sizes = state.get("residuals", {}), {name: residual.size for name, residual in self._residuals.items()}
+        if {name: tensor.numel() for name, tensor in saved.items()} != sizes:
             raise Mismatch("the residuals in the checkpoint are of another model, or of a codec without feedback")
         for name, residual in self._residuals.items():
-            residual[:] = state[name].numpy()
+            residual[:] = saved[name].numpy()
+        self._scale = float(state["scale"])
 
 
 def compressed_all_reduce(compression: Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -106,6 +127,7 @@ def compressed_all_reduce(compression: Compression, bucket: GradBucket) -> torch
 
     Each rank receives the encodings of all, so that it pays while their number times the codec's ratio is well below 1.
     """
+    compression.follow_scale()
     gradients = bucket.gradients()
     layout = Layout.of(compression, gradients)
     message = np.zeros(layout.nbytes, np.uint8)

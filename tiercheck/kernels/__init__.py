@@ -34,7 +34,8 @@ from tiercheck.kernels.dispatch import (
     widen,
 )
 from tiercheck.kernels.reference import BLOCK, ELEMENTS_MAX, NONFINITE_CODE, ONEBIT_BLOCK, SAMPLES
-from tiercheck.kernels.replay import Replay, supports
+from tiercheck.kernels.replay import Replay, SgdReplay, supports, supports_sgd
+from tiercheck.kernels.sgd import SgdStep, reason_sgd_not_replayable
 from tiercheck.kernels.warming import warm_up
 
 __all__ = [
@@ -45,6 +46,8 @@ __all__ = [
     "SAMPLES",
     "AdamStep",
     "Replay",
+    "SgdReplay",
+    "SgdStep",
     "SparseGradient",
     "compact",
     "compact_into",
@@ -62,6 +65,7 @@ __all__ = [
     "quantise_nf4_into",
     "quantise_onebit_into",
     "reason_not_replayable",
+    "reason_sgd_not_replayable",
     "round_bfloat16_into",
     "scatter",
     "scatter_add",
@@ -69,6 +73,7 @@ __all__ = [
     "settle",
     "split_exponents",
     "supports",
+    "supports_sgd",
     "to_half",
     "warm_up",
     "widen",

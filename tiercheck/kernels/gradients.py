@@ -43,7 +43,11 @@ class SparseGradient:
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
         """The part of ``indices`` that lies in ``start..stop-1``, as a half-open range of positions."""
-        first, last = np.searchsorted(self.indices, [start, stop])
+        if start >= stop:
+            return 0, 0
+        # Asked with the indices' own dtype: for another one, NumPy copies all of them, tile after tile.
+        first = np.searchsorted(self.indices, np.uint32(start))
+        last = np.searchsorted(self.indices, np.uint32(stop - 1), side="right")
         return int(first), int(last)
 
     def piece(self, start: int, stop: int) -> SparseGradient:

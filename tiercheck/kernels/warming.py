@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels import dispatch
 from tiercheck.kernels.adam import AdamStep
+from tiercheck.kernels.gradients import Gradient, SparseGradient
 from tiercheck.kernels.reference import BLOCK, ONEBIT_BLOCK, SAMPLES
+from tiercheck.kernels.sgd import SgdStep
 
 __all__ = ["warm_up"]
 
@@ -76,11 +79,20 @@ def warm_up_replay(values: NDArray[np.float32]) -> None:
     if importlib.util.find_spec("numba") is None:
         return
     from tiercheck.kernels import cpu
+    from tiercheck.kernels.cpu import closed_form, sgd
 
-    state = [np.zeros(8, np.float32) for _ in range(3)]
-    step = AdamStep(step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=False)
-    cpu.replay_fused_adam(state[0], state[1], state[2], [values[:8]], [step], contracted=True)
+    size = 8
+    p, m, v = (np.zeros(size, np.float32) for _ in range(3))
+    gradients: list[Gradient] = [values[:size], SparseGradient(np.arange(1, dtype=np.uint32), values[:1])]
+    steps = [
+        AdamStep(step, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True) for step in (1, 2)
+    ]
+    cpu.replay_fused_adam(p, m, v, gradients, steps, contracted=True)
+    closed_form.replay_sparse_adam(p, m, v, gradients, steps)
+    sgd.replay_sgd(p, m, gradients, [SgdStep(lr=1e-3, momentum=0.9)] * 2, fused=True, contracted=True)
     if importlib.util.find_spec("torch") is not None:
         from tiercheck.kernels import torch_tiles
 
-        torch_tiles.replay_adam_with_numba(state[0], state[1], state[2], [values[:8]], [step], contracted=True)
+        torch_tiles.replay_adam_with_numba(
+            p, m, v, gradients, [replace(each, decoupled=False) for each in steps], contracted=True
+        )

@@ -1,8 +1,9 @@
 """Where all ranks can meet: the recovery point.
 
 The newest base in the *intersection* of what the ranks can read, then the longest unbroken run of
-differentials that all of them can read after it, or the newest snapshot of what has changed since the base. A minimum
-of the ranks' maxima would be cheaper and wrong: it can name a version that some rank has already purged.
+differentials that all of them can read after it; or, where that is newer, a version of which each has a snapshot and
+the base that its own was made for. A minimum of the ranks' maxima would be cheaper and wrong: it can name a version
+that some rank has already purged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class RecoveryPoint:
     anchor: int
     last: int
     by_snapshot: bool = False
-    """Whether one snapshot leads from the anchor to ``last``, instead of the differentials."""
+    """Whether each rank comes to ``last`` by a snapshot from a base of its own, or has it as a base, instead of by
+    differentials. ``anchor`` is the oldest of these bases then."""
 
     @property
     def replayed(self) -> int:
@@ -55,32 +57,42 @@ class Readable:
                 versions.update((shard.generation, version) for version in shard.versions)
         return cls(frozenset(bases), frozenset(differentials), frozenset(snapshots))
 
+    def without_differentials(self) -> dict[tuple[int, int], int]:
+        """The versions that the rank can come to without differentials, and the newest base for each."""
+        found = {
+            (generation, version): base
+            for generation, base, version in sorted(self.snapshots)
+            if (generation, base) in self.bases
+        }
+        return found | {(generation, version): version for generation, version in self.bases}
+
 
 def decide(ranks: Sequence[Readable], lineage: Lineage) -> RecoveryPoint | None:
     """The newest point every rank can reach, or ``None``.
 
     Generations are tried newest first. A generation opens with a base at the version it left its parent, so
     any point in it is at least as new as all that counts of its ancestors. Within one, the newest common
-    base is the best anchor: an older one cannot reach further, since its run has to pass the same gap. A snapshot
-    passes any gap after the base that it was made for; of two ways to the same version differentials are taken, which
-    may be exact.
+    base is the best anchor: an older one cannot reach further, since its run has to pass the same gap. Snapshots pass
+    any gap, and need no common base: a rank whose base or snapshot failed has made one of its own since. Of two ways to
+    the same version differentials are taken, which may be exact.
     """
     bases = reduce(frozenset.intersection, (rank.bases for rank in ranks))
     differentials = reduce(frozenset.intersection, (rank.differentials for rank in ranks))
-    snapshots = reduce(frozenset.intersection, (rank.snapshots for rank in ranks))
+    hops = [rank.without_differentials() for rank in ranks]
+    common = reduce(frozenset.intersection, (frozenset(each) for each in hops))
     for generation, limit in lineage.chain:
         anchors = [version for found, version in bases if found == generation and (limit is None or version <= limit)]
-        if not anchors:
-            continue
-        anchor = last = max(anchors)
-        while (limit is None or last < limit) and (generation, last + 1) in differentials:
+        anchor = last = max(anchors, default=-1)
+        while anchors and (limit is None or last < limit) and (generation, last + 1) in differentials:
             last += 1
-        hops = [
-            (version, base)
-            for found, base, version in snapshots
-            if found == generation and base in anchors and version > last and (limit is None or version <= limit)
+        newer = [
+            version
+            for found, version in common
+            if found == generation and version > last and (limit is None or version <= limit)
         ]
-        if hops:
-            last, anchor = max(hops)
-        return RecoveryPoint(generation, anchor, last, by_snapshot=bool(hops))
+        if newer:
+            last = max(newer)
+            return RecoveryPoint(generation, min(each[generation, last] for each in hops), last, by_snapshot=True)
+        if anchors:
+            return RecoveryPoint(generation, anchor, last)
     return None

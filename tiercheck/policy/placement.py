@@ -4,8 +4,9 @@ Captures land in the first tier: bases, and one differential a version. Every ot
 base. A tier inside the cluster (a neighbour's memory) is to hold each differential as soon as it can, so that the
 failure of a node costs what was on its way and no more; one outside is to hold them in batches of N consecutive
 versions, so that a remote store sees one object where the first tier holds N. A batch is made on the way: its
-records are read from the faster tier and put as one object. Of snapshots only the newest is worth a copy; outside the
-cluster the newest of every Nth version, since there the ranks must meet at the same ones.
+records are read from the faster tier and put as one object. Of snapshots only the newest is worth a copy. A tier inside
+the cluster gets each one while it keeps up; one that does not, or lies outside, the newest of every Nth version, since
+there the ranks must meet at the same ones.
 """
 
 from __future__ import annotations
@@ -83,13 +84,15 @@ class Placement:
 
     def _snapshots(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
         bases = own_bases(seen, seen.contents[source.index])
+        own = own_snapshots(seen, seen.contents[source.index])
         held = own_snapshots(seen, seen.contents[target.index])
         # What leads no further than the newest base, or than a snapshot that is there, is superseded.
-        floor = max([*(base.last for base in bases), *(key.last for key in held)], default=-1)
-        for key in reversed(own_snapshots(seen, seen.contents[source.index])):
+        floor = max((key.last for key in (*bases, *held)), default=-1)
+        for key in reversed(own):
             if key.last <= floor:
                 return
-            if closing or key.last == self.window(key.last, target)[-1]:
+            keeps_up = key.last == floor + 1 and not target.shared
+            if closing or keeps_up or key.last % self.batch == 0:
                 yield Transfer(source.index, target.index, (key,), key)
                 return
 

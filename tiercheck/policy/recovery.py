@@ -7,7 +7,7 @@ a version is left, the rank says so and the ranks decide on another recovery poi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import ShardKey, Stream
@@ -26,7 +26,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank reads: the anchor, then the batches whose versions follow it, in order, or the one snapshot."""
+    """What one rank reads: the anchor, then the batches whose versions follow it, in order, or the one snapshot, or
+    nothing where the anchor is the point itself."""
 
     point: RecoveryPoint
     anchor: Source
@@ -58,17 +59,32 @@ class Availability:
 
 def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | Unreachable:
     """The cheapest way for ``rank`` to the recovery point, given the copies it can still read."""
-    own = list(sources)
-    anchors = [
-        source
-        for source in sorted(own)
-        if source.key.stream is Stream.BASE
-        and (source.key.rank, source.key.generation, source.key.first) == (rank, point.generation, point.anchor)
-    ]
-    if not anchors:
+    own = sorted(s for s in sources if (s.key.rank, s.key.generation) == (rank, point.generation))
+    bases: dict[int, Source] = {}
+    for source in own:
+        if source.key.stream is Stream.BASE:
+            bases.setdefault(source.key.first, source)
+    if point.by_snapshot:
+        return _by_snapshot(point, own, bases)
+    if point.anchor not in bases:
         return Unreachable(Stream.BASE, point.anchor)
-    following = snapshot(point, rank, own) if point.by_snapshot else batches(point, point.anchor + 1, rank, own)
-    return following if isinstance(following, Unreachable) else Plan(point, anchors[0], following)
+    following = batches(point, point.anchor + 1, rank, own)
+    return following if isinstance(following, Unreachable) else Plan(point, bases[point.anchor], following)
+
+
+def _by_snapshot(point: RecoveryPoint, own: Sequence[Source], bases: Mapping[int, Source]) -> Plan | Unreachable:
+    """The base of the point itself, or the snapshot of it on the newest base; ``bases``: the cheapest copies."""
+    if point.last in bases:
+        return Plan(point, bases[point.last], ())
+    usable = [
+        source
+        for source in own
+        if source.key.stream is Stream.SNAPSHOT and source.key.last == point.last and source.key.first - 1 in bases
+    ]
+    if not usable:
+        return Unreachable(Stream.SNAPSHOT, point.last)
+    best = min(usable, key=lambda source: (-source.key.first, source.tier))
+    return Plan(point, bases[best.key.first - 1], (best,))
 
 
 def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
@@ -93,13 +109,6 @@ def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Sourc
     return tuple(chosen)
 
 
-def snapshot(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
-    """The cheapest copy of the snapshot that leads from the anchor to the point."""
-    wanted = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
-    copies = sorted(source for source in sources if source.key == wanted)
-    return (copies[0],) if copies else Unreachable(Stream.SNAPSHOT, point.last)
-
-
 def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source, ...], ...]:
     """Consecutive objects that are read together: of up to ``versions_max`` versions, or one object that holds more."""
     groups: list[list[Source]] = []
@@ -120,14 +129,16 @@ def availability(
     rows: list[Availability] = []
     for rank, held in enumerate(sources):
         own = [source for source in held if source.key.rank == rank and source.key.generation == point.generation]
+        chosen = plan(point, rank, own)
+        wanted = [source.key for source in chosen.sources] if isinstance(chosen, Plan) else []
         for index, tier in enumerate(tiers):
             here = [source.key for source in own if source.tier == index]
             if point.by_snapshot:
-                wanted = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
-                versions = {point.last} if wanted in here else set()
+                anchor = any(key in wanted and key.stream is Stream.BASE for key in here)
+                versions = {key.last for key in here if key in wanted and key.stream is Stream.SNAPSHOT}
             else:
+                anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
                 versions = {version for key in here if key.stream is Stream.DIFFERENTIAL for version in key.versions}
                 versions &= set(range(point.anchor + 1, point.last + 1))
-            anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
             rows.append(Availability(rank, tier, anchor, tuple(sorted(versions))))
     return tuple(rows)

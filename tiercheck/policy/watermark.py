@@ -12,7 +12,7 @@ The watermark is the newest base committed in the tier that survives most. What 
 
 A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart, so that the
 newest two are kept in a volatile tier, and the newest two of every Nth version, which are what a shared tier is given;
-in a shared tier those from the newest on that every rank has there.
+in a shared tier those from the newest on that every rank has there, with the base that it was made for.
 
 Never the newest committed base, and never anything newer than it.
 """
@@ -116,16 +116,20 @@ class Retention:
             key
             for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
             if (key.generation, key.last) <= (oldest.generation, oldest.version)
-            or (key.stream is Stream.SNAPSHOT and key.last < common.get((key.generation, key.first), -1))
+            or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
         ]
         return [*_records(seen, contents, gone), *gone, *passed]
 
 
-def common_snapshots(seen: Observation, contents: Contents) -> dict[tuple[int, int], int]:
-    """Per generation and version after a base, the newest version whose snapshot on that base every rank has here."""
-    ranks = Counter((key.generation, key.first, key.last) for key in contents.shards if key.stream is Stream.SNAPSHOT)
-    common = sorted(versions for versions, count in ranks.items() if count == seen.world_size)
-    return {(generation, first): last for generation, first, last in common}
+def common_snapshots(seen: Observation, contents: Contents) -> dict[int, int]:
+    """Per generation the newest version of which every rank has a snapshot here, and the base that it was made for."""
+    usable = {
+        (key.generation, key.last, key.rank)
+        for key in contents.shards
+        if key.stream is Stream.SNAPSHOT and ShardKey.base(key.generation, key.first - 1, key.rank) in contents
+    }
+    ranks = Counter((generation, last) for generation, last, _ in usable)
+    return dict(sorted(version for version, count in ranks.items() if count == seen.world_size))
 
 
 def _records(seen: Observation, contents: Contents, bases: list[ShardKey]) -> list[Key]:

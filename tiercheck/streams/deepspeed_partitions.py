@@ -111,15 +111,17 @@ class DeepSpeedProvider:
         }
 
     def extras(self) -> Mapping[str, torch.Tensor]:
-        """Persistent buffers, and this rank's part of every parameter that the optimizer does not update."""
+        return {**self.frozen(), **self.buffers()}
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        """This rank's part of every parameter that the optimizer does not update."""
         trained = {id(parameter) for group in self._layout.trained() for parameter in group}
         module = self._engine.module
-        frozen = {
+        return {
             name: self._layout.local_part(parameter)
             for name, parameter in module.named_parameters()
             if id(parameter) not in trained
         }
-        return {**frozen, **self.buffers()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The persistent buffers, live. The forward pass may move them (running statistics), so that a

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tiercheck.container import (
     shard_nbytes,
 )
 from tiercheck.errors import Corruption, SaveError, TierError
+from tiercheck.header import round_up
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
@@ -206,16 +208,14 @@ class DifferentialStream(IterationStream):
 
     @property
     def nbytes_max(self) -> int:
-        buffers, held = self._others()
-        return self._gradients_nbytes + shard_nbytes(buffers, held)
+        return self._gradients_nbytes + self._beside_nbytes(self.host_nbytes_max)
 
     @property
     def nbytes_expected(self) -> int:
-        buffers, held = self._others()
-        return self._gradients_nbytes + shard_nbytes(buffers, dict.fromkeys(held, self.host_nbytes))
+        return self._gradients_nbytes + self._beside_nbytes(self.host_nbytes, record_nbytes=self.host_nbytes)
 
     def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
-        return DifferentialCapture(self, key, memory, self._gradients_header_nbytes + header_room(*self._others()))
+        return DifferentialCapture(self, key, memory, self._gradients_header_nbytes + header_beside(self._buffers()))
 
     def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:
         """Training must not depend on what is recorded: where it uses the compressed gradients, it does so all the
@@ -236,15 +236,20 @@ class DifferentialStream(IterationStream):
     def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
         self.encoder.load(residuals)
 
-    def _others(self) -> tuple[list[TensorSpec], dict[str, int]]:
-        """Upper bounds of what a record holds beside the gradients: its buffers, and the bytes of its objects."""
+    def _buffers(self) -> tuple[TensorSpec, ...]:
         version = stamp(0)
-        buffers = [
+        return tuple(
             TensorSpec(f"{version}/buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape))
             for name, tensor in self.provider.buffers().items()
-        ]
-        record_nbytes = SPARE_BYTES + 512 * (self._gradients + len(buffers))
-        return buffers, {f"{version}/record": record_nbytes, f"{version}/host": self.host_nbytes_max}
+        )
+
+    def _beside_nbytes(self, host_nbytes: int, record_nbytes: int | None = None) -> int:
+        """Bytes, at most, of what a record holds beside the gradients: buffers, two objects, and their header."""
+        buffers = self._buffers()
+        if record_nbytes is None:
+            record_nbytes = SPARE_BYTES + 512 * (self._gradients + len(buffers))
+        sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes]
+        return header_beside(buffers) + sum(map(round_up, sizes))
 
 
 def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
@@ -267,6 +272,12 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
         except (KeyError, TypeError, ValueError) as error:
             raise Corruption(f"the record of version {version} lacks {error}", tier=tier, key=shard.key) from error
     return found
+
+
+@lru_cache(maxsize=8)
+def header_beside(buffers: tuple[TensorSpec, ...]) -> int:
+    """The header's room for these and a record's two objects. Asked for at each version, of the same buffers."""
+    return header_room(buffers, (f"{stamp(0)}/record", f"{stamp(0)}/host"))
 
 
 def stamp(version: int) -> str:

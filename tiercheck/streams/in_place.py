@@ -14,10 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiercheck.kernels import AdamStep, Replay, SparseGradient, reason_not_replayable, supports
+from tiercheck.kernels import (
+    AdamStep,
+    Replay,
+    SgdReplay,
+    SgdStep,
+    SparseGradient,
+    reason_not_replayable,
+    reason_sgd_not_replayable,
+    supports,
+    supports_sgd,
+)
 from tiercheck.kernels.adam import KINDS
-from tiercheck.kernels.replay import SgdReplay, supports_sgd
-from tiercheck.kernels.sgd import SGD, SgdStep, reason_sgd_not_replayable
+from tiercheck.kernels.sgd import SGD
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.runs import Gradient, Step
 

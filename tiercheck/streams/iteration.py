@@ -97,12 +97,12 @@ class IterationStream(abc.ABC):
     def mark_recorded(self) -> None:
         """The state as it is now is in a base: only what changes from here on matters."""
         self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
-        self._frozen = self._frozen_now()
+        self._frozen = counters(self.provider.frozen())
 
     def frozen_changed(self) -> bool:
         """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
         for records do not hold it. Told by torch's counter of in-place changes, which ``.data`` bypasses."""
-        return self._frozen_now() != self._frozen
+        return counters(self.provider.frozen()) != self._frozen
 
     def mark_stepped(self) -> None:
         """The masters are as the optimizer's step, or a recovery, left them."""
@@ -125,11 +125,7 @@ class IterationStream(abc.ABC):
                     self._recorded[name] = content
         return changed
 
-    def _frozen_now(self) -> dict[str, tuple[int, int]]:
-        buffers = self.provider.buffers()
-        return counters({name: tensor for name, tensor in self.provider.extras().items() if name not in buffers})
-
 
 def content_of(tensor: torch.Tensor) -> str:
     """A digest of the tensor's content."""
-    return xxhash.xxh3_128_hexdigest(array_of(tensor).tobytes())
+    return str(xxhash.xxh3_128_hexdigest(array_of(tensor).data))

@@ -96,6 +96,9 @@ class StateProvider(Protocol):
     def extras(self) -> Mapping[str, torch.Tensor]:
         """Tensors of the module that no optimizer updates: persistent buffers and frozen parameters, live."""
 
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that no optimizer updates alone, live."""
+
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The persistent buffers alone, live: any forward pass may change them."""
 
@@ -188,9 +191,11 @@ class ModuleProvider:
         }
 
     def extras(self) -> Mapping[str, torch.Tensor]:
+        return {**self.frozen(), **self.buffers()}
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
         masters = {id(tensor) for tensor in self._masters.values()}
-        frozen = {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in masters}
-        return {**frozen, **self.buffers()}
+        return {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in masters}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return persistent_buffers(self._model)

@@ -3,8 +3,9 @@
 A step is replayed by a kernel in place, several steps in one read and one write of the state, where a kernel is
 bit-exact with the optimizer that took the steps. Everything else is replayed by calling the optimizer itself.
 
-The chain passes in runs of a few steps. While one is replayed, the next one is made (read, verified, decoded) on
-another thread, and no more than that one: whatever the chain's length, two runs are in memory beside the state.
+The chain passes in runs of a few steps, or of more where gradients are sparse and the closed form may be used. While
+one is replayed, the next one is made (read, verified, decoded) on another thread, and no more than that one: whatever
+the chain's length, two runs are in memory beside the state.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from tiercheck.streams.in_place import kernel_for
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.runs import Gradient, Run, Step, check_fits, decode_run
 
-__all__ = ["STEPS_AT_ONCE", "Replayed", "Replayer", "replay", "replay_runs", "threads_granted"]
+__all__ = ["SPARSE_STEPS_AT_ONCE", "STEPS_AT_ONCE", "Replayed", "Replayer", "replay", "replay_runs", "threads_granted"]
 
 STEPS_AT_ONCE = 5
 """Versions in a run: what a kernel takes in one pass over the state. More of them gain little, and each costs a decoded
 gradient of memory, twice."""
+
+SPARSE_STEPS_AT_ONCE = 50
+"""The same where sparse gradients are replayed in closed form, which costs an element little more for many steps than
+for one. So many are merged as far as they take no more memory than a run of dense gradients."""
 
 MakeRuns = Callable[[int], Generator[Run, None, None]]
 """Runs in temporal order, each made when it is asked for, by at most so many threads."""
@@ -93,12 +98,42 @@ def replay_runs(
         replayer.apply(run)
         tally, host_state = tally + run.tally, run.host_state
 
-    with closing(make(making)) as runs:
+    elements = sum(master.numel() for master in provider.masters().values())
+    made = make(making)
+    with closing(made if exact else merged(made, nbytes_max=4 * elements * STEPS_AT_ONCE)) as runs:
         if granted == 1:
             for_each(runs, apply)
         else:
             for_each_ahead(runs, apply)
     return Replayed(replace(tally, approximated=replayer.approximated), host_state)
+
+
+def merged(runs: Generator[Run, None, None], *, nbytes_max: int) -> Generator[Run, None, None]:
+    """Neighbouring runs as one, up to so many bytes and :data:`SPARSE_STEPS_AT_ONCE` steps; larger ones as they are.
+
+    A run is handed out before another one is made that might not fit: two are in memory, as without merging.
+    """
+    waiting: list[Run] = []  # at most one; what is handed out is not named here
+    with closing(runs):
+        while (run := next(runs, None)) is not None:
+            more, steps = nbytes_of(run), len(run.steps)
+            if waiting and nbytes_of(waiting[0]) + more > nbytes_max:
+                yield waiting.pop()
+            waiting.append(waiting.pop().then(run) if waiting else run)
+            del run
+            full = len(waiting[0].steps) + steps > SPARSE_STEPS_AT_ONCE
+            if full or nbytes_of(waiting[0]) + more > nbytes_max:
+                yield waiting.pop()
+    if waiting:
+        yield waiting.pop()
+
+
+def nbytes_of(run: Run) -> int:
+    """What its gradients take; sparse ones twice, since what they were decoded from may be kept with them."""
+    gradients = (each for step in run.steps for each in step.gradients.values())
+    return sum(
+        2 * (g.indices.nbytes + g.values.nbytes) if isinstance(g, SparseGradient) else g.nbytes for g in gradients
+    )
 
 
 def threads_granted(threads: int | None) -> int:

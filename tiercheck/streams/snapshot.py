@@ -55,6 +55,10 @@ SNAPSHOT_CODECS = {"snapshot": "int8", "snapshot+nf4": "nf4"}
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 """Adam's and its variants', RMSprop's and Adagrad's names for the sums or averages of squared gradients."""
 
+STATE_MAX = 3, 3
+"""Tensors of a master's shape, and numbers, that an optimizer keeps for it: Adam with amsgrad and RMSprop with momentum
+have the most of the ones, ASGD of the others."""
+
 SMALLEST_ROOT = {"int8": 0.25, "nf4": 0.02}
 """What stands for a root that was encoded as zero, as a share of its block's scale."""
 
@@ -127,13 +131,15 @@ class SnapshotStream(IterationStream):
                     yield Source(f"state/{name}/{key}", value, lossy, rooted=lossy and key in SECOND_MOMENTS)
 
     def _room(self) -> tuple[list[TensorSpec], dict[str, int]]:
-        """Upper bounds of what a snapshot holds. Before the first step an optimizer may hold no state yet: then two
-        tensors a master (Adam's moments) and a count of steps are assumed."""
-        sources = list(self.sources())
-        if not self.provider.optimizer_state():
-            for name, master in self.provider.masters().items():
-                sources += [Source(f"state/{name}/{key}", master, lossy=True) for key in ("exp_avg", "exp_avg_sq")]
-                sources.append(Source(f"state/{name}/step", torch.zeros(()), lossy=False))
+        """Upper bounds of what a snapshot holds. A master's first step makes its state, and it may come late: until
+        then as much is assumed as any of torch's optimizers keeps (:data:`STATE_MAX`)."""
+        state, sources = self.provider.optimizer_state(), list(self.sources())
+        for name, master in self.provider.masters().items():
+            if name not in state:
+                lossy = dtype_name(master, name) in FLOATS and master.ndim > 0
+                tensors, numbers = STATE_MAX
+                sources += [Source(f"state/{name}/tensor {index}", master, lossy) for index in range(tensors)]
+                sources += [Source(f"state/{name}/number {i}", torch.zeros(()), lossy=False) for i in range(numbers)]
         specs: list[TensorSpec] = []
         for source in sources:
             shape = tuple(source.tensor.shape)
@@ -226,7 +232,8 @@ def advanced(base: BaseState, shard: Shard, *, tier: str, threads: int = 1) -> B
             before = masters[rest]
             masters[rest] = (before.to(torch.float32) + found).to(before.dtype) if is_change else found
         elif kind == "state" and (master := rest.rpartition("/")[0]) in masters:
-            state.setdefault(master, {})[rest.rpartition("/")[2]] = _as_in(base, master, rest, found)
+            held = _as_in(base, master, rest, found) if is_change else found
+            state.setdefault(master, {})[rest.rpartition("/")[2]] = held
         elif kind == "buffer" and rest in extras and extras[rest].shape == found.shape:
             extras[rest] = found
         else:
@@ -252,6 +259,8 @@ def _tensors(shard: Shard, encodings: Mapping[str, Any], threads: int) -> dict[s
             raise Corruption(f"a part of {name!r} is missing", tier=shard.tier, key=shard.key)
         whole -= set(stored.values())
         parts = {suffix: shard.entry(tensor) for suffix, tensor in stored.items()}
+        if encodings[name]["codec"] not in SMALLEST_ROOT:
+            raise Corruption(f"{name!r} is not encoded as in any snapshot", tier=shard.tier, key=shard.key)
         values: NDArray[np.float32] = decode(encodings[name], parts, threads=threads)
         if name.startswith("state/") and name.rpartition("/")[2] in SECOND_MOMENTS:
             values = squared(values, parts, str(encodings[name]["codec"]))

@@ -17,7 +17,14 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep, Coefficients
-from tiercheck.kernels.cpu.compiled import borrowed, compiled, multiply_add, pointer_to_floats
+from tiercheck.kernels.cpu.compiled import (
+    borrowed,
+    compiled,
+    elements_to_line,
+    inlined,
+    multiply_add,
+    pointer_to_floats,
+)
 from tiercheck.kernels.cpu.prefetch import LINE, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.division import reciprocal
@@ -25,8 +32,9 @@ from tiercheck.kernels.gradients import Gradient
 
 __all__ = ["STEP", "move_by_roots", "prepare", "replay_fused_adam", "rows_of", "update_moments"]
 
-TILE = 16384
-"""Elements to which all steps are applied before the next: state and gradient take a fourth of a second-level cache."""
+TILE = 8192
+"""Elements to which all steps are applied before the next: with the next one on its way, those of the state and of a
+few gradients leave half of a second-level cache free. On pages of 4 KiB twice as many collide there."""
 
 BLOCK = 512
 """Elements of a step between two requests for memory: a request for more at once waits for itself."""
@@ -98,13 +106,13 @@ def apply_steps(
     steps: NDArray[np.void],
     contracted: bool,
 ) -> None:
-    size = param.size
+    size, vectorised = param.size, param.size - param.size % 8
     zeros, scratch = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     scattered, prepared, params = borrowed(zeros), borrowed(scratch), borrowed(param)
     moments1, moments2, largest = borrowed(exp_avg), borrowed(exp_avg_sq), borrowed(max_exp_avg_sq)
     wanted = lines_wanted(streams.size, steps.size, BLOCK)
-    for start in range(0, size, TILE):
-        stop = min(start + TILE, size)
+    start, stop = 0, min(elements_to_line(param), size)
+    while start < size:
         lines = max(0, min(TILE, size - stop)) // LINE
         fetched = 0
         for index in range(steps.size):
@@ -112,36 +120,39 @@ def apply_steps(
                 prefetch_lines(streams, stop, lines, fetched, fetched + wanted)
                 fetched += wanted
                 last = min(first + BLOCK, stop)
+                vectors = max(0, min(last, vectorised) - first)
                 p, m, v = params[first:last], moments1[first:last], moments2[first:last]
                 x = largest[first:last] if largest.size else largest
                 if sources[index].sparse:
                     taken = take_block(sources, index, first, last, scattered)
-                    step_block(p, m, v, x, scattered[: last - first], prepared, steps[index], contracted)
+                    step_block(p, m, v, x, scattered[: last - first], prepared, steps[index], vectors, contracted)
                     untake_block(sources, index, first, taken, scattered)
                 else:
                     g = carray(pointer_to_floats(sources[index].values), (size,), np.float32)[first:last]
-                    step_block(p, m, v, x, g, prepared, steps[index], contracted)
+                    step_block(p, m, v, x, g, prepared, steps[index], vectors, contracted)
+        start, stop = stop, min(stop + TILE, size)
 
 
-@compiled
-def step_block(p: Array, m: Array, v: Array, x: Array, g: Array, prepared: Array, step: Row, contracted: bool) -> None:
+@inlined
+def step_block(
+    p: Array, m: Array, v: Array, x: Array, g: Array, prepared: Array, step: Row, vectors: int, contracted: bool
+) -> None:
+    """``vectors``: how many of the elements torch takes in vectors; those behind are the end of the tensor."""
     if step.prepares:
         prepare(p, g, prepared, step, contracted)
         g = prepared[: p.size]
-    vectors = p.size - p.size % 8 if contracted else 0
-    if vectors and x.size == 0 and not step.divides:
+    if contracted and vectors and x.size == 0 and not step.divides:
         step_contracted(p[:vectors], m[:vectors], v[:vectors], g[:vectors], step)
         if vectors < p.size:
-            step_in_parts(p[vectors:], m[vectors:], v[vectors:], x, g[vectors:], step, contracted)
+            step_in_parts(p[vectors:], m[vectors:], v[vectors:], x, g[vectors:], step, 0, contracted)
     else:
-        step_in_parts(p, m, v, x, g, step, contracted)
+        step_in_parts(p, m, v, x, g, step, vectors, contracted)
 
 
 @compiled
-def step_in_parts(p: Array, m: Array, v: Array, x: Array, g: Array, step: Row, contracted: bool) -> None:
+def step_in_parts(p: Array, m: Array, v: Array, x: Array, g: Array, step: Row, vectors: int, contracted: bool) -> None:
     """The step in a loop for each part. torch's compiler contracted the second moment of the elements behind the last
     whole vector the other way round, and there ``std::max`` keeps the maximum where the new value is a NaN."""
-    vectors = p.size - p.size % 8
     update_moments(m[:vectors], v[:vectors], g[:vectors], step, contracted)
     if contracted:
         update_last_moments(m[vectors:], v[vectors:], g[vectors:], step)
@@ -155,7 +166,7 @@ def step_in_parts(p: Array, m: Array, v: Array, x: Array, g: Array, step: Row, c
         move(p, m, v, step)
 
 
-@compiled
+@inlined
 def step_contracted(p: Array, m: Array, v: Array, g: Array, step: Row) -> None:
     """A whole step where torch's compiler fused multiplications into additions.
 

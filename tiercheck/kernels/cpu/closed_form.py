@@ -25,7 +25,7 @@ from tiercheck.kernels.runs import RUN_MAX, has_closed_form, runs_of
 
 __all__ = ["replay_sparse_adam"]
 
-TILE = 2048
+TILE = 4096
 
 DENSE = 0.25
 """The share of elements with a gradient from which on the exact kernel is as fast."""

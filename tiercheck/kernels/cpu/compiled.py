@@ -14,7 +14,17 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-__all__ = ["TILE", "borrowed", "compiled", "frozen", "inlined", "multiply_add", "pointer_to_floats", "pointer_to_indices"]
+__all__ = [
+    "TILE",
+    "borrowed",
+    "compiled",
+    "elements_to_line",
+    "frozen",
+    "inlined",
+    "multiply_add",
+    "pointer_to_floats",
+    "pointer_to_indices",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,3 +94,12 @@ def borrowed(array: NDArray[np.float32]) -> NDArray[np.float32]:
     Numba counts a reference for every slice and every argument. What is borrowed must outlive the loop.
     """
     return carray(pointer_to_floats(np.uintp(array.ctypes.data)), (array.size,), np.float32)
+
+
+@compiled
+def elements_to_line(array: NDArray[np.float32]) -> int:
+    """How many elements lie before the first one, not itself, that begins a cache line: 1 to 16.
+
+    Vectors that cross from one line into the next cost twice.
+    """
+    return 16 - (array.ctypes.data % 64) // 4

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.compiled import compiled
+from tiercheck.kernels.cpu.compiled import compiled, inlined
 
 __all__ = ["LINE", "lines_wanted", "prefetch_lines", "prefetch_span"]
 
@@ -47,7 +47,7 @@ def prefetch_span(address: np.uintp, elements: int) -> None:
         prefetch(address + np.uintp(64 * each))
 
 
-@compiled
+@inlined
 def prefetch_lines(streams: NDArray[np.uintp], start: int, lines: int, first: int, last: int) -> None:
     """Ask for lines ``first..last-1`` of those from element ``start`` of all streams, ``lines`` of each, one stream
     after the other. The addresses of streams are those of their elements 0."""

@@ -13,6 +13,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.adam import AdamStep, Coefficients
 from tiercheck.kernels.cuda import module
 from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.reference.adam import VECTOR
 
 __all__ = ["MOST_STEPS", "TORCH_FORMS", "SparseOnDevice", "replay_fused_adam", "replay_torch_fused_adam"]
 
@@ -95,7 +96,7 @@ def replay_fused_adam(
         state["max_exp_avg_sq"] = max_exp_avg_sq
     check_arrays(state, gradients, steps)
     size = int(param.size)
-    vectors = size - size % (8 if contracted else 4)
+    vectors = size - size % VECTOR
     for some, of_some in launches(gradients, steps):
         rows = table_of(STEPS, some)
         for row, step in zip(rows["steps"][0], of_some, strict=False):

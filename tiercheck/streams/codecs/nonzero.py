@@ -92,6 +92,12 @@ def capacity(size: int, dtype: str) -> int:
 def find_nonzero(flat: NDArray[Any], most: int) -> Indices | None:
     """Where the elements of ``flat`` are that have a bit set; ``None`` for ``most`` of them or more."""
     patterns = flat.view(f"u{flat.itemsize}")
+    # Counted before any is looked for, which takes several times as long: most gradients are dense.
+    counted = 0
+    for start in range(0, flat.size, SLICE_ELEMENTS):
+        counted += int(np.count_nonzero(patterns[start : start + SLICE_ELEMENTS]))
+        if counted >= max(1, most):
+            return None
     found: list[NDArray[np.uint32]] = []
     counts: list[int] = []
     for chunk in chunks(flat.size, layout.CHUNK_ELEMENTS):
@@ -99,8 +105,6 @@ def find_nonzero(flat: NDArray[Any], most: int) -> Indices | None:
         for start in range(chunk.start, chunk.stop, SLICE_ELEMENTS):
             some = np.flatnonzero(patterns[start : min(start + SLICE_ELEMENTS, chunk.stop)] != 0)
             counts[-1] += some.size
-            if sum(counts) >= max(1, most):
-                return None
             found.append((some + (start - chunk.start)).astype(np.uint32))
     within = np.concatenate(found) if found else np.empty(0, np.uint32)
     return Indices(flat.size, layout.CHUNK_ELEMENTS, counts, within)

@@ -1,0 +1,74 @@
+"""Hooks of the user's on the same optimizer: what they change is recorded, whenever they were registered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.training import Training, memory
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.types import Fidelity
+
+
+def turn_around(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(-0.5)
+
+
+def bound(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.clamp_(-0.3, 0.3)
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_gradients_that_another_hook_changes_are_recorded_as_the_step_has_them(registered: str) -> None:
+    url = memory()
+    training = Training()
+    if registered == "before":
+        training.optimizer.register_step_pre_hook(turn_around)
+    checkpointer = training.attach(Hierarchy.of(url))
+    if registered == "after":
+        training.optimizer.register_step_pre_hook(turn_around)
+    for version in range(1, 6):
+        training.step(version)
+    checkpointer.abort()
+    after = Training()
+    resumed = after.attach(Hierarchy.of(url))
+    assert (resumed.version, resumed.recovery.fidelity) == (5, Fidelity.EXACT)  # type: ignore[union-attr]
+    assert after.parameters() == training.states[5]
+    resumed.abort()
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_parameters_that_another_hook_changes_are_noticed(registered: str) -> None:
+    """They are saved with the next version; what is written after the last step is not."""
+    url = memory()
+    training = Training()
+    if registered == "before":
+        training.optimizer.register_step_post_hook(bound)
+    checkpointer = training.attach(Hierarchy.of(url))
+    if registered == "after":
+        training.optimizer.register_step_post_hook(bound)
+    for version in range(1, 6):
+        training.step(version)
+    checkpointer.abort()
+    after = Training()
+    resumed = after.attach(Hierarchy.of(url))
+    assert resumed.version == 5
+    resumed.abort()
+    bound(after.optimizer)
+    assert after.parameters() == training.states[5]
+
+
+def test_a_hook_that_comes_in_the_middle_of_an_iteration_is_refused() -> None:
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(memory()))
+    training.backward(1)
+    training.optimizer.register_step_pre_hook(turn_around)
+    with pytest.raises(UnsupportedSetup, match="register it before the forward pass"):
+        training.optimizer.step()
+    training.step(1)
+    assert checkpointer.version == 1
+    checkpointer.abort()
