@@ -7,6 +7,7 @@ another state than the one that was.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import time
@@ -347,16 +348,8 @@ class Recorder:
     def _drop_ahead(self) -> None:
         """Give up what was reserved ahead, if anything. Waits for nothing."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.reservation.cancel():
-            return  # a driver that is cancelled keeps nothing
-        if ahead.reservation.cancelled() or ahead.reservation.exception() is not None:
-            return
-
-        def told(dropping: concurrent.futures.Future[None], key: ShardKey = ahead.key) -> None:
-            if not dropping.cancelled() and (error := dropping.exception()) is not None:
-                log.warning("dropping the memory for %s: %s", key, error)
-
-        self._loop.submit(ahead.reservation.result().drop()).add_done_callback(told)
+        if ahead is not None:
+            self._loop.submit(_dropped(ahead))
 
     def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
         what = f"reserving memory for {key}"
@@ -443,3 +436,16 @@ class Recorder:
 
 async def _nudge(mover: Moving) -> None:
     mover.nudge()
+
+
+async def _dropped(ahead: _ReservedAhead) -> None:
+    """Give the memory back once it is there. To cancel instead could leave some that nobody knows of: what is cancelled
+    too late has taken it."""
+    try:
+        reservation = await asyncio.wrap_future(ahead.reservation)
+    except TierCheckError:
+        return  # why there is none shows where some is needed
+    try:
+        await reservation.drop()
+    except TierCheckError as error:
+        log.warning("dropping the memory for %s: %s", ahead.key, error)
