@@ -28,6 +28,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.group import Group, TorchGroup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.hooks import StepHooks
 from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
 from tiercheck.streams.deepspeed_support import refuse_ranks_that_share_parameters
 
@@ -95,17 +96,15 @@ class _Hooks:
         self._skipped_steps = provider.skipped_steps()
 
     def register(self, engine: torch.nn.Module) -> None:
-        for handle in (
-            self._provider.optimizer.register_step_pre_hook(self._before_step),
-            self._provider.optimizer.register_step_post_hook(self._after_step),
-            engine.register_forward_pre_hook(self._before_forward),
-        ):
-            self._checkpointer.on_end(handle.remove)
+        self._step_hooks = StepHooks(self._provider.optimizer, self._before_step, self._after_step)
+        self._checkpointer.on_end(self._step_hooks.remove)
+        self._checkpointer.on_end(engine.register_forward_pre_hook(self._before_forward).remove)
         self._checkpointer.on_close(self._record_skipped)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._provider.replaying:
             return
+        self._step_hooks.check()
         if not self._visited:
             self._record_skipped()
         self._visited |= self._provider.visited_in_hook(optimizer)
@@ -117,6 +116,7 @@ class _Hooks:
             self._checkpointer.complete(self._provider.version)
 
     def _before_forward(self, engine: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._step_hooks.stand_next_to_the_step()
         if not self._visited:
             self._record_skipped()
 

@@ -17,9 +17,8 @@ are saved as of the end of ``optimizer.step()``, before the next batch is drawn 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.group import Group, SingleProcess, TorchGroup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.all_reduce import Compression, compressed_all_reduce
+from tiercheck.integrations.hooks import StepHooks
 from tiercheck.streams.providers import ModuleProvider
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
@@ -83,28 +83,13 @@ class _Hooks:
         self._deferred = deferred
         self._pending = False
         """A step is done whose iteration has not ended yet."""
-        self._stand_next_to_the_step: Callable[[], None] = lambda: None
-        """Has no other hook between ours and the step: what one changes there would be in no record."""
-        self._is_last_before_step: Callable[[], bool] = lambda: True
 
     def register(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._checkpointer.on_close(self._end_iteration)
-        before = optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
-        forward = [module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)]
-        for handle in (before, after, *forward):
-            self._checkpointer.on_end(handle.remove)
-
-        befores = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
-        afters = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
-
-        def stand_next_to_the_step() -> None:
-            befores.move_to_end(before.id)
-            afters.move_to_end(after.id, last=False)
-
-        self._stand_next_to_the_step = stand_next_to_the_step
-        self._is_last_before_step = lambda: next(reversed(befores)) == before.id
-        stand_next_to_the_step()
+        self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
+        self._checkpointer.on_end(self._step_hooks.remove)
+        for module in called_modules(model):
+            self._checkpointer.on_end(module.register_forward_pre_hook(self._before_forward).remove)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(each is not None for each in (*args[1:], *kwargs.values())):
@@ -117,11 +102,7 @@ class _Hooks:
                 "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
                 "can be seen; supported is an optimizer with fused=False"
             )
-        if not self._is_last_before_step():
-            raise UnsupportedSetup(
-                "a step pre-hook was registered on the optimizer between the forward pass and the step, and what it "
-                "does to the gradients would not be recorded: register it before the forward pass"
-            )
+        self._step_hooks.check()
         self._end_iteration()
         self._checkpointer.capture(self._checkpointer.version + 1, self._provider.gradients())
 
@@ -133,7 +114,7 @@ class _Hooks:
             self._end_iteration()
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        self._stand_next_to_the_step()  # hooks that were registered since are in between
+        self._step_hooks.stand_next_to_the_step()
         if model.training:
             self._end_iteration()
 
