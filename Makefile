@@ -1,6 +1,6 @@
 # Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
 # On another Python: make PYTHON=python3.12 test. Some tests alone: make pytest PYTEST_ARGS="-k container -x".
-# The tests marked `cluster` start servers and processes of their own, and run one after the other.
+# What is in tests/cluster starts whole jobs, and runs one after the other; the rest runs two at a time.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -60,8 +60,8 @@ $(SERVERS): $(INSTALLED) tests/servers/package.json
 	else echo "npm is not installed: the tests against Azurite will be skipped"; fi
 
 pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
-	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
-	$(BIN)/pytest -m cluster $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(BIN)/pytest -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)

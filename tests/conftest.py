@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
 
+CLUSTER = Path(__file__).parent / "cluster"
+
 __all__ = ["gluster", "name"]
 
 # Two cores, several processes: threads that spin for one another cost more than they bring.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts whole jobs wants the machine for itself."""
+    for item in items:
+        if CLUSTER in item.path.parents:
+            item.add_marker("alone")
