@@ -160,10 +160,8 @@ class Recorder:
             if self._open_differential is None and version != self._unrecorded:
                 if self._stream.masters_written():
                     self._leave_out(version)
-                elif self._stream.supersedes and not self._rest_on_base():
-                    self._give_up(version)
                 else:
-                    self._open_differential = self._begin_differential(version)
+                    self._begin_differential(version)
         with self._saving(version), self._recording(version):
             if self._open_differential is not None:
                 self._open_differential.capture.add(gradients)
@@ -191,10 +189,7 @@ class Recorder:
         self._finish_copy()
         with self._saving(version), self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
-                if self._stream.supersedes and not self._rest_on_base():
-                    self._give_up(version)
-                else:
-                    self._open_differential = self._begin_differential(version)
+                self._begin_differential(version)
         self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
 
     def flush(self) -> None:
@@ -220,10 +215,14 @@ class Recorder:
             self._rested = self._newest
         return True
 
-    def _begin_differential(self, version: int) -> _OpenRecord:
+    def _begin_differential(self, version: int) -> None:
+        """Open the version's record; what can be no change since a base is given up."""
+        if self._stream.supersedes and not self._rest_on_base():
+            self._give_up(version)
+            return
         key = self._stream.key(self._generation, version, self._rank)
         reservation = self._reserve(key, self._stream.nbytes_max)
-        return _OpenRecord(self._stream.begin(key, reservation.buffer), reservation)
+        self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation)
 
     def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something else than the optimizer has written to a master since its step."""
