@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,20 +40,12 @@ class BlockCodec(Codec):
     """
 
     fidelity = Fidelity.APPROXIMATE
+    quantise_into: Callable[..., None]
+    """The kernel that encodes: of :func:`tiercheck.kernels.quantise_into`'s arguments."""
 
     @abc.abstractmethod
     def parts(self, size: int) -> tuple[Part, Part]:
         """Codes and scales of ``size`` elements."""
-
-    @abc.abstractmethod
-    def quantise(
-        self,
-        values: NDArray[np.float32],
-        codes: NDArray[Any],
-        scales: NDArray[Any],
-        residual: NDArray[np.float32] | None,
-        threads: int,
-    ) -> None: ...
 
     @abc.abstractmethod
     def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]: ...
@@ -85,7 +77,7 @@ class BlockCodec(Codec):
         values = to_float32(array, dtype)
         planned = self.parts(values.size)
         codes, scales = (slot_array(slot, part) for part in planned)
-        self.quantise(values, codes, scales, residual, threads)
+        self.quantise_into(values, codes, scales, residual=residual, threads=threads)
         if residual is not None and dtype != "F32":
             decoded = self.dequantise(codes, scales, values.size, threads)
             lose_rounding(residual, decoded, dtype, threads=threads)
@@ -111,19 +103,10 @@ class Int8(BlockCodec):
     """
 
     name = "int8"
+    quantise_into = staticmethod(kernels.quantise_into)
 
     def parts(self, size: int) -> tuple[Part, Part]:
         return Part("codes", "I8", (size,)), Part("scales", "F32", (-(-size // kernels.BLOCK),))
-
-    def quantise(
-        self,
-        values: NDArray[np.float32],
-        codes: NDArray[Any],
-        scales: NDArray[Any],
-        residual: NDArray[np.float32] | None,
-        threads: int,
-    ) -> None:
-        kernels.quantise_into(values, codes, scales, residual=residual, threads=threads)
 
     def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]:
         return kernels.dequantise(codes, scales, threads=threads)
@@ -171,21 +154,12 @@ class Nf4(PoisonedBlocks):
     """
 
     name = "nf4"
+    quantise_into = staticmethod(kernels.quantise_nf4_into)
     block = kernels.BLOCK
 
     def parts(self, size: int) -> tuple[Part, Part]:
         blocks = -(-size // self.block)
         return Part("codes", "U8", (blocks * self.block // 2,)), Part("scales", "F32", (blocks,))
-
-    def quantise(
-        self,
-        values: NDArray[np.float32],
-        codes: NDArray[Any],
-        scales: NDArray[Any],
-        residual: NDArray[np.float32] | None,
-        threads: int,
-    ) -> None:
-        kernels.quantise_nf4_into(values, codes, scales, residual=residual, threads=threads)
 
     def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]:
         return kernels.dequantise_nf4(codes, scales, size, threads=threads)
@@ -202,21 +176,12 @@ class OneBit(PoisonedBlocks):
     """
 
     name = "onebit"
+    quantise_into = staticmethod(kernels.quantise_onebit_into)
     block = kernels.ONEBIT_BLOCK
 
     def parts(self, size: int) -> tuple[Part, Part]:
         blocks = -(-size // self.block)
         return Part("bits", "U8", (blocks * self.block // 8,)), Part("scales", "BF16", (blocks,))
-
-    def quantise(
-        self,
-        values: NDArray[np.float32],
-        codes: NDArray[Any],
-        scales: NDArray[Any],
-        residual: NDArray[np.float32] | None,
-        threads: int,
-    ) -> None:
-        kernels.quantise_onebit_into(values, codes, scales, residual=residual, threads=threads)
 
     def dequantise(self, codes: NDArray[Any], scales: NDArray[Any], size: int, threads: int) -> NDArray[np.float32]:
         return kernels.dequantise_onebit(codes, scales, size, threads=threads)
