@@ -7,7 +7,6 @@ another state than the one that was.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import logging
 import time
@@ -77,15 +76,6 @@ class _OpenRecord:
 
 
 @dataclass
-class _ReservedAhead:
-    """Memory for the next differential, taken while training goes on, so that no step waits for it."""
-
-    key: ShardKey
-    nbytes: int
-    reservation: concurrent.futures.Future[Reservation]
-
-
-@dataclass
 class _BaseInFlight:
     version: int
     copied: concurrent.futures.Future[bool]
@@ -123,7 +113,6 @@ class Recorder:
         self._rank = rank
         self._generation = generation
         self._open_differential: _OpenRecord | None = None
-        self._ahead: _ReservedAhead | None = None
         self._unrecorded: int | None = None
         """The version of which a part could not be recorded: what is left of it is worth nothing."""
         self._base: _BaseInFlight | None = None
@@ -198,8 +187,7 @@ class Recorder:
         self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
 
     def close(self) -> None:
-        """Wait for the copy of a base that still runs, and give back what nothing will be written to. Idempotent."""
-        self._drop_ahead()
+        """Wait for the copy of a base that still runs. Idempotent."""
         self._copier.shutdown(wait=True, cancel_futures=True)
 
     def _rest_on_base(self) -> bool:
@@ -233,7 +221,7 @@ class Recorder:
             if (opened := self._open_differential) is not None:
                 with self._saving(version), self._recording(version):
                     nbytes = opened.capture.finish(skipped=skipped)
-                    self._call(opened.reservation.publish(nbytes), f"publishing differential {version}")
+                    self._publish(opened.reservation, nbytes, f"publishing differential {version}")
                     self._count(differentials=1, captured_bytes=nbytes)
         finally:
             # The optimizer has stepped, recorded or not: the next step must not take this version's place.
@@ -247,11 +235,9 @@ class Recorder:
                 self._begin_base(version)
             if version == self._unrecorded:
                 self.finish_base()  # nothing else holds this version
-        self._reserve_ahead()
 
     def _begin_base(self, version: int) -> None:
         """Reserve memory and start the lazy copy. Waits where the bases before have not drained."""
-        self._drop_ahead()  # a base that closes a gap comes first
         self.finish_base()
         self._wait_for_room(version)
         began = time.perf_counter()
@@ -293,7 +279,7 @@ class Recorder:
                 self._call(reservation.drop(), "dropping a base")
                 return None
             nbytes = capture.finish()
-            self._call(reservation.publish(nbytes), "publishing a base")
+            self._publish(reservation, nbytes, "publishing a base")
         except BaseException:
             self._call(reservation.drop(), "dropping a base")
             raise
@@ -334,29 +320,6 @@ class Recorder:
             self._newest = ShardKey.base(self._generation, base.version, self._rank)
             self._count(bases=1, captured_bytes=nbytes)
 
-    def _reserve_ahead(self) -> None:
-        """Have memory for the next differential taken meanwhile. What comes of it shows when it is needed."""
-        if self._stream.supersedes:
-            return  # the next snapshot's key is not known yet
-        began = time.perf_counter()
-        self._drop_ahead()
-        key, nbytes = self._stream.key(self._generation, self.version + 1, self._rank), self._stream.nbytes_max
-        self._ahead = _ReservedAhead(key, nbytes, self._loop.submit(self._first.driver.reserve(str(key), nbytes)))
-        self._count(differential_stall_s=time.perf_counter() - began)
-
-    def _drop_ahead(self) -> None:
-        """Give up what was reserved ahead, if anything. Waits for nothing."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            self._loop.submit(_dropped(ahead))
-
-    def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
-        what = f"reserving memory for {key}"
-        if self._ahead is not None and self._ahead.key == key and self._ahead.nbytes >= nbytes:
-            ahead, self._ahead = self._ahead, None
-            return self._loop.result(ahead.reservation, what=what, deadline_s=self._config.deadline_s)
-        return self._call(self._first.driver.reserve(str(key), nbytes), what)
-
     def _reserve(self, key: ShardKey, nbytes: int) -> Reservation:
         """Memory in the first tier; where it is full, after the mover has deleted what may go."""
         try:
@@ -364,6 +327,15 @@ class Recorder:
         except CapacityExceeded:
             self._call_mover(self._mover.cycle(), "making room in the first tier")
             return self._reserved(key, nbytes)
+
+    def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
+        driver = self._first.driver
+        found = driver.reserve_at_once(str(key), nbytes)
+        return found or self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+
+    def _publish(self, reservation: Reservation, nbytes: int, what: str) -> None:
+        if reservation.publish_at_once(nbytes) is None:
+            self._call(reservation.publish(nbytes), what)
 
     @contextmanager
     def _recording(self, version: int) -> Iterator[None]:
@@ -435,16 +407,3 @@ class Recorder:
 
 async def _nudge(mover: Moving) -> None:
     mover.nudge()
-
-
-async def _dropped(ahead: _ReservedAhead) -> None:
-    """Give the memory back once it is there. To cancel instead could leave some that nobody knows of: what is cancelled
-    too late has taken it."""
-    try:
-        reservation = await asyncio.wrap_future(ahead.reservation)
-    except TierCheckError:
-        return  # why there is none shows where some is needed
-    try:
-        await reservation.drop()
-    except TierCheckError as error:
-        log.warning("dropping the memory for %s: %s", ahead.key, error)

@@ -16,7 +16,8 @@ from tiercheck.tiers.memory import MemoryDriver, StoredObject
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 ENOUGH = settings(
-    max_examples=100,
+    max_examples=1000,  # the first that fails is the last
+    report_multiple_bugs=False,
     stateful_step_count=40,
     deadline=None,
     database=None,

@@ -9,8 +9,8 @@ import pytest
 
 from tiercheck.errors import AlreadyExists, Closed, NotFound, Unsupported
 from tiercheck.testing.kit import TierKit
-from tiercheck.tiers.driver import TierDriver
-from tiercheck.types import PutMode
+from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.types import ObjectInfo, PutMode
 
 __all__ = ["ReservationTests"]
 
@@ -45,6 +45,47 @@ class ReservationTests(TierKit):
                 await reservation.publish()
             await reservation.drop()
             assert await self.raw_get(driver, key) == content
+
+    @pytest.mark.certifies("mappable")
+    async def test_reserve_and_publish_at_once(self, driver: TierDriver) -> None:
+        """From a thread that is not the event loop's, as training does; what a driver leaves out is awaited."""
+        if not driver.capabilities.mappable:
+            assert await asyncio.to_thread(driver.reserve_at_once, "a", 10) is None
+            return
+        await driver.put("a", [b"first"])
+        for nbytes in (1, 4096, self.large_nbytes):
+            before = (await driver.usage()).used_bytes
+            reservation = await reserved_at_once(driver, "a", nbytes)
+            assert (reservation.buffer.nbytes, reservation.buffer.readonly) == (nbytes, False)
+            assert (await driver.usage()).used_bytes >= before + nbytes
+            content = random.Random(nbytes).randbytes(nbytes)
+            reservation.buffer[:] = content
+            wanted = max(1, nbytes - 100)
+            info = await published_at_once(reservation, wanted)
+            assert await driver.stat("a") == info
+            assert await self.raw_get(driver, "a") == content[:wanted]
+            with pytest.raises(RuntimeError):
+                await published_at_once(reservation)
+            assert (await driver.usage()).used_bytes == wanted
+
+    @pytest.mark.certifies("mappable")
+    async def test_what_cannot_be_at_once_changes_nothing(self, driver: TierDriver) -> None:
+        if not driver.capabilities.mappable:
+            assert await asyncio.to_thread(driver.reserve_at_once, "a", 10) is None
+            return
+        await driver.put("a", [b"first"])
+        for key, nbytes in (("../a", 10), ("a", -1)):
+            with pytest.raises(ValueError):
+                await reserved_at_once(driver, key, nbytes)
+        reservation = await driver.reserve("a", 6)
+        reservation.buffer[:] = b"second"
+        for wrong in (-1, 7):
+            with pytest.raises(ValueError):
+                await published_at_once(reservation, wrong)
+        with pytest.raises(AlreadyExists if driver.capabilities.conditional_put else Unsupported):
+            await published_at_once(reservation, mode=PutMode.CREATE)
+        assert await self.raw_get(driver, "a") == b"first"
+        assert (await driver.usage()).used_bytes == 5
 
     @pytest.mark.certifies("mappable")
     async def test_part_of_a_reservation_is_published(self, driver: TierDriver) -> None:
@@ -149,3 +190,15 @@ class ReservationTests(TierKit):
             await reservation.drop()
             await driver.delete(["a"])
             assert (await driver.usage()).used_bytes == 0
+
+
+async def reserved_at_once(driver: TierDriver, key: str, nbytes: int) -> Reservation:
+    found = await asyncio.to_thread(driver.reserve_at_once, key, nbytes)
+    return found or await driver.reserve(key, nbytes)
+
+
+async def published_at_once(
+    reservation: Reservation, nbytes: int | None = None, mode: PutMode = PutMode.OVERWRITE
+) -> ObjectInfo:
+    found = await asyncio.to_thread(reservation.publish_at_once, nbytes, mode=mode)
+    return found or await reservation.publish(nbytes, mode=mode)

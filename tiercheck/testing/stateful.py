@@ -278,10 +278,12 @@ class DriverMachine(RuleBasedStateMachine):
         self.drivers[who] = self.make_driver()
         self.run(self.drivers[who].open())
 
-    @rule(target=reservations, who=clients, at=places, content=contents)
+    @rule(target=reservations, who=clients, at=places, content=contents, at_once=st.booleans())
     @precondition(lambda self: self.capabilities.mappable and self.reserved_bytes < 1 << 21)
-    def reserve(self, who: int, at: int, content: bytes) -> Reserved:
-        reservation = self.run(self.drivers[who].reserve(self.key(at), len(content)))
+    def reserve(self, who: int, at: int, content: bytes, at_once: bool) -> Reserved:
+        driver, key, nbytes = self.drivers[who], self.key(at), len(content)
+        found = driver.reserve_at_once(key, nbytes) if at_once else None
+        reservation = found or self.run(driver.reserve(key, nbytes))
         reservation.buffer[:] = content
         self.reserved_bytes += len(content)
         self.reservations_open[who] += 1
@@ -301,11 +303,12 @@ class DriverMachine(RuleBasedStateMachine):
         self.reservations_open[reserved.who] -= 1
         self.reserved_bytes -= len(reserved.content)
 
-    @rule(reserved=consumes(reservations), keep=st.floats(0, 1))
-    def publish(self, reserved: Reserved, keep: float) -> None:
+    @rule(reserved=consumes(reservations), keep=st.floats(0, 1), at_once=st.booleans())
+    def publish(self, reserved: Reserved, keep: float, at_once: bool) -> None:
         nbytes = round(len(reserved.content) * keep)
         try:
-            info = self.run(reserved.reservation.publish(nbytes))
+            found = reserved.reservation.publish_at_once(nbytes) if at_once else None
+            info = found or self.run(reserved.reservation.publish(nbytes))
         finally:
             self.settle(reserved)
         self.published(info, reserved.reservation.key, reserved.content[:nbytes])

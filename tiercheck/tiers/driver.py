@@ -41,6 +41,16 @@ class Reservation(abc.ABC):
         fails, nothing is published and the reservation is dropped.
         """
 
+    def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo | None:
+        """As :meth:`publish`, by the calling thread, whichever it is; ``None`` where that cannot be, and then nothing
+        has happened.
+
+        See :meth:`TierDriver.reserve_at_once`. A driver need not have it: this default returns ``None``.
+        Errors: as for :meth:`publish`.
+        """
+        del nbytes, mode
+        return None
+
     @abc.abstractmethod
     async def drop(self) -> None:
         """Give the memory back; no object appears. Idempotent."""
@@ -50,8 +60,8 @@ class TierDriver(abc.ABC):
     """One storage tier.
 
     Open it with ``async with``; every call outside of that raises ``Closed``. All methods may be called
-    concurrently from one event loop. Keys are checked by :func:`tiercheck.keys.validate_key`; a bad one
-    raises ``ValueError`` before anything is touched.
+    concurrently from one event loop, and those that end in ``_at_once`` from any thread meanwhile. Keys are
+    checked by :func:`tiercheck.keys.validate_key`; a bad one raises ``ValueError`` before anything is touched.
     """
 
     @property
@@ -166,6 +176,17 @@ class TierDriver(abc.ABC):
         Errors: ``Unsupported`` without ``capabilities.mappable``; ``CapacityExceeded``.
         """
         raise Unsupported("the tier hands out no memory (capabilities.mappable is false)", tier=self.url, key=key)
+
+    def reserve_at_once(self, key: str, nbytes: int) -> Reservation | None:
+        """As :meth:`reserve`, by the calling thread, whichever it is; ``None`` where that cannot be, and then nothing
+        has happened.
+
+        For a thread that cannot await, such as training's: where memory is ready, waking the event loop's thread and
+        waiting for it takes longer than handing it out. A driver need not have it: this default returns ``None``.
+        Errors: as for :meth:`reserve`.
+        """
+        del key, nbytes
+        return None
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Have memory ready for reservations to come, so that :meth:`reserve` need not make it.

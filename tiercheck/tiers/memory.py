@@ -170,6 +170,11 @@ class MemoryDriver(TierDriver):
 
     async def reserve(self, key: str, nbytes: int) -> Reservation:
         await self._enter(key)
+        return self.reserve_at_once(key, nbytes)
+
+    def reserve_at_once(self, key: str, nbytes: int) -> Reservation:
+        validate_key(key)
+        self.check_open(key)
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be reserved")
         self.store.reserve(nbytes, self._limit_bytes, tier=self.url, key=key)
@@ -211,14 +216,12 @@ class _MemoryReservation(Reservation):
         return self._live()
 
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        self._driver.check_open(self.key)
-        buffer = self._live()
-        wanted = self._nbytes if nbytes is None else nbytes
-        if not 0 <= wanted <= self._nbytes:
-            raise ValueError(f"{wanted} bytes cannot be published of {self._nbytes} reserved for {self.key!r}")
+        self._wanted(nbytes)
         await asyncio.sleep(0)
-        self._live()
-        content = buffer[:wanted]
+        return self.publish_at_once(nbytes, mode=mode)
+
+    def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        content = self._wanted(nbytes)
         self.release()
         return self._driver.store.publish(self.key, content, mode, tier=self._driver.url)
 
@@ -230,6 +233,13 @@ class _MemoryReservation(Reservation):
             self._buffer = None
             self._driver.store.release(self._nbytes)
             self._driver.forget_reservation(self)
+
+    def _wanted(self, nbytes: int | None) -> memoryview:
+        self._driver.check_open(self.key)
+        wanted = self._nbytes if nbytes is None else nbytes
+        if not 0 <= wanted <= self._nbytes:
+            raise ValueError(f"{wanted} bytes cannot be published of {self._nbytes} reserved for {self.key!r}")
+        return self._live()[:wanted]
 
     def _live(self) -> memoryview:
         if self._buffer is None:

@@ -172,13 +172,16 @@ class ShmDriver(FileDriver):
         return Usage(self.segments.held_bytes(), self.segments.limit_bytes)
 
     async def reserve(self, key: str, nbytes: int) -> Reservation:
-        self.directory.path_of(key)
-        if nbytes < 0:
-            raise ValueError(f"{nbytes} bytes cannot be reserved")
+        self._check_reservation(key, nbytes)
         segment = await self.run(lambda check: self._mapped.reserve(nbytes, check), key, undo=MappedSegment.give_back)
-        reservation = _ShmReservation(self, key, segment)
-        self._reservations.add(reservation)
-        return reservation
+        return self._reservation(key, segment)
+
+    def reserve_at_once(self, key: str, nbytes: int) -> Reservation:
+        self._check_reservation(key, nbytes)
+        if not self.is_open:
+            raise Closed("the driver is not open", tier=self.url, key=key)
+        with self.mapped_errors(key):
+            return self._reservation(key, self._mapped.reserve(nbytes, lambda: None))
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
         for nbytes, count in sizes:
@@ -187,6 +190,16 @@ class ShmDriver(FileDriver):
         await self.run(lambda check: self._mapped.prepare(sizes, check))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
+
+    def _check_reservation(self, key: str, nbytes: int) -> None:
+        self.directory.path_of(key)
+        if nbytes < 0:
+            raise ValueError(f"{nbytes} bytes cannot be reserved")
+
+    def _reservation(self, key: str, segment: MappedSegment) -> _ShmReservation:
+        reservation = _ShmReservation(self, key, segment)
+        self._reservations.add(reservation)
+        return reservation
 
     def forget_reservation(self, reservation: _ShmReservation) -> None:
         self._reservations.discard(reservation)
@@ -203,15 +216,17 @@ class _ShmReservation(Reservation):
         return self._live().view
 
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        if not self._driver.is_open:
-            raise Closed("the driver is not open", tier=self._driver.url, key=self.key)
-        segment = self._live()
-        wanted = segment.nbytes if nbytes is None else nbytes
-        if not 0 <= wanted <= segment.nbytes:
-            raise ValueError(f"{wanted} bytes cannot be published of {segment.nbytes} reserved for {self.key!r}")
-        self._release()
+        segment, wanted = self._taken(nbytes)
         try:
             return await self._driver.run(lambda check: segment.publish(self.key, wanted, mode, check), self.key)
+        finally:
+            segment.give_back()
+
+    def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        segment, wanted = self._taken(nbytes)
+        try:
+            with self._driver.mapped_errors(self.key):
+                return segment.publish(self.key, wanted, mode, lambda: None)
         finally:
             segment.give_back()
 
@@ -223,6 +238,17 @@ class _ShmReservation(Reservation):
                 await self._driver.run(lambda _: segment.give_back(), self.key)
             finally:
                 segment.give_back()  # does nothing, unless a cancellation came before the thread did
+
+    def _taken(self, nbytes: int | None) -> tuple[MappedSegment, int]:
+        """The segment, which is nobody else's from here on, and how much of it is to be published."""
+        if not self._driver.is_open:
+            raise Closed("the driver is not open", tier=self._driver.url, key=self.key)
+        segment = self._live()
+        wanted = segment.nbytes if nbytes is None else nbytes
+        if not 0 <= wanted <= segment.nbytes:
+            raise ValueError(f"{wanted} bytes cannot be published of {segment.nbytes} reserved for {self.key!r}")
+        self._release()
+        return segment, wanted
 
     def _release(self) -> None:
         self._segment = None

@@ -1,0 +1,107 @@
+"""Training's own thread reserves and publishes where the first tier lets it, and awaits the tier where it does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.training import FULL, Training, memory, recovered
+from tiercheck.errors import CapacityExceeded, SaveError, Transient
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers import MeteredDriver
+
+VERSION_2 = "differential/000000000002"
+
+
+class Watched:
+    """A memory tier whose calls can be seen, by method, with the thread and the key of each; and be made to fail."""
+
+    def __init__(self, fails: Callable[[str, str], Exception | None] = lambda call, key: None) -> None:
+        self.url = memory()
+        self.seen: list[tuple[str, str, bool]] = []
+        self._fails = fails
+        self._training = threading.current_thread()
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        return Hierarchy((Tier(self.url, wrap=self._watch),))
+
+    def of(self, key: str) -> list[tuple[str, bool]]:
+        """The calls for keys that hold ``key``, and whether training's thread made each."""
+        return [(call, by_training) for call, of, by_training in self.seen if key in of]
+
+    def _watch(self, driver: TierDriver) -> TierDriver:
+        assert isinstance(driver, MemoryDriver)
+        self._replace(driver, "reserve_at_once", lambda key, nbytes: key)
+        return driver
+
+    def _replace(self, of: Any, name: str, key_of: Callable[..., str]) -> None:
+        original = getattr(of, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            key = key_of(*arguments, **options)
+            self.seen.append((name, key, threading.current_thread() is self._training))
+            if (error := self._fails(name, key)) is not None:
+                raise error
+            found = original(*arguments, **options)
+            if isinstance(found, Reservation):
+                self._replace(found, "publish_at_once", lambda *_, **__: key)
+            return found
+
+        setattr(of, name, watched)
+
+
+def once(call: str, error: Exception) -> Callable[[str, str], Exception | None]:
+    """Version 2's first such call fails."""
+    left = [error]
+    return lambda called, key: left.pop() if left and called == call and VERSION_2 in key else None
+
+
+def test_the_thread_that_trains_reserves_and_publishes() -> None:
+    tier, training = Watched(), Training()
+    with training.attach(tier.hierarchy) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert tier.of(VERSION_2) == [("reserve_at_once", True), ("publish_at_once", True)]
+        assert checkpointer.stats.differentials == 3
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+def test_a_tier_that_has_nothing_at_once_is_awaited() -> None:
+    url, training = memory(), Training()
+    with training.attach(Hierarchy((Tier(url, wrap=MeteredDriver),))) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert checkpointer.stats.differentials == 3
+    assert recovered(url) == (3, training.states[3])
+
+
+def test_where_there_is_no_room_the_step_makes_some() -> None:
+    tier, training = Watched(once("reserve_at_once", CapacityExceeded(FULL))), Training()
+    with training.attach(tier.hierarchy) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert tier.of(VERSION_2) == [("reserve_at_once", True), ("reserve_at_once", True), ("publish_at_once", True)]
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 3)
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+@pytest.mark.parametrize("call", ["reserve_at_once", "publish_at_once"])
+def test_what_fails_at_once_is_a_failed_save(call: str) -> None:
+    tier, training = Watched(once(call, Transient("the tier is busy"))), Training()
+    with training.attach(tier.hierarchy, on_save_error="warn") as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        checkpointer.flush()
+        assert checkpointer.stats.failed_saves == 1
+    assert recovered(tier.url) == (3, training.states[3])
+    tier, training = Watched(once(call, Transient("the tier is busy"))), Training()
+    with training.attach(tier.hierarchy, on_save_error="fail"):
+        training.step(1)
+        with pytest.raises(SaveError, match="the tier is busy"):
+            training.step(2)
