@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["cpu_text", "file_system_text", "machine_facts"]
 
-_PACKAGES = ("aiobotocore", "cupy-cuda13x", "numba", "numpy", "pyzmq", "torch", "xxhash", "zstandard")
+_PACKAGES = ("aiobotocore", "cupy-cuda13x", "numba", "numpy", "pyzmq", "torch", "xxhash")
 
 
 def machine_facts() -> dict[str, object]:

@@ -40,10 +40,17 @@ class Scheme:
         return np.empty(self.codes_of(size, blocks), self.code_dtype), np.empty(blocks, self.scale_dtype)
 
     def encode(
-        self, values: Floats, *, by: str, residual: Floats | None = None, threads: int = 1
+        self,
+        values: Floats,
+        *,
+        by: str,
+        before: Floats | None = None,
+        rooted: bool = False,
+        residual: Floats | None = None,
+        threads: int = 1,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         parts = self.empty_parts(values.size)
-        self.encode_into(values, *parts, residual=residual, threads=threads, by=by)
+        self.encode_into(values, *parts, before=before, rooted=rooted, residual=residual, threads=threads, by=by)
         return parts
 
     def decode(self, parts: tuple[NDArray[Any], NDArray[Any]], size: int, *, by: str, threads: int = 1) -> Floats:
@@ -121,15 +128,34 @@ class TestEveryScheme:
     @SETTINGS
     def test_numba_equals_the_reference(self, scheme: Scheme, data: st.DataObject) -> None:
         values = data.draw(tensors(SIZES))
+        before = data.draw(st.none() | st.just(values) | tensors(st.just(values.size)))
+        rooted = data.draw(st.booleans())
         residual = data.draw(st.none() | tensors(st.just(values.size)))
         lost = {by: None if residual is None else residual.copy() for by in BACKENDS}
-        parts = {by: scheme.encode(values, residual=lost[by], by=by) for by in BACKENDS}
+        parts = {by: scheme.encode(values, before=before, rooted=rooted, residual=lost[by], by=by) for by in BACKENDS}
         for ours, theirs in zip(parts["numba"], parts["reference"], strict=True):
             assert ours.tobytes() == theirs.tobytes()
         if residual is not None:
             assert lost["numba"].tobytes() == lost["reference"].tobytes()
         decoded = [scheme.decode(parts["reference"], values.size, by=by) for by in BACKENDS]
         assert same_bits(*decoded)
+
+    @each_backend
+    @given(data=st.data())
+    @SETTINGS
+    def test_a_change_and_a_root_are_what_numpy_makes_of_them(
+        self, scheme: Scheme, by: str, data: st.DataObject
+    ) -> None:
+        values = data.draw(tensors(SIZES))
+        before = data.draw(tensors(st.just(values.size)))
+        kept = values.tobytes(), before.tobytes()
+        with np.errstate(all="ignore"):
+            change, root = values - before, np.sqrt(values)
+        for x, options in ((change, {"before": before}), (root, {"rooted": True})):
+            fused = scheme.encode(values, by=by, **options)  # type: ignore[arg-type]
+            expected = scheme.encode(x, by="reference")
+            assert [part.tobytes() for part in fused] == [part.tobytes() for part in expected]
+        assert (values.tobytes(), before.tobytes()) == kept
 
     @each_backend
     @given(data=st.data())
@@ -162,12 +188,14 @@ class TestEveryScheme:
 
     @pytest.mark.parametrize("threads", [1, 2, 3, 4])
     @pytest.mark.parametrize("fed_back", [False, True])
-    def test_threads_change_no_bit(self, scheme: Scheme, threads: int, fed_back: bool) -> None:
+    @pytest.mark.parametrize("changed", [False, True])
+    def test_threads_change_no_bit(self, scheme: Scheme, threads: int, fed_back: bool, changed: bool) -> None:
         values = np.random.default_rng(5).standard_normal(4 * 65536 + 77, dtype=np.float32)
         values[[70_000, 200_001]] = np.inf, np.nan
         lost = [np.full(values.size, 0.01, np.float32) if fed_back else None for _ in range(2)]
-        expected = scheme.encode(values, residual=lost[0], by="reference")
-        parts = scheme.encode(values, residual=lost[1], by="numba", threads=threads)
+        before = values[::-1].copy() if changed else None
+        expected = scheme.encode(values, before=before, residual=lost[0], by="reference")
+        parts = scheme.encode(values, before=before, residual=lost[1], by="numba", threads=threads)
         assert [part.tobytes() for part in parts] == [part.tobytes() for part in expected]
         if fed_back:
             assert lost[0].tobytes() == lost[1].tobytes()
@@ -195,16 +223,16 @@ class TestEveryScheme:
         assert all(each.intact() for each in guarded)
 
     @each_backend
-    @pytest.mark.parametrize("wrong", ["codes", "scales", "residual"])
+    @pytest.mark.parametrize("wrong", ["codes", "scales", "before", "residual"])
     @pytest.mark.parametrize("change", [-1, 1])
     def test_outputs_of_another_size_are_refused(self, scheme: Scheme, by: str, wrong: str, change: int) -> None:
         codes, scales = scheme.empty_parts(300)
-        sizes = {"codes": codes.size, "scales": scales.size, "residual": 300}
+        sizes = {"codes": codes.size, "scales": scales.size, "before": 300, "residual": 300}
         sizes[wrong] += change
         codes, scales = np.empty(sizes["codes"], codes.dtype), np.empty(sizes["scales"], scales.dtype)
-        residual = np.zeros(sizes["residual"], np.float32)
+        before, residual = (np.zeros(sizes[name], np.float32) for name in ("before", "residual"))
         with pytest.raises(ValueError, match="300 values need"):
-            scheme.encode_into(np.ones(300, np.float32), codes, scales, residual=residual, by=by)
+            scheme.encode_into(np.ones(300, np.float32), codes, scales, before=before, residual=residual, by=by)
         if wrong == "scales" or (wrong == "codes" and scheme is not INT8):  # whose codes say how many values there are
             with pytest.raises(ValueError, match="need"):
                 scheme.decode((codes, scales), 300, by=by)
@@ -245,6 +273,8 @@ def test_a_kernel_is_compiled_once_whatever_it_is_called_with() -> None:
         for array in (values, locked):
             for residual in (None, np.zeros(300, np.float32)):
                 parts = scheme.encode(array, residual=residual, by="numba")
+                scheme.encode(array, before=array, residual=residual, by="numba")
+                scheme.encode(array, rooted=True, residual=residual, by="numba")
                 scheme.decode(parts, 300, by="numba")
                 scheme.decode(tuple(np.frombuffer(part.tobytes(), part.dtype) for part in parts), 300, by="numba")
     for module in (blocks, nf4, onebit):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 from numpy.typing import NDArray
 
 from tests.encoding import Stored, encode, gradient, hold, raw, round_trip
-from tiercheck.errors import ConfigurationError, Corruption
-from tiercheck.streams.codecs import DTYPES, FLOATS, codec, decode, decode_sparse, entropy
+from tiercheck import kernels
+from tiercheck.errors import Corruption
+from tiercheck.streams.codecs import DTYPES, FLOATS, decode, decode_sparse, entropy
 from tiercheck.streams.codecs.entropy import FRAME_ELEMENTS
 
 NANS = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0xFF800000, 0x80000000, 1], np.uint32)
@@ -68,7 +66,7 @@ class TestExact:
 
 
 class TestEntropy:
-    @pytest.mark.parametrize(("dtype", "share"), [("F32", 0.87), ("BF16", 0.75), ("F16", 0.97)])
+    @pytest.mark.parametrize(("dtype", "share"), [("F32", 0.87), ("BF16", 0.75)])
     def test_gradients_get_smaller(self, dtype: str, share: float) -> None:
         array = hold(gradient(100_000), dtype)
         _, parts = encode("exact+entropy", array, dtype)
@@ -91,27 +89,14 @@ class TestEntropy:
         array = hold(gradient(size), "BF16")
         encoding, parts = encode("exact+entropy", array, "BF16", threads=2)
         (length,) = struct.unpack_from("<I", parts["exponents"].data)
-        first = zstandard.get_frame_parameters(parts["exponents"].data[4 : 4 + length])
-        assert first.content_size == min(size, FRAME_ELEMENTS)
+        first = np.empty(min(size, FRAME_ELEMENTS), np.uint8)
+        kernels.unpack_exponents(np.frombuffer(parts["exponents"].data[4 : 4 + length], np.uint8), first)
+        assert first.tobytes() == (array[: first.size] >> 7).astype(np.uint8).tobytes()
         assert raw(decode(encoding.to_object(), parts, threads=3)) == raw(array)
-
-    def test_without_zstandard_it_is_refused_before_there_is_a_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        encoding, parts = encode("exact+entropy", gradient(1000), "F32")
-        monkeypatch.setitem(sys.modules, "zstandard", None)
-        with pytest.raises(ConfigurationError, match="pip install zstandard"):
-            codec("exact+entropy").plan("F32", (3,))
-        with pytest.raises(ConfigurationError, match="pip install zstandard"):
-            decode(encoding.to_object(), parts)
-
-    def test_what_never_uses_zstandard_does_not_import_it(self) -> None:
-        script = (
-            "import sys; from tiercheck.streams.codecs import codec; codec('nf4'); sys.exit('zstandard' in sys.modules)"
-        )
-        assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
 class TestMalformedFrames:
-    """A frame is not decoded before it has said that it holds what it should, and not beyond that."""
+    """Nothing is believed of a frame but that it holds what it should; then any bytes are exponents."""
 
     SIZE = 2000
 
@@ -125,41 +110,25 @@ class TestMalformedFrames:
     def framed(*frames: bytes) -> bytes:
         return b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
 
-    def frame(self, size: int, **options: Any) -> bytes:
-        return zstandard.ZstdCompressor(level=1, **options).compress(bytes(size))
+    def frame(self, size: int) -> bytes:
+        packed = np.empty(kernels.packed_bytes_max(size), np.uint8)
+        exponents = np.random.default_rng(0).integers(100, 108, size).astype(np.uint8)
+        return packed[: kernels.pack_exponents(exponents, packed)].tobytes()
 
     def test_what_it_should_be(self) -> None:
         assert self.decode(self.framed(self.frame(self.SIZE))).size == self.SIZE
 
-    @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, 0, 2**30])
+    @pytest.mark.parametrize("size", [SIZE - 256, SIZE + 256, 0])
     def test_another_size_than_the_tensors(self, size: int) -> None:
-        """Of which the largest is a bomb: a gibibyte in 32 KiB."""
-        frame = self.frame(size) if size < 2**20 else self.frame(2**20)
-        if size >= 2**20:  # what it says, without what it takes to be true
-            frame = frame[:4] + bytes([frame[4] | 0xC0]) + frame[5:]
-        with pytest.raises(Corruption, match="frame"):
-            self.decode(self.framed(frame))
-
-    def test_no_size_at_all(self) -> None:
-        with pytest.raises(Corruption, match="says it holds"):
-            self.decode(self.framed(self.frame(self.SIZE, write_content_size=False)))
-
-    def test_a_size_that_is_not_what_follows(self) -> None:
-        """A bomb: a frame that says it holds what it should, and holds a thousand times as much."""
-        honest, bomb = self.frame(self.SIZE), self.frame(1000 * self.SIZE)
-        said = zstandard.frame_header_size(honest)
-        lying = honest[:said] + bomb[zstandard.frame_header_size(bomb) :]
-        assert zstandard.get_frame_parameters(lying).content_size == self.SIZE
-        with pytest.raises(Corruption, match="cannot be decoded"):
-            self.decode(self.framed(lying))
+        with pytest.raises(Corruption, match="frame 1"):
+            self.decode(self.framed(self.frame(size)))
 
     def test_trailing_garbage(self) -> None:
         frame = self.frame(self.SIZE)
         for coded in (
             self.framed(frame) + b"\0",
-            self.framed(frame, frame),
+            self.framed(frame, frame[:10]),
             self.framed(frame + b"\0"),
-            self.framed(frame + frame),
         ):
             with pytest.raises(Corruption):
                 self.decode(coded)
@@ -173,6 +142,21 @@ class TestMalformedFrames:
             with pytest.raises(Corruption):
                 self.decode(self.framed(whole[4 : 4 + length]))
 
+    def test_any_byte_flipped(self) -> None:
+        whole = bytearray(self.framed(self.frame(self.SIZE)))
+        right, damaged = self.decode(bytes(whole)), 0
+        for position in range(len(whole)):
+            whole[position] ^= 0x10
+            try:
+                found = self.decode(bytes(whole))
+            except Corruption:
+                damaged += 1
+            else:
+                assert (found.shape, found.dtype) == (right.shape, right.dtype)
+                assert raw(found) != raw(right) or position < 4 + 8 * 97
+            whole[position] ^= 0x10
+        assert damaged >= 4
+
     def test_a_length_that_leaves_the_part(self) -> None:
         frame = self.frame(self.SIZE)
         for length in (0, len(frame) - 1, len(frame) + 1, 2**32 - 1):
@@ -180,10 +164,10 @@ class TestMalformedFrames:
                 self.decode(struct.pack("<I", length) + frame)
 
     def test_frames_are_bounded_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(entropy, "FRAME_ELEMENTS", 500)
-        frames = [self.frame(500)] * 4
+        monkeypatch.setattr(entropy, "FRAME_ELEMENTS", 512)
+        frames = [self.frame(512)] * 3 + [self.frame(464)]
         assert self.decode(self.framed(*frames)).size == self.SIZE
-        for sizes in ([500, 500, 500], [500] * 5, [500, 499, 501, 500], [2000]):
+        for sizes in ([512] * 3, [512] * 5, [512, 256, 768, 464], [2000]):
             with pytest.raises(Corruption):
                 self.decode(self.framed(*map(self.frame, sizes)))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tests.training import FULL, Training, faulty
 from tiercheck import keys
 from tiercheck.checkpointer import Checkpointer
-from tiercheck.container import TensorSpec, parse
+from tiercheck.container import ShardMetadata, ShardWriter, TensorSpec, header_room, parse, shard_nbytes
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey, Stream
@@ -24,6 +24,7 @@ from tiercheck.streams.codecs import CODECS
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.streams.recorded import stream_of
 from tiercheck.streams.snapshot import SMALLEST_ROOT, SNAPSHOT_CODECS, SnapshotStream, advanced, squared
+from tiercheck.streams.tensors import dtype_name, tensor_in
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import Fidelity
 
@@ -223,6 +224,98 @@ def test_dtypes_come_back(dtype: torch.dtype) -> None:
     assert state.optimizer_state["weight"]["momentum_buffer"].dtype is dtype
     if dtype is torch.float64:
         assert torch.equal(state.masters["weight"], model.weight), "what no codec takes is stored whole"
+
+
+class State:
+    """Of a provider what a snapshot reads: one master, what the optimizer holds for it, and no more."""
+
+    def __init__(self, master: torch.Tensor, held: dict[str, torch.Tensor]) -> None:
+        self.master, self.held = master, held
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        return {"w": self.master}
+
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"w": dict(self.held)} if self.held else {}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    frozen = buffers
+    host_state = buffers
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return []
+
+
+def based_on(state: State, before: torch.Tensor, name: str) -> SnapshotStream:
+    specs = [TensorSpec("master/w", dtype_name(before, "w"), tuple(before.shape))]
+    memory = memoryview(bytearray(shard_nbytes(specs)))
+    writer = ShardWriter(memory, header_room(specs))
+    slot = writer.slot(specs[0].name, specs[0].dtype, specs[0].shape)
+    tensor_in(slot, specs[0].dtype, specs[0].shape, what="before").copy_(before)
+    length = writer.finish(ShardMetadata(Stream.BASE, 1, 0, 0, 0, 1))
+    stream = SnapshotStream(state, name, 1)  # type: ignore[arg-type]
+    stream.rest_on(parse(memory[:length]))
+    return stream
+
+
+def awkward(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Ordinary numbers, zeros, denormals and what is not finite; non-negative."""
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.rand(shape, generator=generator).to(dtype)
+    flat = tensor.view(-1)
+    for position, value in enumerate((0.0, 1e-45, 1e-40, 1e-6, 6e4, torch.inf, torch.nan)):
+        flat[position::97] = value
+    flat[flat.numel() // 2 : flat.numel() // 2 + 600] = 0
+    return tensor
+
+
+@pytest.mark.parametrize("name", SNAPSHOT_CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0,), (1,), (255,), (257,), (33, 79), (4, 3, 1001)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_pass_encodes_what_three_would(name: str, dtype: torch.dtype, shape: tuple[int, ...], turned: bool) -> None:
+    """The master's change, the first moment, the roots of the second: as if each were computed first, then encoded."""
+    before, after, mean, square = (awkward(shape, dtype, seed) for seed in range(4))
+    if turned:  # not contiguous in memory
+        before, after, mean, square = (
+            tensor.mT if tensor.ndim > 1 else tensor for tensor in (before, after, mean, square)
+        )
+    state = State(after, {"exp_avg": mean, "exp_avg_sq": square})
+    shard = snapshot_of(based_on(state, before, name), 3)
+    with np.errstate(invalid="ignore"):
+        expected = {
+            "master/w": (after.float() - before.float()).numpy(),
+            "state/w/exp_avg": mean.float().numpy(),
+            "state/w/exp_avg_sq": np.sqrt(square.float().numpy()),
+        }
+    for tensor, plain in expected.items():
+        memory: dict[str, memoryview] = {}
+
+        def slot(suffix: str, kind: str, size: tuple[int, ...], memory: dict[str, memoryview] = memory) -> memoryview:
+            memory[suffix] = memoryview(bytearray(TensorSpec("x", kind, size).nbytes))
+            return memory[suffix]
+
+        encoding = SNAPSHOT_CODECS[name].encode(plain, "F32", seed=0, slot=slot)
+        assert shard.object("snapshot")["encodings"][tensor] == encoding.to_object()
+        assert {suffix: bytes(shard.entry(f"{tensor}#{suffix}").data) for suffix in memory} == {
+            suffix: bytes(content) for suffix, content in memory.items()
+        }
+
+
+def test_room_is_found_anew_when_the_optimizer_makes_its_state() -> None:
+    before = torch.zeros(700)
+    state = State(torch.ones(700), {})
+    stream = based_on(state, before, "snapshot")
+    assumed = stream.nbytes_max
+    assert len(snapshot_bytes(stream, 1)) <= assumed
+    state.held = {"exp_avg": torch.ones(700)}
+    made = stream.nbytes_max
+    assert len(snapshot_bytes(stream, 2)) <= made < assumed
+    state.held["exp_avg_sq"] = torch.ones(700)
+    assert len(snapshot_bytes(stream, 3)) <= stream.nbytes_max
+    assert stream.nbytes_max > made
 
 
 def test_every_flipped_byte_is_noticed() -> None:

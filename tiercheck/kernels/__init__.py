@@ -20,6 +20,7 @@ from tiercheck.kernels.dispatch import (
     lose_bfloat16,
     narrow,
     narrow_into,
+    pack_exponents,
     quantise,
     quantise_into,
     quantise_nf4_into,
@@ -31,9 +32,17 @@ from tiercheck.kernels.dispatch import (
     settle,
     split_exponents,
     to_half,
+    unpack_exponents,
     widen,
 )
-from tiercheck.kernels.reference import BLOCK, ELEMENTS_MAX, NONFINITE_CODE, ONEBIT_BLOCK, SAMPLES
+from tiercheck.kernels.reference import (
+    BLOCK,
+    ELEMENTS_MAX,
+    NONFINITE_CODE,
+    ONEBIT_BLOCK,
+    SAMPLES,
+    packed_bytes_max,
+)
 from tiercheck.kernels.replay import Replay, SgdReplay, supports, supports_sgd
 from tiercheck.kernels.sgd import SgdStep, reason_sgd_not_replayable
 from tiercheck.kernels.warming import warm_up
@@ -60,6 +69,8 @@ __all__ = [
     "lose_bfloat16",
     "narrow",
     "narrow_into",
+    "pack_exponents",
+    "packed_bytes_max",
     "quantise",
     "quantise_into",
     "quantise_nf4_into",
@@ -75,6 +86,7 @@ __all__ = [
     "supports",
     "supports_sgd",
     "to_half",
+    "unpack_exponents",
     "warm_up",
     "widen",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "lose_bfloat16",
     "narrow",
     "narrow_into",
+    "pack_exponents",
     "quantise",
     "quantise_into",
     "quantise_nf4_into",
@@ -44,23 +45,24 @@ __all__ = [
     "settle",
     "split_exponents",
     "to_half",
+    "unpack_exponents",
     "widen",
 ]
 
 logger = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
-Residual = NDArray[np.float32] | None
+MaybeFloats = NDArray[np.float32] | None
 
 
 class Backend(Protocol):
     """What each implementation of the kernels offers."""
 
     def select_threshold(
-        self, values: Values, ratio: float, seed: int, *, residual: Residual = None, threads: int = 1
+        self, values: Values, ratio: float, seed: int, *, residual: MaybeFloats = None, threads: int = 1
     ) -> float: ...
     def compact(
-        self, values: Values, threshold: float, *, residual: Residual = None, threads: int = 1
+        self, values: Values, threshold: float, *, residual: MaybeFloats = None, threads: int = 1
     ) -> tuple[NDArray[np.uint32], Floats]: ...
     def compact_into(
         self,
@@ -69,7 +71,7 @@ class Backend(Protocol):
         indices: NDArray[np.uint32],
         survivors: Floats,
         *,
-        residual: Residual = None,
+        residual: MaybeFloats = None,
         threads: int = 1,
     ) -> int: ...
     def to_half(self, survivors: Floats, out: NDArray[np.float16]) -> int: ...
@@ -78,11 +80,27 @@ class Backend(Protocol):
     def scatter(self, indices: NDArray[np.uint32], values: Floats, out: Floats) -> None: ...
     def scatter_add(self, indices: NDArray[np.uint32], values: Floats, out: Floats) -> None: ...
     def quantise_into(
-        self, values: Floats, codes: NDArray[np.int8], scales: Floats, *, residual: Residual = None, threads: int = 1
+        self,
+        values: Floats,
+        codes: NDArray[np.int8],
+        scales: Floats,
+        *,
+        before: MaybeFloats = None,
+        rooted: bool = False,
+        residual: MaybeFloats = None,
+        threads: int = 1,
     ) -> None: ...
     def dequantise(self, codes: NDArray[np.int8], scales: Floats, *, threads: int = 1) -> Floats: ...
     def quantise_nf4_into(
-        self, values: Floats, codes: NDArray[np.uint8], scales: Floats, *, residual: Residual = None, threads: int = 1
+        self,
+        values: Floats,
+        codes: NDArray[np.uint8],
+        scales: Floats,
+        *,
+        before: MaybeFloats = None,
+        rooted: bool = False,
+        residual: MaybeFloats = None,
+        threads: int = 1,
     ) -> None: ...
     def dequantise_nf4(self, codes: NDArray[np.uint8], scales: Floats, size: int, *, threads: int = 1) -> Floats: ...
     def quantise_onebit_into(
@@ -91,7 +109,9 @@ class Backend(Protocol):
         bits: NDArray[np.uint8],
         scales: NDArray[np.uint16],
         *,
-        residual: Residual = None,
+        before: MaybeFloats = None,
+        rooted: bool = False,
+        residual: MaybeFloats = None,
         threads: int = 1,
     ) -> None: ...
     def dequantise_onebit(
@@ -103,6 +123,8 @@ class Backend(Protocol):
     def join_exponents(
         self, exponents: NDArray[np.uint8], rest: NDArray[np.uint8], patterns: NDArray[Any], *, threads: int = 1
     ) -> None: ...
+    def pack_exponents(self, exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> int: ...
+    def unpack_exponents(self, packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> None: ...
     def is_bfloat16(self, values: Floats) -> bool: ...
     def narrow_into(self, values: Floats, out: NDArray[np.uint16]) -> None: ...
     def widen(self, patterns: NDArray[np.uint16]) -> Floats: ...
@@ -141,7 +163,7 @@ def select_threshold(
     ratio: float,
     seed: int,
     *,
-    residual: Residual = None,
+    residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
 ) -> float:
@@ -149,7 +171,7 @@ def select_threshold(
 
 
 def compact(
-    values: Values, threshold: float, *, residual: Residual = None, threads: int = 1, by: str | None = None
+    values: Values, threshold: float, *, residual: MaybeFloats = None, threads: int = 1, by: str | None = None
 ) -> tuple[NDArray[np.uint32], Floats]:
     return implementation(values, by).compact(values, threshold, residual=residual, threads=threads)
 
@@ -160,7 +182,7 @@ def compact_into(
     indices: NDArray[np.uint32],
     survivors: Floats,
     *,
-    residual: Residual = None,
+    residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
 ) -> int:
@@ -203,11 +225,15 @@ def quantise_into(
     codes: NDArray[np.int8],
     scales: Floats,
     *,
-    residual: Residual = None,
+    before: MaybeFloats = None,
+    rooted: bool = False,
+    residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
 ) -> None:
-    implementation(values, by).quantise_into(values, codes, scales, residual=residual, threads=threads)
+    implementation(values, by).quantise_into(
+        values, codes, scales, before=before, rooted=rooted, residual=residual, threads=threads
+    )
 
 
 def dequantise(codes: NDArray[np.int8], scales: Floats, *, threads: int = 1, by: str | None = None) -> Floats:
@@ -219,11 +245,15 @@ def quantise_nf4_into(
     codes: NDArray[np.uint8],
     scales: Floats,
     *,
-    residual: Residual = None,
+    before: MaybeFloats = None,
+    rooted: bool = False,
+    residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
 ) -> None:
-    implementation(values, by).quantise_nf4_into(values, codes, scales, residual=residual, threads=threads)
+    implementation(values, by).quantise_nf4_into(
+        values, codes, scales, before=before, rooted=rooted, residual=residual, threads=threads
+    )
 
 
 def dequantise_nf4(
@@ -237,11 +267,15 @@ def quantise_onebit_into(
     bits: NDArray[np.uint8],
     scales: NDArray[np.uint16],
     *,
-    residual: Residual = None,
+    before: MaybeFloats = None,
+    rooted: bool = False,
+    residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
 ) -> None:
-    implementation(values, by).quantise_onebit_into(values, bits, scales, residual=residual, threads=threads)
+    implementation(values, by).quantise_onebit_into(
+        values, bits, scales, before=before, rooted=rooted, residual=residual, threads=threads
+    )
 
 
 def dequantise_onebit(
@@ -270,6 +304,14 @@ def join_exponents(
     by: str | None = None,
 ) -> None:
     implementation(exponents, by).join_exponents(exponents, rest, patterns, threads=threads)
+
+
+def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8], *, by: str | None = None) -> int:
+    return implementation(exponents, by).pack_exponents(exponents, packed)
+
+
+def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8], *, by: str | None = None) -> None:
+    implementation(packed, by).unpack_exponents(packed, exponents)
 
 
 def is_bfloat16(values: Floats, *, by: str | None = None) -> bool:

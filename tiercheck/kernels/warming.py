@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tiercheck.kernels import dispatch
 from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.gradients import Gradient, SparseGradient
-from tiercheck.kernels.reference import BLOCK, ONEBIT_BLOCK, SAMPLES
+from tiercheck.kernels.reference import BLOCK, ONEBIT_BLOCK, SAMPLES, packed_bytes_max
 from tiercheck.kernels.sgd import SgdStep
 
 __all__ = ["warm_up"]
@@ -73,6 +73,8 @@ def warm_up_patterns(values: NDArray[np.float32]) -> None:
         exponents, rest = np.empty(SIZE, np.uint8), np.empty(SIZE * (patterns.itemsize - 1), np.uint8)
         dispatch.split_exponents(patterns, exponents, rest)
         dispatch.join_exponents(exponents, rest, np.empty_like(patterns))
+    packed = np.empty(packed_bytes_max(SIZE), np.uint8)
+    dispatch.unpack_exponents(packed[: dispatch.pack_exponents(exponents, packed)], exponents)
 
 
 def warm_up_replay(values: NDArray[np.float32]) -> None:

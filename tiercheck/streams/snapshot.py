@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,20 +37,21 @@ from tiercheck.container import (
     TensorEntry,
     TensorSpec,
     header_room,
-    shard_nbytes,
 )
 from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.header import round_up
 from tiercheck.kernels import BLOCK
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseState
-from tiercheck.streams.codecs import FLOATS, Encoding, codec, decode
+from tiercheck.streams.codecs import FLOATS, Encoding, Int8, Nf4, decode
+from tiercheck.streams.codecs.floats import to_float32
 from tiercheck.streams.iteration import SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_in, tensor_of
 
 __all__ = ["SNAPSHOT_CODECS", "SnapshotCapture", "SnapshotStream", "advanced"]
 
-SNAPSHOT_CODECS = {"snapshot": "int8", "snapshot+nf4": "nf4"}
+SNAPSHOT_CODECS: Mapping[str, Int8 | Nf4] = {"snapshot": Int8(), "snapshot+nf4": Nf4()}
 """By its name in the configuration, how a snapshot's tensors are encoded."""
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
@@ -74,6 +76,19 @@ class Source:
     rooted: bool = False
 
 
+Held = tuple[str, str, tuple[int, ...], bool]
+"""A tensor's name (as a :class:`Source` has it), dtype, shape, and whether it is encoded."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes, at most, of what a snapshot holds beside the host state."""
+
+    header_nbytes: int
+    tensors_nbytes: int
+    record_nbytes: int
+
+
 class SnapshotStream(IterationStream):
     """What one rank's snapshots have in common: how they are encoded, the room they take, and their base."""
 
@@ -83,7 +98,7 @@ class SnapshotStream(IterationStream):
         """Errors: ``ConfigurationError`` for a name that is none of :data:`SNAPSHOT_CODECS`."""
         if name not in SNAPSHOT_CODECS:
             raise ConfigurationError(f"there are no {name!r} snapshots: choose one of {', '.join(SNAPSHOT_CODECS)}")
-        self.codec = codec(SNAPSHOT_CODECS[name])
+        self.codec = SNAPSHOT_CODECS[name]
         self.threads = encode_threads
         self._base: Shard | None = None
         super().__init__(provider, world_size)
@@ -96,15 +111,16 @@ class SnapshotStream(IterationStream):
 
     @property
     def nbytes_max(self) -> int:
-        return shard_nbytes(*self._room())
+        room = self._room()
+        return room.header_nbytes + room.tensors_nbytes + room.record_nbytes + round_up(self.host_nbytes_max)
 
     @property
     def nbytes_expected(self) -> int:
-        specs, held = self._room()
-        return shard_nbytes(specs, dict.fromkeys(held, self.host_nbytes))
+        room = self._room()
+        return room.header_nbytes + room.tensors_nbytes + 2 * round_up(self.host_nbytes)
 
     def begin(self, key: ShardKey, memory: memoryview) -> SnapshotCapture:
-        return SnapshotCapture(self, key, memory, header_room(*self._room()))
+        return SnapshotCapture(self, key, memory, self._room().header_nbytes)
 
     def rest_on(self, base: Shard | None) -> None:
         self._base = base
@@ -113,16 +129,15 @@ class SnapshotStream(IterationStream):
         """Whoever writes to a master: a snapshot is of what it holds."""
         return False
 
-    def before(self, name: str) -> torch.Tensor | None:
-        """A tensor as the base has it; ``None`` where it has none."""
+    def before(self, name: str) -> NDArray[np.float32] | None:
+        """A tensor of :data:`FLOATS` as the base has it, flat; ``None`` where it has none."""
         if self._base is None or name not in self._base:
             return None
         entry = self._base.entry(name)
-        return tensor_in(memoryview(entry.data), entry.dtype, entry.shape, what=name)
+        return to_float32(np.frombuffer(entry.data, FLOATS[entry.dtype]), entry.dtype)
 
-    def sources(self) -> Iterator[Source]:
-        """Everything that a snapshot holds but the buffers."""
-        state = self.provider.optimizer_state()
+    def sources(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[Source]:
+        """Everything that a snapshot holds but the buffers; ``state`` is the optimizer's."""
         for name, master in self.provider.masters().items():
             yield Source(f"master/{name}", master, lossy=dtype_name(master, name) in FLOATS)
             for key, value in state.get(name, {}).items():
@@ -130,27 +145,24 @@ class SnapshotStream(IterationStream):
                     lossy = value.shape == master.shape and dtype_name(value, key) in FLOATS and value.ndim > 0
                     yield Source(f"state/{name}/{key}", value, lossy, rooted=lossy and key in SECOND_MOMENTS)
 
-    def _room(self) -> tuple[list[TensorSpec], dict[str, int]]:
+    def _room(self) -> Room:
         """Upper bounds of what a snapshot holds. A master's first step makes its state, and it may come late: until
         then as much is assumed as any of torch's optimizers keeps (:data:`STATE_MAX`)."""
-        state, sources = self.provider.optimizer_state(), list(self.sources())
+        state = self.provider.optimizer_state()
+        held: list[Held] = [
+            (source.name, dtype_name(source.tensor, source.name), tuple(source.tensor.shape), source.lossy)
+            for source in self.sources(state)
+        ]
         for name, master in self.provider.masters().items():
             if name not in state:
-                lossy = dtype_name(master, name) in FLOATS and master.ndim > 0
+                dtype, shape = dtype_name(master, name), tuple(master.shape)
+                lossy = dtype in FLOATS and master.ndim > 0
                 tensors, numbers = STATE_MAX
-                sources += [Source(f"state/{name}/tensor {index}", master, lossy) for index in range(tensors)]
-                sources += [Source(f"state/{name}/number {i}", torch.zeros(()), lossy=False) for i in range(numbers)]
-        specs: list[TensorSpec] = []
-        for source in sources:
-            shape = tuple(source.tensor.shape)
-            if source.lossy:
-                planned = self.codec.plan("F32", shape)
-                specs += [TensorSpec(part_name(source.name, part.suffix), part.dtype, part.shape) for part in planned]
-            else:
-                specs.append(TensorSpec(source.name, dtype_name(source.tensor, source.name), shape))
+                held += [(f"state/{name}/tensor {index}", dtype, shape, lossy) for index in range(tensors)]
+                held += [(f"state/{name}/number {index}", "F32", (), False) for index in range(numbers)]
         for name, tensor in self.provider.buffers().items():
-            specs.append(TensorSpec(f"buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape)))
-        return specs, {"snapshot": SPARE_BYTES + 512 * len(specs), "host": self.host_nbytes_max}
+            held.append((f"buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape), False))
+        return room_of(tuple(held), self.codec)
 
 
 class SnapshotCapture(IterationCapture):
@@ -167,8 +179,9 @@ class SnapshotCapture(IterationCapture):
     def finish(self, *, skipped: bool) -> int:
         """Encode the state as it is now, and close the shard; returns its length in bytes."""
         provider = self._stream.provider
+        state = provider.optimizer_state()
         encodings: dict[str, dict[str, Any]] = {}
-        for source in self._stream.sources():
+        for source in self._stream.sources(state):
             if source.lossy:
                 encodings[source.name] = self._encode(source)
             else:
@@ -177,7 +190,7 @@ class SnapshotCapture(IterationCapture):
             self._copy(f"buffer/{name}", tensor)
         values = {
             name: {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
-            for name, held in provider.optimizer_state().items()
+            for name, held in state.items()
         }
         record = {"encodings": encodings, "values": values, "hyperparameters": provider.hyperparameters()}
         self._writer.add_object("snapshot", PackedObject(objects.pack(record, name="snapshot")))
@@ -190,20 +203,20 @@ class SnapshotCapture(IterationCapture):
         return nbytes
 
     def _encode(self, source: Source) -> dict[str, Any]:
-        values = source.tensor.detach().to("cpu", torch.float32)
-        if source.name.startswith("master/"):
-            before = self._stream.before(source.name)
-            if before is not None:
-                values = values - before.to(torch.float32)
-        elif source.rooted:
-            values = torch.sqrt(values)
+        stream = self._stream
 
         def slot(suffix: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
             return self._writer.slot(part_name(source.name, suffix), dtype, shape)
 
-        stream = self._stream
-        encoding = stream.codec.encode(array_of(values), "F32", seed=self._key.last, slot=slot, threads=stream.threads)
-        return encoding.to_object()
+        return stream.codec.encode(
+            array_of(source.tensor.detach().to("cpu", torch.float32)),
+            "F32",
+            seed=self._key.last,
+            slot=slot,
+            threads=stream.threads,
+            before=stream.before(source.name) if source.name.startswith("master/") else None,
+            rooted=source.rooted,
+        ).to_object()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
@@ -245,6 +258,23 @@ def advanced(base: BaseState, shard: Shard, *, tier: str, threads: int = 1) -> B
         extras=extras,
         hyperparameters=hyperparameters,
         host_state=host_state,
+    )
+
+
+@lru_cache(maxsize=8)
+def room_of(held: tuple[Held, ...], codec: Int8 | Nf4) -> Room:
+    """Asked for several times a version, of the same tensors."""
+    specs: list[TensorSpec] = []
+    for name, dtype, shape, lossy in held:
+        if lossy:
+            planned = codec.plan("F32", shape)
+            specs += [TensorSpec(part_name(name, part.suffix), part.dtype, part.shape) for part in planned]
+        else:
+            specs.append(TensorSpec(name, dtype, shape))
+    return Room(
+        header_nbytes=header_room(specs, ("snapshot", "host")),
+        tensors_nbytes=sum(round_up(spec.nbytes) for spec in specs),
+        record_nbytes=round_up(SPARE_BYTES + 512 * len(specs)),
     )
 
 

@@ -1,7 +1,7 @@
 """Block quantisation in Numba: 8-bit codes; and how the encoders of blocks are run.
 
 Compiled code sees whole blocks only, in pieces on the threads that are granted; the last, short one is filled up with
-zeros here. Where there is a residual, a block's ``x`` and what it decodes to stay in the first cache.
+zeros here. A block's ``x``, where it is not the values themselves, and what it decodes to stay in the first cache.
 
 What handles one block takes whole arrays and the positions where the block starts in them: a slice would count
 references, in atomic instructions that cost as much as the arithmetic. Positions are unsigned, so that no code is made
@@ -25,7 +25,6 @@ __all__ = [
     "START",
     "STEP",
     "Encode",
-    "add",
     "decode_blocks",
     "dequantise",
     "encode_blocks",
@@ -33,6 +32,7 @@ __all__ = [
     "largest_magnitude",
     "quantise_into",
     "reciprocal",
+    "take",
 ]
 
 INFINITY = 0x7F800000
@@ -45,9 +45,9 @@ are the integer."""
 STEP, START = np.uint64(BLOCK), np.uint64(0)
 """A block's elements, and where it starts in an array of its own, unsigned."""
 
-NO_RESIDUAL = np.empty(0, np.float32)
+ABSENT = np.empty(0, np.float32)
 
-Encode = Callable[[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]], None]
+Encode = Callable[[NDArray[Any], NDArray[Any], bool, NDArray[Any], NDArray[Any], NDArray[Any]], None]
 Decode = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]
 
 
@@ -59,37 +59,56 @@ def encode_blocks(
     *,
     block: int,
     codes_per_block: int,
+    before: NDArray[np.float32] | None,
+    rooted: bool,
     residual: NDArray[np.float32] | None,
     threads: int,
     encode_short: Encode | None = None,
 ) -> None:
-    """``encode(values, residual, codes, scales)`` for whole blocks, and ``encode_short`` for the last, short one."""
-    if residual is None:
-        residual = NO_RESIDUAL
-    else:
-        check_size("residuals", residual, values.size, values.size)
+    """``encode(values, before, rooted, residual, codes, scales)`` for whole blocks, and ``encode_short`` for the last,
+    short one. ``before`` and ``residual`` are empty where there is none."""
+    values, before = frozen(values), frozen(present("elements before", before, values.size))
+    residual = present("residuals", residual, values.size)
     whole = values.size // block
 
     def piece(part: slice) -> None:
         first, last = part.start // block, part.stop // block
         encode(
-            frozen(values[part]),
+            values[part],
+            before[part],
+            rooted,
             residual[part],
             codes[first * codes_per_block : last * codes_per_block],
             scales[first:last],
         )
 
-    run(piece, split(whole * block, threads, unit=block))
+    if whole:
+        run(piece, split(whole * block, threads, unit=block))
     if whole * block < values.size:
         short, short_codes = slice(whole * block, None), codes[whole * codes_per_block :]
-        padded = np.zeros((2, block), np.float32)
-        padded[0, : values.size - whole * block] = values[short]
-        padded[1, : residual[short].size] = residual[short]
+        block_values, block_before = frozen(padded(values[short], block)), frozen(padded(before[short], block))
+        block_residual = padded(residual[short], block)
         block_codes = np.empty(codes_per_block, codes.dtype)
-        lost = padded[1] if residual.size else NO_RESIDUAL
-        (encode_short or encode)(frozen(padded[0]), lost, block_codes, scales[whole:])
+        (encode_short or encode)(block_values, block_before, rooted, block_residual, block_codes, scales[whole:])
         short_codes[:] = block_codes[: short_codes.size]
-        residual[short] = lost[: residual[short].size]
+        residual[short] = block_residual[: residual[short].size]
+
+
+def present(what: str, array: NDArray[np.float32] | None, size: int) -> NDArray[np.float32]:
+    """The array, which has to have this size; an empty one for ``None``."""
+    if array is None:
+        return ABSENT
+    check_size(what, array, size, size)
+    return array
+
+
+def padded(elements: NDArray[np.float32], block: int) -> NDArray[np.float32]:
+    """A block that begins with these and ends in zeros; nothing of nothing."""
+    if not elements.size:
+        return ABSENT
+    whole = np.zeros(block, np.float32)
+    whole[: elements.size] = elements
+    return whole
 
 
 def decode_blocks(
@@ -122,9 +141,25 @@ def decode_blocks(
 
 
 @compiled
-def add(values: NDArray[np.float32], residual: NDArray[np.float32], at: Any, x: NDArray[np.float32]) -> None:
+def take(
+    values: NDArray[np.float32],
+    before: NDArray[np.float32],
+    rooted: bool,
+    residual: NDArray[np.float32],
+    at: Any,
+    x: NDArray[np.float32],
+) -> None:
+    """Write a block's ``x``."""
+    has_before, has_residual = before.size != 0, residual.size != 0
     for i in range(np.uint64(x.size)):
-        x[i] = values[at + i] + residual[at + i]
+        value = values[at + i]
+        if rooted:
+            value = np.sqrt(value)
+        if has_before:
+            value -= before[at + i]
+        if has_residual:
+            value += residual[at + i]
+        x[i] = value
 
 
 @compiled
@@ -166,28 +201,46 @@ def quantise_into(
     codes: NDArray[np.int8],
     scales: NDArray[np.float32],
     *,
+    before: NDArray[np.float32] | None = None,
+    rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> None:
     """As the reference."""
     check_sizes(values.size, codes, scales)
     encode_blocks(
-        quantise_blocks, values, codes, scales, block=BLOCK, codes_per_block=BLOCK, residual=residual, threads=threads
+        quantise_blocks,
+        values,
+        codes,
+        scales,
+        block=BLOCK,
+        codes_per_block=BLOCK,
+        before=before,
+        rooted=rooted,
+        residual=residual,
+        threads=threads,
     )
 
 
 @compiled
 def quantise_blocks(
-    values: NDArray[np.float32], residual: NDArray[np.float32], codes: NDArray[np.int8], scales: NDArray[np.float32]
+    values: NDArray[np.float32],
+    before: NDArray[np.float32],
+    rooted: bool,
+    residual: NDArray[np.float32],
+    codes: NDArray[np.int8],
+    scales: NDArray[np.float32],
 ) -> None:
+    plain = not (rooted or before.size or residual.size)
     x, decoded = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for block in range(np.uint64(scales.size)):
         here = block * STEP
-        if residual.size == 0:
+        if plain:
             scales[block] = quantise_block(values, here, codes, here)
         else:
-            add(values, residual, here, x)
+            take(values, before, rooted, residual, here, x)
             scales[block] = quantise_block(x, START, codes, here)
+        if residual.size:
             dequantise_block(codes, here, scales[block], decoded, START)
             keep_lost(x, decoded, residual, here)
 

@@ -26,6 +26,7 @@ __all__ = [
     "GROUP",
     "compresses",
     "count_ones",
+    "far_below",
     "gather",
     "lane_bits",
     "reach_one",
@@ -37,7 +38,7 @@ __all__ = [
 GROUP = 64
 """Lanes of one comparison: a bit each in a machine word."""
 
-SHORT, WORD, LONG, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+BYTE, SHORT, WORD, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 MAGNITUDE = 0x7FFFFFFF
 
@@ -230,6 +231,20 @@ def compresses(typing_context: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(has_compression(context)))
 
     return types.boolean(), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def far_below(typing_context: Any, values: Any, position: Any, highest: Any, distance: Any) -> Any:
+    """Of the ``GROUP`` bytes (uint8) from ``position`` on: bit i is set where ``highest`` less byte i, modulo 256, is
+    ``distance`` or more."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        array, position, highest, distance = arguments
+        pointer = Lanes(context, builder).pointer(signature.args[0], array, position, BYTE, GROUP)
+        below = builder.sub(repeated(builder, highest, GROUP), builder.load(pointer, align=1))
+        return builder.bitcast(builder.icmp_unsigned(">=", below, repeated(builder, distance, GROUP)), LONG)
+
+    return types.uint64(values, types.int64, types.uint8, types.uint8), generate
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]

@@ -11,12 +11,12 @@ from tiercheck.kernels.cpu.blocks import (
     INFINITY,
     START,
     STEP,
-    add,
     decode_blocks,
     encode_blocks,
     keep_lost,
     largest_magnitude,
     reciprocal,
+    take,
 )
 from tiercheck.kernels.cpu.compiled import compiled
 from tiercheck.kernels.reference.blocks import BLOCK
@@ -35,28 +35,46 @@ def quantise_nf4_into(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
     *,
+    before: NDArray[np.float32] | None = None,
+    rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> None:
     """As the reference."""
     check_sizes(values.size, codes, scales)
     encode_blocks(
-        quantise_blocks, values, codes, scales, block=BLOCK, codes_per_block=HALF, residual=residual, threads=threads
+        quantise_blocks,
+        values,
+        codes,
+        scales,
+        block=BLOCK,
+        codes_per_block=HALF,
+        before=before,
+        rooted=rooted,
+        residual=residual,
+        threads=threads,
     )
 
 
 @compiled
 def quantise_blocks(
-    values: NDArray[np.float32], residual: NDArray[np.float32], codes: NDArray[np.uint8], scales: NDArray[np.float32]
+    values: NDArray[np.float32],
+    before: NDArray[np.float32],
+    rooted: bool,
+    residual: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
 ) -> None:
+    plain = not (rooted or before.size or residual.size)
     x, decoded, levels = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(16, np.float32)
     for block in range(np.uint64(scales.size)):
         here, codes_here = block * STEP, block * HALF_STEP
-        if residual.size == 0:
+        if plain:
             scales[block] = quantise_block(values, here, codes, codes_here)
         else:
-            add(values, residual, here, x)
+            take(values, before, rooted, residual, here, x)
             scales[block] = quantise_block(x, START, codes, codes_here)
+        if residual.size:
             dequantise_block(codes, codes_here, scales[block], levels, decoded, START)
             keep_lost(x, decoded, residual, here)
 

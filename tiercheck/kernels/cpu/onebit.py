@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.blocks import INFINITY, START, Encode, add, decode_blocks, encode_blocks, keep_lost
+from tiercheck.kernels.cpu.blocks import INFINITY, START, Encode, decode_blocks, encode_blocks, keep_lost, take
 from tiercheck.kernels.cpu.compiled import compiled
 from tiercheck.kernels.reference.onebit import (
     LARGEST_PATTERN,
@@ -30,6 +31,8 @@ def quantise_onebit_into(
     bits: NDArray[np.uint8],
     scales: NDArray[np.uint16],
     *,
+    before: NDArray[np.float32] | None = None,
+    rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> None:
@@ -37,8 +40,7 @@ def quantise_onebit_into(
     check_sizes(values.size, bits, scales)
 
     def encode_with(elements: int) -> Encode:
-        share = np.float32(ONEBIT_BLOCK / elements)
-        return lambda x, lost, some_bits, some_scales: quantise_blocks(x, lost, some_bits, some_scales, share)
+        return partial(quantise_blocks, np.float32(ONEBIT_BLOCK / elements))
 
     encode_blocks(
         encode_with(ONEBIT_BLOCK),
@@ -47,6 +49,8 @@ def quantise_onebit_into(
         scales,
         block=ONEBIT_BLOCK,
         codes_per_block=SIGN_BYTES,
+        before=before,
+        rooted=rooted,
         residual=residual,
         threads=threads,
         encode_short=encode_with(values.size % ONEBIT_BLOCK or ONEBIT_BLOCK),
@@ -55,22 +59,26 @@ def quantise_onebit_into(
 
 @compiled
 def quantise_blocks(
+    share: np.float32,
     values: NDArray[np.float32],
+    before: NDArray[np.float32],
+    rooted: bool,
     residual: NDArray[np.float32],
     bits: NDArray[np.uint8],
     scales: NDArray[np.uint16],
-    share: np.float32,
 ) -> None:
     """``share`` is the elements of a whole block to those of these blocks."""
+    plain = not (rooted or before.size or residual.size)
     x, decoded = np.empty(ONEBIT_BLOCK, np.float32), np.empty(ONEBIT_BLOCK, np.float32)
     sums = np.empty(LANES, np.float32)
     for block in range(np.uint64(scales.size)):
         here, bits_here = block * ONEBIT_STEP, block * BYTES_STEP
-        if residual.size == 0:
+        if plain:
             scales[block] = quantise_block(values, here, share, sums, bits, bits_here)
         else:
-            add(values, residual, here, x)
+            take(values, before, rooted, residual, here, x)
             scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
+        if residual.size:
             dequantise_block(bits, bits_here, scales[block], decoded, START)
             keep_lost(x, decoded, residual, here)
 

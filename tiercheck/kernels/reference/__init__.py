@@ -16,6 +16,7 @@ from tiercheck.kernels.reference.compaction import (
     select_threshold,
     threshold_bits,
 )
+from tiercheck.kernels.reference.exponents import pack_exponents, packed_bytes_max, unpack_exponents
 from tiercheck.kernels.reference.halves import from_half, to_half
 from tiercheck.kernels.reference.nf4 import dequantise_nf4, quantise_nf4_into
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK, dequantise_onebit, quantise_onebit_into
@@ -39,6 +40,8 @@ __all__ = [
     "join_exponents",
     "lose_bfloat16",
     "narrow_into",
+    "pack_exponents",
+    "packed_bytes_max",
     "quantise_into",
     "quantise_nf4_into",
     "quantise_onebit_into",
@@ -51,5 +54,6 @@ __all__ = [
     "split_exponents",
     "threshold_bits",
     "to_half",
+    "unpack_exponents",
     "widen",
 ]

@@ -1,9 +1,11 @@
 """Block quantisation in NumPy: 8-bit codes, and a scale a block; and what the encoders of blocks share.
 
-An encoder that is given a ``residual`` (fp32, one a value, writable) encodes ``x = values + residual``, one fp32
-addition an element, and leaves in it what the codes lose: ``x - decoded``, one fp32 subtraction, or 0 where that is
-not finite. Added to the next values, it is sent then (error feedback: Seide et al. 2014, "1-bit stochastic gradient
-descent", section 3). Without a residual ``x = values``. A last, short block is one that ends in zeros.
+An encoder encodes ``x``, which is ``values``, or their square roots, correctly rounded, where ``rooted``; less
+``before`` (fp32, one a value), one fp32 subtraction an element, where that is given; plus the ``residual`` (fp32, one a
+value, writable), one fp32 addition an element, where that is given. A last, short block is one that ends in zeros.
+
+In a residual it leaves what the codes lose: ``x - decoded``, one fp32 subtraction, or 0 where that is not finite. Added
+to the next values, it is sent then (error feedback: Seide et al. 2014, "1-bit stochastic gradient descent", section 3).
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ def quantise_into(
     codes: NDArray[np.int8],
     scales: NDArray[np.float32],
     *,
+    before: NDArray[np.float32] | None = None,
+    rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> None:
@@ -57,7 +61,7 @@ def quantise_into(
     ``codes`` has as many elements as ``values``, ``scales`` one a block. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, codes, scales)
-    x = in_blocks(values, residual, BLOCK)
+    x = in_blocks(values, before, rooted, residual, BLOCK)
     finite = np.isfinite(x)
     x_or_zero = np.where(finite, x, np.float32(0))
     scales[:] = scales_reaching(np.abs(x_or_zero).max(axis=1, initial=0))
@@ -99,17 +103,28 @@ def check_size(what: str, array: NDArray[np.generic], needed: int, size: int) ->
         raise ValueError(f"{size} values need {needed} {what}, not {array.size}")
 
 
-def in_blocks(values: NDArray[np.float32], residual: NDArray[np.float32] | None, block: int) -> NDArray[np.float32]:
-    """``values + residual`` as rows of ``block`` elements, the last one filled up with zeros.
+def in_blocks(
+    values: NDArray[np.float32],
+    before: NDArray[np.float32] | None,
+    rooted: bool,
+    residual: NDArray[np.float32] | None,
+    block: int,
+) -> NDArray[np.float32]:
+    """``x`` as rows of ``block`` elements, the last one filled up with zeros.
 
-    Errors: ``ValueError`` where there is not one residual a value.
+    Errors: ``ValueError`` where there is not one ``before``, or one residual, a value.
     """
     rows = np.zeros((-(-values.size // block), block), np.float32)
     x = rows.reshape(-1)[: values.size]
     x[:] = values
-    if residual is not None:
-        check_size("residuals", residual, values.size, values.size)
-        with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
+        if rooted:
+            np.sqrt(x, out=x)
+        if before is not None:
+            check_size("elements before", before, values.size, values.size)
+            x -= before
+        if residual is not None:
+            check_size("residuals", residual, values.size, values.size)
             x += residual
     return rows
 

@@ -60,6 +60,8 @@ def quantise_nf4_into(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
     *,
+    before: NDArray[np.float32] | None = None,
+    rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> None:
@@ -74,7 +76,7 @@ def quantise_nf4_into(
     ``codes`` has 128 bytes a block, ``scales`` one element. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, codes, scales)
-    x = in_blocks(values, residual, BLOCK)
+    x = in_blocks(values, before, rooted, residual, BLOCK)
     poisoned: NDArray[np.bool_] = np.any(~np.isfinite(x), axis=1)
     x_or_zero = np.where(poisoned[:, None], np.float32(0), x)
     largest = np.abs(x_or_zero).max(axis=1, initial=0)

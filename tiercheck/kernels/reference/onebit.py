@@ -39,6 +39,8 @@ def quantise_onebit_into(
     bits: NDArray[np.uint8],
     scales: NDArray[np.uint16],
     *,
+    before: NDArray[np.float32] | None = None,
+    rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> None:
@@ -52,7 +54,7 @@ def quantise_onebit_into(
     ``bits`` has 16 bytes a block, ``scales`` one pattern. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, bits, scales)
-    x = in_blocks(values, residual, ONEBIT_BLOCK)
+    x = in_blocks(values, before, rooted, residual, ONEBIT_BLOCK)
     poisoned: NDArray[np.bool_] = np.any(~np.isfinite(x), axis=1)
     x_or_zero = np.where(poisoned[:, None], np.float32(0), x)
     bits[:] = np.packbits(np.signbit(x_or_zero), axis=1, bitorder="little").reshape(-1)

@@ -26,9 +26,6 @@ from tiercheck.types import Fidelity
 
 __all__ = ["Int8", "Nf4", "OneBit"]
 
-SLICE_ELEMENTS = 1 << 18
-"""Codes that :meth:`Int8.nonfinite` looks at at a time."""
-
 POISONED = np.uint32(0x7FC00000)
 """The fp32 scale of a block that decodes to NaN; as bf16, its upper half."""
 
@@ -71,13 +68,18 @@ class BlockCodec(Codec):
         slot: Slot,
         residual: NDArray[np.float32] | None = None,
         threads: int = 1,
+        before: NDArray[Any] | None = None,
+        rooted: bool = False,
     ) -> Encoding:
+        """As every codec; and in the same pass ``array - before`` (of the same dtype and size), or the square roots of
+        an array that is to be ``rooted``, in fp32."""
         check_dtype(dtype, FLOATS, self.name)
         check_residual(residual, array.size)
         values = to_float32(array, dtype)
+        start = None if before is None else to_float32(before, dtype)
         planned = self.parts(values.size)
         codes, scales = (slot_array(slot, part) for part in planned)
-        self.quantise_into(values, codes, scales, residual=residual, threads=threads)
+        self.quantise_into(values, codes, scales, before=start, rooted=rooted, residual=residual, threads=threads)
         if residual is not None and dtype != "F32":
             decoded = self.dequantise(codes, scales, values.size, threads)
             lose_rounding(residual, decoded, dtype, threads=threads)
@@ -112,8 +114,9 @@ class Int8(BlockCodec):
         return kernels.dequantise(codes, scales, threads=threads)
 
     def nonfinite(self, codes: NDArray[Any], scales: NDArray[Any], size: int) -> int:
-        starts = range(0, size, SLICE_ELEMENTS)
-        return sum(int(np.count_nonzero(codes[i : i + SLICE_ELEMENTS] == kernels.NONFINITE_CODE)) for i in starts)
+        if codes.min(initial=0) != kernels.NONFINITE_CODE:  # which is the least code, and seldom there
+            return 0
+        return int(np.count_nonzero(codes == kernels.NONFINITE_CODE))
 
     def are_scales(self, scales: NDArray[Any]) -> bool:
         return bool(np.all(np.isfinite(scales) & (scales >= 0)))

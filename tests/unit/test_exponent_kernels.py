@@ -1,0 +1,129 @@
+"""Exponents in few bits: the reference by its word, and Numba against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tiercheck import kernels
+
+BACKENDS = ("reference", "numba")
+SIZES = (0, 1, 2, 63, 64, 255, 256, 257, 511, 512, 1000, 70_001)
+BLOCK, CODE_BYTES = 256, 96
+
+
+def pack(exponents: NDArray[np.uint8], by: str) -> NDArray[np.uint8]:
+    packed = np.full(kernels.packed_bytes_max(exponents.size), 0xA5, np.uint8)
+    return packed[: kernels.pack_exponents(exponents, packed, by=by)]
+
+
+def unpack(packed: NDArray[np.uint8], size: int, by: str) -> NDArray[np.uint8]:
+    exponents = np.full(size, 0xA5, np.uint8)
+    kernels.unpack_exponents(packed, exponents, by=by)
+    return exponents
+
+
+def samples(size: int) -> list[NDArray[np.uint8]]:
+    generator = np.random.default_rng(size)
+    return [
+        each.astype(np.uint8)
+        for each in (
+            np.zeros(size),
+            np.full(size, 255),
+            generator.integers(0, 256, size),
+            generator.normal(110, 2, size).clip(0, 255),
+            generator.choice([0, 3, 252, 255], size),  # on both sides of where a byte begins anew
+            np.arange(size) % 256,
+        )
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_come_back_and_both_pack_alike(size: int) -> None:
+    for exponents in samples(size):
+        packed = pack(exponents, "reference")
+        assert pack(exponents, "numba").tobytes() == packed.tobytes()
+        for by in BACKENDS:
+            assert unpack(packed, size, by).tobytes() == exponents.tobytes()
+
+
+@given(st.binary(max_size=700))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_come_back(content: bytes) -> None:
+    exponents = np.frombuffer(content, np.uint8)
+    packed = pack(exponents, "reference")
+    assert pack(exponents, "numba").tobytes() == packed.tobytes()
+    for by in BACKENDS:
+        assert unpack(packed, exponents.size, by).tobytes() == content
+
+
+@given(st.integers(0, 600), st.binary(max_size=700))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_of_the_right_number_are_exponents(size: int, content: bytes) -> None:
+    """And both backends agree which number is right, and which exponents they are."""
+    found: list[bytes | None] = []
+    for by in BACKENDS:
+        try:
+            found.append(unpack(np.frombuffer(content, np.uint8), size, by).tobytes())
+        except ValueError:
+            found.append(None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("by", BACKENDS)
+def test_the_form_is_what_it_is_said_to_be(by: str) -> None:
+    exponents = np.full(BLOCK, 120, np.uint8)
+    exponents[[1, 65, 129]] = 119, 118, 114
+    exponents[[5, 250]] = 113, 126
+    packed = pack(exponents, by)
+    low = np.zeros(64, np.uint8)
+    low[1] = 1 | 2 << 2 | 2 << 4
+    low[5] = 3
+    low[250 - 192] = 3 << 6
+    high = np.zeros(32, np.uint8)
+    high[129 % 32] |= 1 << 129 // 32
+    high[5] |= 1
+    high[250 % 32] |= 1 << 250 // 32
+    assert packed.tolist() == [120, *low, *high, 113, 126]
+
+
+@pytest.mark.parametrize("by", BACKENDS)
+def test_the_highest_is_the_one_with_which_the_fewest_are_stored(by: str) -> None:
+    exponents = np.concatenate([np.full(10, 130), np.full(200, 120), np.full(46, 118)]).astype(np.uint8)
+    packed = pack(exponents, by)
+    assert packed[0] == 124  # 130 - 6: the largest are stored, and all others have a code
+    assert packed[1 + CODE_BYTES :].tolist() == [130] * 10
+
+
+@pytest.mark.parametrize("by", BACKENDS)
+def test_a_gradient_takes_half(by: str) -> None:
+    values = np.random.default_rng(0).standard_normal(50_000, dtype=np.float32)
+    exponents = (values.view(np.uint32) >> 23 & 0xFF).astype(np.uint8)
+    assert pack(exponents, by).size < 0.45 * exponents.size
+
+
+@pytest.mark.parametrize("by", BACKENDS)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(by: str) -> None:
+    exponents = np.arange(300, dtype=np.uint16).astype(np.uint8)
+    room = np.zeros(kernels.packed_bytes_max(300) - 1, np.uint8)
+    with pytest.raises(ValueError, match="there is room for"):
+        kernels.pack_exponents(exponents, room, by=by)
+    assert not room.any()
+    packed = pack(exponents, by)
+    for wrong in (packed[:0], packed[:100], packed[:-1], np.append(packed, packed[:1])):
+        with pytest.raises(ValueError, match=r"blocks of exponents|stored exponents"):
+            unpack(wrong, 300, by)
+
+
+@pytest.mark.parametrize("by", BACKENDS)
+def test_nothing_beyond_what_is_returned_matters_or_is_written_beyond_the_room(by: str) -> None:
+    exponents = np.random.default_rng(1).integers(0, 256, 1000).astype(np.uint8)
+    guarded = np.full(kernels.packed_bytes_max(1000) + 64, 0x5A, np.uint8)
+    kernels.pack_exponents(exponents, guarded[:-64], by=by)
+    assert (guarded[-64:] == 0x5A).all()
+    target = np.full(1000 + 64, 0x5A, np.uint8)
+    kernels.unpack_exponents(pack(exponents, by), target[:1000], by=by)
+    assert (target[1000:] == 0x5A).all()

@@ -1,0 +1,142 @@
+"""Exponents in few bits, in Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.cpu.compiled import compiled, frozen
+from tiercheck.kernels.cpu.lanes import GROUP, count_ones, far_below, trailing_zeros
+from tiercheck.kernels.reference.exponents import (
+    CODE_BYTES,
+    CODED,
+    EXPONENT_BLOCK,
+    STORED,
+    blocks_of,
+    check_packed,
+    check_room,
+    check_stored,
+)
+
+__all__ = ["pack_exponents", "unpack_exponents"]
+
+BLOCK_STEP, CODES_STEP = np.uint64(EXPONENT_BLOCK), np.uint64(CODE_BYTES)
+
+
+def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> int:
+    """As the reference."""
+    check_room(exponents.size, packed)
+    blocks = blocks_of(exponents.size)
+    codes, stored = packed[blocks : blocks * (1 + CODE_BYTES)], packed[blocks * (1 + CODE_BYTES) :]
+    return blocks * (1 + CODE_BYTES) + int(pack_blocks(frozen(exponents), packed[:blocks], codes, stored))
+
+
+def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> None:
+    """As the reference."""
+    blocks = blocks_of(exponents.size)
+    check_packed(blocks, packed)
+    packed = frozen(packed)
+    codes, stored = packed[blocks : blocks * (1 + CODE_BYTES)], packed[blocks * (1 + CODE_BYTES) :]
+    check_stored(int(unpack_blocks(packed[:blocks], codes, stored, exponents)), stored.size)
+
+
+@compiled
+def pack_blocks(
+    exponents: NDArray[np.uint8], highest: NDArray[np.uint8], codes: NDArray[np.uint8], stored: NDArray[np.uint8]
+) -> Any:
+    """Returns how many are stored."""
+    block, code = np.empty(EXPONENT_BLOCK, np.uint8), np.empty(EXPONENT_BLOCK, np.uint8)
+    count = np.uint64(0)
+    for index in range(np.uint64(highest.size)):
+        load(exponents, index * BLOCK_STEP, block)
+        largest = np.uint8(0)
+        for i in range(EXPONENT_BLOCK):
+            largest = max(largest, block[i])
+        chosen, fewest = largest, number_stored(block, largest)
+        for lower in range(1, CODED):
+            candidate = np.uint8(largest - np.uint8(lower))
+            number = number_stored(block, candidate)
+            if number < fewest:
+                chosen, fewest = candidate, number
+        highest[index] = chosen
+        for i in range(EXPONENT_BLOCK):
+            code[i] = min(np.uint8(chosen - block[i]), np.uint8(STORED))
+        pack_codes(code, codes, index * CODES_STEP)
+        for start in range(0, EXPONENT_BLOCK, GROUP):
+            left = far_below(block, start, chosen, np.uint8(CODED))
+            while left:
+                stored[count] = block[start + trailing_zeros(left)]
+                count += np.uint64(1)
+                left &= left - np.uint64(1)
+    return count
+
+
+@compiled
+def load(exponents: NDArray[np.uint8], at: Any, block: NDArray[np.uint8]) -> None:
+    """The block that begins there, filled up with the last exponent."""
+    here = min(np.uint64(exponents.size) - at, BLOCK_STEP)
+    for i in range(here):
+        block[i] = exponents[at + i]
+    for i in range(here, BLOCK_STEP):
+        block[i] = exponents[exponents.size - 1]
+
+
+@compiled
+def number_stored(block: NDArray[np.uint8], highest: np.uint8) -> Any:
+    """How many of the block have no code with this highest exponent."""
+    number = 0
+    for start in range(0, EXPONENT_BLOCK, GROUP):
+        number += count_ones(far_below(block, start, highest, np.uint8(CODED)))
+    return number
+
+
+@compiled
+def pack_codes(code: NDArray[np.uint8], packed: NDArray[np.uint8], at: Any) -> None:
+    for j in range(np.uint64(64)):
+        low = np.uint8(0)
+        for k in range(4):
+            low |= np.uint8((code[j + np.uint64(64 * k)] & np.uint8(3)) << np.uint8(2 * k))
+        packed[at + j] = low
+    for j in range(np.uint64(32)):
+        high = np.uint8(0)
+        for k in range(8):
+            high |= np.uint8((code[j + np.uint64(32 * k)] >> np.uint8(2)) << np.uint8(k))
+        packed[at + np.uint64(64) + j] = high
+
+
+@compiled
+def unpack_blocks(
+    highest: NDArray[np.uint8], codes: NDArray[np.uint8], stored: NDArray[np.uint8], exponents: NDArray[np.uint8]
+) -> Any:
+    """Returns how many are stored; once they are more than there are, nothing that matters is written any more."""
+    code = np.empty(EXPONENT_BLOCK, np.uint8)
+    size, count = np.uint64(exponents.size), np.uint64(0)
+    for index in range(np.uint64(highest.size)):
+        unpack_codes(codes, index * CODES_STEP, code)
+        at = index * BLOCK_STEP
+        here = min(size - at, BLOCK_STEP)
+        for i in range(here):
+            exponents[at + i] = highest[index] - code[i]
+        for start in range(0, EXPONENT_BLOCK, GROUP):
+            left = far_below(code, start, np.uint8(CODED - 1), np.uint8(CODED))  # the codes that are STORED
+            while left:
+                position = np.uint64(start + trailing_zeros(left))
+                if position < here and count < np.uint64(stored.size):
+                    exponents[at + position] = stored[count]
+                count += np.uint64(1)
+                left &= left - np.uint64(1)
+    return count
+
+
+@compiled
+def unpack_codes(packed: NDArray[np.uint8], at: Any, code: NDArray[np.uint8]) -> None:
+    for j in range(np.uint64(64)):
+        low = packed[at + j]
+        for k in range(4):
+            code[j + np.uint64(64 * k)] = (low >> np.uint8(2 * k)) & np.uint8(3)
+    for j in range(np.uint64(32)):
+        high = packed[at + np.uint64(64) + j]
+        for k in range(8):
+            code[j + np.uint64(32 * k)] |= ((high >> np.uint8(k)) & np.uint8(1)) << np.uint8(2)
