@@ -6,6 +6,7 @@ import asyncio
 import functools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -213,17 +214,19 @@ class TestDamage:
         place.proxy.flip_answer(5)
         assert await driver.get("a") == content
 
-    @pytest.mark.parametrize("content", [b"", b"0123456789", LARGE], ids=["empty", "small", "large"])
+    @pytest.mark.parametrize(
+        ("content", "parts"), [(b"", 0), (b"0123456789", 1), (LARGE, 3)], ids=["empty", "small", "large"]
+    )
     async def test_an_object_that_may_be_large_is_read_in_parts_and_verified(
-        self, place: Place, driver: S3Driver, content: bytes
+        self, place: Place, driver: S3Driver, content: bytes, parts: int
     ) -> None:
-        """The caller's room says so: then no request is for more than a part."""
+        """The caller's room says so: then it is divided among the connections."""
         await driver.put("a", [content])
         into = memoryview(bytearray(len(LARGE) + 1))
         place.proxy.seen.clear()
         assert await driver.get("a", into=into) == content
         gets = [request for request in place.proxy.seen if request.operation == "GetObject"]
-        assert len(gets) == -(-len(content) // PART)
+        assert len(gets) == parts
         assert all("range" in {name.lower() for name in request.headers} for request in gets)
         if content:
             place.proxy.flip_answer(5, times=100)
@@ -243,6 +246,34 @@ class TestDamage:
         place.proxy.truncate(nbytes, times=3)
         assert await driver.get("a") == LARGE
         assert bytes(await driver.get("a", range=ByteRange(10, PART + 30))) == LARGE[10 : PART + 30]
+
+    async def test_after_a_failure_what_has_arrived_is_not_asked_for_again(
+        self, place: Place, driver: S3Driver
+    ) -> None:
+        await driver.put("a", [LARGE])
+        stops_in_the_middle = Fault(
+            is_operation("GetObject"), 1, after=lambda _, answer: replace(answer, body=answer.body[: PART // 2])
+        )
+        async with place.driver(timeout="1s", access="read") as reader:
+            place.proxy.seen.clear()
+            place.proxy.add(stops_in_the_middle)
+            assert await reader.get("a", into=memoryview(bytearray(len(LARGE)))) == LARGE
+        ranges = {request.headers["range"] for request in place.proxy.seen if request.operation == "GetObject"}
+        starts, ends = zip(*(map(int, text.removeprefix("bytes=").split("-")) for text in ranges), strict=True)
+        assert len(set(ends)) == 3
+        assert len(set(starts)) == 4
+
+    async def test_what_another_client_put_with_another_checksum_is_verified(
+        self, place: Place, driver: S3Driver
+    ) -> None:
+        place.server.client.put_object(
+            Bucket=place.server.bucket, Key=f"{place.prefix}/a", Body=LARGE, ChecksumAlgorithm="CRC32"
+        )
+        into = memoryview(bytearray(len(LARGE)))
+        assert await driver.get("a", into=into) == LARGE
+        place.proxy.flip_answer(5, times=100)
+        with pytest.raises(Corruption, match="the CRC32 of what arrived"):
+            await driver.get("a", into=into)
 
     async def test_a_server_without_checksums(self, place: Place) -> None:
         place.proxy.forget_checksum_types()

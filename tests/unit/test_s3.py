@@ -22,6 +22,7 @@ from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthori
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.s3 import S3Driver, S3Settings
 from tiercheck.tiers.s3.checksums import CRC32, PREFERRED, Checksum, stored_checksum
+from tiercheck.tiers.s3.download import PART_BYTES_MAX, get_part_bytes
 from tiercheck.tiers.s3.failures import classify
 from tiercheck.tiers.s3.listing import Listing
 from tiercheck.tiers.s3.names import Names, etag_in, etag_of, server_etag
@@ -183,6 +184,15 @@ class TestParts:
         assert (bounds[0][0], bounds[-1][1]) == (0, nbytes)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
         assert all(stop - start >= part_bytes for start, stop in bounds[:-1])
+
+    @given(st.integers(1, 6 << 40), st.sampled_from([5 << 20, 16 << 20, 1 << 30]), st.integers(1, 32))
+    @settings(max_examples=50)
+    def test_those_of_a_get_keep_all_connections_busy(self, nbytes: int, part_bytes: int, in_flight: int) -> None:
+        size = get_part_bytes(nbytes, S3Settings("abc", part_bytes=part_bytes, parts_in_flight=in_flight))
+        assert part_bytes <= size <= max(part_bytes, PART_BYTES_MAX)
+        rounds = -(-nbytes // (size * in_flight))
+        # More than the unit only where the last round is as full as the others, but for what does not divide evenly.
+        assert size == part_bytes or nbytes > rounds * in_flight * (size - 1)
 
 
 def answer(code: str, status: int, **headers: str) -> boto.ClientError:

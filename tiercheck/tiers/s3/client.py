@@ -92,7 +92,7 @@ class S3Client:
             addressing = "path"  # a private store seldom has a wildcard name in DNS
         config = AioConfig(
             connect_timeout=min(settings.timeout_s, 10.0),
-            read_timeout=settings.timeout_s * COMPLETION_PATIENCE,
+            read_timeout=None,  # every request has a deadline below; the connection's would be moved with each piece
             max_pool_connections=settings.parts_in_flight + SMALL_REQUESTS,
             retries={"total_max_attempts": 1, "mode": "standard"},
             # The checksum below is signed and covers the body: hashing it once more would cost more than sending it.

@@ -5,6 +5,8 @@ others fetch parts from the back, until they meet. So a small object is one requ
 ahead of the others. But where the caller has brought room for more than a part, a HEAD comes first, and then parts
 alone: what the server has begun to send of the whole when the two ends meet is lost, a tenth of the time of a large
 object. All requests after the first ask for the ETag of the first, so that the bytes are of one put.
+
+After a failure a part goes on from where it broke.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import itertools
 import mmap
 import re
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsupported
@@ -21,13 +24,17 @@ from tiercheck.tiers.s3.checksums import Checksum, stored_checksum
 from tiercheck.tiers.s3.client import Answer, Progress, S3Client
 from tiercheck.tiers.s3.failures import Refused
 from tiercheck.tiers.s3.payload import INLINE_BYTES_MAX
+from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.waiting import settled, together
 from tiercheck.types import ByteRange
 
-__all__ = ["Download"]
+__all__ = ["PART_BYTES_MAX", "Download", "get_part_bytes"]
 
 READS_MAX = 5
 """An object that is overwritten while it is read is read again, so many times."""
+PART_BYTES_MAX = 32 << 20
+"""Of a large object, up to so much is asked for at once: a request takes the processor as long as 4 MiB of an answer.
+Beyond that little is won, and the connections come to an end at different times."""
 MAPPED_BYTES_MIN = 1 << 20
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
@@ -35,6 +42,16 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
 class Changed(Exception):
     """The object is no longer the one whose first bytes were read; never leaves the driver."""
+
+
+@dataclass
+class Part:
+    """``[start, stop)`` of what is wanted, of which ``[start, at)`` has arrived, with ``checksum``."""
+
+    start: int
+    stop: int
+    at: int
+    checksum: int = 0
 
 
 class Download:
@@ -104,9 +121,8 @@ class _Read:
         self._start = 0
         self._etag = ""
         self._expected: tuple[Checksum, str] | None = None
-        self._parts: list[tuple[int, int]] = []
-        self._left: deque[int] = deque()
-        self._sums: dict[int, int] = {}
+        self._parts: list[Part] = []
+        self._left: deque[Part] = deque()
         self._learnt = asyncio.Event()
 
     async def run(self) -> memoryview:
@@ -116,8 +132,8 @@ class _Read:
         target = self._target
         assert target is not None
         try:
-            self._verify()
-        except Corruption:
+            await self._verify()
+        except BaseException:
             target.release()
             raise
         return target if self._into is not None else target.toreadonly()
@@ -148,22 +164,21 @@ class _Read:
             return
         arguments: dict[str, Any] = {"Key": self._of.name, "ChecksumMode": "ENABLED"}
         if self._range is not None:
-            stop = min(self._range.stop, self._range.start + self._client.settings.part_bytes)
+            stop = min(self._range.stop, self._range.start + get_part_bytes(len(self._range), self._client.settings))
             arguments["Range"] = f"bytes={self._range.start}-{stop - 1}"
         async with self._client.receiving() as progress:
             answer = await self._client.begin_get(**arguments)
             async with answer["Body"] as body:
                 stream = Stream(body)
                 self._learn(answer)
-                streamed = len(self._parts) if self._range is None else 1
-                for index in range(streamed):
-                    if not self._left or self._left[0] != index:
+                for part in self._parts if self._range is None else self._parts[:1]:
+                    if not self._left or self._left[0] is not part:
                         break
                     self._left.popleft()
                     try:
-                        await self._fill(index, stream, progress)
+                        await self._fill(part, stream, progress)
                     except BaseException:
-                        self._left.appendleft(index)
+                        self._left.appendleft(part)
                         raise
 
     def _learn(self, answer: Answer) -> None:
@@ -180,23 +195,26 @@ class _Read:
         self._start = wanted.start
         self._etag = answer["ETag"]
         self._expected = stored_checksum(answer) if len(wanted) == nbytes else None
-        size = self._client.settings.part_bytes
-        self._parts = [(at, min(at + size, len(wanted))) for at in range(0, len(wanted), size)]
-        self._left.extend(range(len(self._parts)))
+        size = get_part_bytes(len(wanted), self._client.settings)
+        self._parts = [Part(at, min(at + size, len(wanted)), at) for at in range(0, len(wanted), size)]
+        self._left.extend(self._parts)
         self._learnt.set()
 
     async def _back(self) -> None:
         """Fetch the last part that nobody has taken, until none is left."""
         await self._learnt.wait()
         while self._left:
-            index = self._left.pop()
+            part = self._left.pop()
             try:
-                await self._client.retrying(lambda index=index: self._read_part(index), self._of.key)  # type: ignore[misc]
+                await self._client.retrying(lambda part=part: self._read_part(part), self._of.key)  # type: ignore[misc]
             except PreconditionFailed:
                 raise Changed from None
 
-    async def _read_part(self, index: int) -> None:
-        start, stop = (self._start + at for at in self._parts[index])
+    async def _read_part(self, part: Part) -> None:
+        """What is missing of it: after a failure, no more than that."""
+        if part.at == part.stop:
+            return
+        start, stop = self._start + part.at, self._start + part.stop
         async with self._client.receiving() as progress:
             answer = await self._client.begin_get(
                 Key=self._of.name, Range=f"bytes={start}-{stop - 1}", IfMatch=self._etag
@@ -204,43 +222,43 @@ class _Read:
             async with answer["Body"] as body:
                 if self._content_range(answer)[:2] != (start, stop):
                     raise ConnectionError(f"the server sent {answer['ContentRange']}, not {start}-{stop - 1}")
-                await self._fill(index, Stream(body), progress)
+                await self._fill(part, Stream(body), progress)
 
-    async def _fill(self, index: int, stream: Stream, progress: Progress) -> None:
+    async def _fill(self, part: Part, stream: Stream, progress: Progress) -> None:
         """One part from an answer's body to where it belongs, and its checksum."""
         assert self._target is not None
-        start, stop = self._parts[index]
         checksum = None if self._expected is None else self._expected[0]
         # Of each piece while it is in the cache, where that is quick: later it would come from memory again.
         update = checksum.update if checksum is not None and checksum.quick else None
-        at, value = start, 0
-        while at < stop:
-            chunk = await stream.take(stop - at)
+        while part.at < part.stop:
+            chunk = await stream.take(part.stop - part.at)
             if not chunk:
-                raise ConnectionError(f"the answer ended {stop - at} bytes early")
-            self._target[at : at + len(chunk)] = chunk
-            at += len(chunk)
+                raise ConnectionError(f"the answer ended {part.stop - part.at} bytes early")
+            end = part.at + len(chunk)
+            self._target[part.at : end] = chunk
             if update is not None:
-                value = update(chunk, value)
+                part.checksum = update(chunk, part.checksum)
+            part.at = end
             progress()
-        if checksum is not None:
-            self._sums[index] = value if checksum.quick else await self._sum(checksum, start, stop)
 
-    async def _sum(self, checksum: Checksum, start: int, stop: int) -> int:
+    async def _sum(self, checksum: Checksum, part: Part) -> None:
         assert self._target is not None
-        with self._target[start:stop] as part:
-            if part.nbytes <= INLINE_BYTES_MAX:
-                return checksum.update(part, 0)
-            return await settled(asyncio.to_thread(checksum.update, part, 0))
+        with self._target[part.start : part.stop] as data:
+            if data.nbytes <= INLINE_BYTES_MAX:
+                part.checksum = checksum.update(data, 0)
+            else:
+                part.checksum = await settled(asyncio.to_thread(checksum.update, data, 0))
 
-    def _verify(self) -> None:
+    async def _verify(self) -> None:
         """The parts' checksums, put together, against the one the server holds for the object."""
         if self._expected is None:
             return
         checksum, expected = self._expected
+        if not checksum.quick:
+            await together(*(self._sum(checksum, part) for part in self._parts))
         value = 0
-        for index, (start, stop) in enumerate(self._parts):
-            value = checksum.combine(value, self._sums[index], stop - start)
+        for part in self._parts:
+            value = checksum.combine(value, part.checksum, part.stop - part.start)
         if checksum.encode(value) != expected:
             raise Corruption(
                 f"the {checksum.name} of what arrived is {checksum.encode(value)}, and the server holds {expected}",
@@ -272,6 +290,12 @@ class Stream:
             self._left = memoryview(piece)
         taken, self._left = self._left[:nbytes_max], self._left[nbytes_max:]
         return taken
+
+
+def get_part_bytes(nbytes: int, settings: S3Settings) -> int:
+    """What is asked for at once of so much: the same for each connection, and as few times as can be."""
+    rounds = -(-nbytes // (PART_BYTES_MAX * settings.parts_in_flight)) or 1
+    return max(settings.part_bytes, -(-nbytes // (rounds * settings.parts_in_flight)))
 
 
 def allocated(nbytes: int) -> memoryview:

@@ -45,7 +45,8 @@ class S3Driver(TierDriver):
     ``profile`` (environment's)  a profile of the AWS configuration
     ``addressing`` (``auto``)    ``path``, ``virtual``, or ``auto``: path where there is an ``endpoint_url``
     ``survives`` (``rack``)      ``rack``, or ``site`` where the bucket is replicated elsewhere
-    ``part`` (``16MiB``)         unit of transfer; larger objects go in parts, in parallel. At least 5 MiB
+    ``part`` (``16MiB``)         unit of transfer; larger objects go in parts, in parallel. At least 5 MiB. Large
+                                 objects are read in larger parts, of up to 32 MiB
     ``parts_in_flight`` (8)      transfers at once, of all calls together
     ``conditional`` (``auto``)   ``on``, ``off``, or ``auto``: tried at open
     ``listing`` (``auto``)       ``flat`` (the server lists in byte order), ``tree``, or ``auto``: tried at open
