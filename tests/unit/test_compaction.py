@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import platform
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -506,30 +502,3 @@ class TestCompilation:
                         numba.compact_into(values, 1.0, *buffers, residual=residual)
                 del values, view
         assert [len(kernel.signatures) for kernel in COMPILED] == before
-
-    @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPU's name is one of x86-64")
-    def test_without_avx512_the_results_are_the_same(self, tmp_path: Path) -> None:
-        script = """
-import numpy as np
-from tiercheck.kernels.cpu import compaction, lanes
-from tiercheck.kernels.reference import compaction as reference
-import numba
-assert not numba.njit(lambda: lanes.compresses())()
-generator = np.random.default_rng(0)
-for size in (0, 1, 64, 1000, 70_001):
-    for values in (generator.standard_normal(size, dtype=np.float32), generator.integers(0, 2**15, size, np.uint16)):
-        for threshold in (0.0, 0.8, 2.0):
-            ours = compaction.compact(values, threshold, threads=2)
-            theirs = reference.compact(values, threshold)
-            assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
-"""
-        environment = {
-            **os.environ,
-            "NUMBA_CPU_NAME": "x86-64-v3",
-            "NUMBA_CPU_FEATURES": "",
-            "NUMBA_CACHE_DIR": str(tmp_path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, check=False, timeout=120, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr

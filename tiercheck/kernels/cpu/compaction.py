@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tiercheck.kernels.cpu.compiled import compiled
 from tiercheck.kernels.cpu.lanes import (
     GROUP,
-    compresses,
+    avx512,
     count_ones,
     gather,
     lane_bits,
@@ -208,7 +208,7 @@ def take(
     survivors[kept + one] = lane_bits(source, residual, second_lane)
     if third == none:
         return kept + np.uint64(mask != none) + np.uint64(second != none)
-    if compresses():
+    if avx512():
         return gather(source, residual, position, mask, indices, survivors, kept)
     kept += one + one
     while third != none:

@@ -24,11 +24,13 @@ from tiercheck.kernels.reference.compaction import Values
 
 __all__ = [
     "GROUP",
-    "compresses",
+    "REGISTER",
+    "avx512",
     "count_ones",
     "far_below",
     "gather",
     "lane_bits",
+    "look_up",
     "reach_one",
     "reaching",
     "source_of",
@@ -46,6 +48,8 @@ REGISTER = 16
 """Lanes of 32 bits in one AVX-512 register."""
 
 COMPRESS = "llvm.x86.avx512.mask.compress.v16i32"
+
+PERMUTE = "llvm.x86.avx512.permvar.sf.512"
 
 
 def source_of(values: Values) -> NDArray[Any]:
@@ -190,11 +194,11 @@ def gather(
     """Write positions and patterns of the lanes in ``mask``, from ``kept`` on; returns how many there are then.
 
     Without a branch, with AVX-512's compression of a register: up to ``GROUP`` elements from ``kept`` on are written.
-    Only where :func:`compresses`.
+    Only where there is :func:`avx512`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        if not has_compression(context):
+        if not has_avx512(context):
             return arguments[6]
         lanes, (source, residual) = Lanes(context, builder), pairs(signature, arguments)
         words = ir.VectorType(WORD, REGISTER)
@@ -218,17 +222,41 @@ def gather(
     return types.uint64(source, residual, types.int64, types.uint64, indices, survivors, types.uint64), generate
 
 
-def has_compression(context: Any) -> bool:
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def look_up(typing_context: Any, table: Any, codes: Any, position: Any, shift: Any, values: Any, to: Any) -> Any:
+    """Write to ``values``, from ``to`` on, what the 16 bytes of ``codes`` from ``position`` on number in ``table``, an
+    array of 16 floats: each by its low four bits, after ``shift``. Only where there is :func:`avx512`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        if not has_avx512(context):
+            return context.get_dummy_value()
+        table, codes, position, shift, values, to = arguments
+        lanes, (table_kind, codes_kind, _, _, values_kind, _) = Lanes(context, builder), signature.args
+        words, floats = ir.VectorType(WORD, REGISTER), ir.VectorType(FLOAT, REGISTER)
+        start = ir.Constant(LONG, 0)
+        levels = builder.load(lanes.pointer(table_kind, table, start, FLOAT, REGISTER), align=4)
+        numbers = builder.zext(builder.load(lanes.pointer(codes_kind, codes, position, BYTE, REGISTER), align=1), words)
+        numbers = builder.lshr(numbers, repeated(builder, shift, REGISTER))  # only the low four bits are looked at
+        declare = cast(Any, cgutils.get_or_insert_function)
+        permute = declare(builder.module, ir.FunctionType(floats, [floats, words]), PERMUTE)
+        found = builder.call(permute, [levels, numbers])
+        builder.store(found, lanes.pointer(values_kind, values, to, FLOAT, REGISTER), align=4)
+        return context.get_dummy_value()
+
+    return types.none(table, codes, types.uint64, types.uint32, values, types.uint64), generate
+
+
+def has_avx512(context: Any) -> bool:
     """Whether the code is compiled for AVX-512 (which the cache tells apart), not whether this CPU has it."""
     return "+avx512f" in context.codegen().magic_tuple()[2].split(",")
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
-def compresses(typing_context: Any) -> Any:
-    """Whether :func:`gather` can be called: a constant in compiled code."""
+def avx512(typing_context: Any) -> Any:
+    """Whether :func:`gather` and :func:`look_up` can be called: a constant in compiled code."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), int(has_compression(context)))
+        return ir.Constant(ir.IntType(1), int(has_avx512(context)))
 
     return types.boolean(), generate
 

@@ -19,6 +19,7 @@ from tiercheck.kernels.cpu.blocks import (
     take,
 )
 from tiercheck.kernels.cpu.compiled import compiled
+from tiercheck.kernels.cpu.lanes import REGISTER, avx512, look_up
 from tiercheck.kernels.reference.blocks import BLOCK
 from tiercheck.kernels.reference.nf4 import BOUNDARIES, HALF, LEVELS, ZERO_CODE, check_sizes
 
@@ -147,7 +148,12 @@ def dequantise_block(
 ) -> None:
     for code in range(np.uint64(16)):
         levels[code] = LEVELS[code] * scale
-    for j in range(HALF_STEP):
-        byte = np.uint64(codes[at + j])
-        values[to + j] = levels[byte & np.uint64(15)]
-        values[to + HALF_STEP + j] = levels[byte >> np.uint64(4)]
+    if avx512():  # left to the compiler, each level is fetched from memory
+        for j in range(np.uint64(0), HALF_STEP, np.uint64(REGISTER)):
+            look_up(levels, codes, at + j, np.uint32(0), values, to + j)
+            look_up(levels, codes, at + j, np.uint32(4), values, to + HALF_STEP + j)
+    else:
+        for j in range(HALF_STEP):
+            byte = np.uint64(codes[at + j])
+            values[to + j] = levels[byte & np.uint64(15)]
+            values[to + HALF_STEP + j] = levels[byte >> np.uint64(4)]
