@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -208,6 +209,33 @@ def test_a_peer_that_is_silent_is_named_when_the_deadline_passes() -> None:
     assert "simulated:1" in str(result)
     assert "30 s" in str(result)
     assert 30 <= network.now < 32
+
+
+def test_a_put_whose_chunks_break_every_connection_ends_with_its_deadline() -> None:
+    network = Network(1, {}, deadline_s=3.0)
+    number = network.begin(putting("a", bytes(5 * CHUNK)))
+    while number not in network.results:
+        if any(len(frames) > 1 for pipe in network.pipes.values() for frames in pipe.up):
+            network.cut()
+        network.step()
+        network.act_client(network.client.tick(network.now))
+        assert network.now < 4, "credit that leads to nothing counts as progress"
+    assert isinstance(network.results[number], Transient)
+
+
+@pytest.mark.parametrize("is_get", [True, False])
+def test_a_short_transfer_does_not_wait_for_the_end_of_a_long_one(is_get: bool) -> None:
+    network = Network(1, {}, credit_bytes=2 * CHUNK)
+    sizes = {"long": 100 * CHUNK, "short": 4 * CHUNK}
+    for key, nbytes in sizes.items():
+        network.store.publish(key, bytes(nbytes), PutMode.OVERWRITE)
+    long, short = (
+        network.begin(Getting("n", key, None, None, new_transfer) if is_get else putting(key, bytes(nbytes)))
+        for key, nbytes in sizes.items()
+    )
+    network.settle(short)
+    assert long not in network.results
+    network.settle(long)
 
 
 def test_an_abort_that_overtakes_its_put_ends_it() -> None:

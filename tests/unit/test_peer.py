@@ -27,7 +27,7 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
 from tiercheck.tiers.peer.calling import Caller, Operation
-from tiercheck.tiers.peer.messages import Stat
+from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, Stat
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode, Survives
 
@@ -163,6 +163,20 @@ async def test_listed_clients_get_in_and_nobody_else(tmp_path: Path) -> None:
         assert server.statistics.objects_got == 1
         async with PeerDriver("n", at, keys=keys) as driver:
             assert await driver.get("a") == data
+
+
+async def test_chunks_as_large_as_the_server_takes_go_through_encrypted(tmp_path: Path) -> None:
+    keys = PeerKeys.generate(tmp_path / "keys")
+    chunk_bytes = HEAD_BYTES_MAX  # no head is longer either
+    data = bytes(range(256)) * (5 * chunk_bytes // 256)
+    async with (
+        serving(keys=keys, limits=PeerLimits(chunk_bytes=chunk_bytes)) as server,
+        PeerDriver("n", server.endpoint, keys=keys, deadline_s=5) as driver,
+    ):
+        await driver.put("several", [data])
+        await driver.put("one", [data[:chunk_bytes]])
+        assert await driver.get("several") == data
+        assert await driver.get("one") == data[:chunk_bytes]
 
 
 async def test_a_client_with_keys_learns_that_the_server_has_none(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Caller:
         self.in_flight_bytes -= nbytes
 
     def starve(self, operation: Operation) -> None:
-        """Have ``operation`` pumped once there is credit again."""
+        """Have ``operation`` pumped once there is credit again, after those that have waited for longer."""
         if not operation.wants_credit:
             operation.wants_credit = True
             self.starved.append(operation)

@@ -140,7 +140,7 @@ class Getting(Transferring):
         self._settle(caller, index)
         if data is None or memoryview(data).nbytes != stop - start or checksum(data) != message.checksum:
             self._lost.append(index)
-            self.pump(caller, now)
+            caller.starve(self)
             raise BadFrame("corrupt", f"chunk {index} is not what was sent; it is asked for again")
         self._target[start:stop] = data
         self._arrived.add(index)
@@ -148,7 +148,7 @@ class Getting(Transferring):
         if len(self._arrived) == self._count:
             self._finish(caller)
         else:
-            self.pump(caller, now)
+            caller.starve(self)
 
     def pump(self, caller: Caller, now: float) -> None:
         """Ask for as much as the client has credit for."""

@@ -23,7 +23,7 @@ from tiercheck.errors import Closed
 from tiercheck.tiers.peer.calling import ClientProtocol, ClientSettings, Effect, Finish, Operation, Reset, Send
 from tiercheck.tiers.peer.heap import keep_frame_memory
 from tiercheck.tiers.peer.keys import PeerKeys
-from tiercheck.tiers.peer.limits import CHUNK_BYTES_MAX, LOOPBACK_SEND_BYTES
+from tiercheck.tiers.peer.limits import CHUNK_BYTES_MAX, ENVELOPE_BYTES, LOOPBACK_SEND_BYTES
 from tiercheck.tiers.peer.mailbox import Mailbox
 
 __all__ = ["Link"]
@@ -164,7 +164,7 @@ class Link:
             socket.setsockopt(zmq.SNDBUF, LOOPBACK_SEND_BYTES)
         # Queue nothing for a connection that is not there: what to do then is the protocol's decision.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES_MAX + ENVELOPE_BYTES)
         socket.setsockopt(zmq.RCVHWM, ARRIVALS_QUEUED_MAX)
         socket.setsockopt(zmq.SNDHWM, SENDS_QUEUED_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)

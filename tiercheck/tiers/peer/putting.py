@@ -47,6 +47,8 @@ class Putting(Transferring):
         self._began = 0.0
         self._begins = 0
         self._credit = 0
+        self._credit_counted = False
+        """Credit has come since a chunk was last taken: more of it is no progress."""
         self._taken: set[int] = set()
 
     def _ask(self, caller: Caller, link: int, now: float) -> None:
@@ -86,7 +88,7 @@ class Putting(Transferring):
             case ChunkTaken(_, index):
                 if index in self._outstanding:
                     self._acknowledged(caller, index, now)
-                    self.pump(caller, now)
+                    caller.starve(self)
             case PutState():
                 self._compare(caller, link, request_id, message, now)
             case Done():
@@ -102,7 +104,8 @@ class Putting(Transferring):
         """What was sent over that link before the question, or over a link that broke, and is not there, is lost."""
         if len(state.received) != (self._count(caller) + 7) // 8:
             raise BadFrame("malformed", "a put's state has another number of chunks")
-        if not self._credit and state.credit:
+        if state.credit and not self._credit_counted:
+            self._credit_counted = True
             self.moved(now)
         self._credit = state.credit
         caller.incarnation = state.incarnation
@@ -115,6 +118,7 @@ class Putting(Transferring):
     def _acknowledged(self, caller: Caller, index: int, now: float) -> None:
         self._settle(caller, index)
         self._taken.add(index)
+        self._credit_counted = False
         self.moved(now)
 
     def _begin_anew(self, caller: Caller, answer: Forgotten, now: float) -> None:

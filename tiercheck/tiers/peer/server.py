@@ -27,7 +27,13 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.flood import FloodWatch
 from tiercheck.tiers.peer.heap import keep_frame_memory
 from tiercheck.tiers.peer.keys import PeerKeys
-from tiercheck.tiers.peer.limits import LOOPBACK_RECEIVE_BYTES, LOOPBACK_SEND_BYTES, PeerLimits, PeerStatistics
+from tiercheck.tiers.peer.limits import (
+    ENVELOPE_BYTES,
+    LOOPBACK_RECEIVE_BYTES,
+    LOOPBACK_SEND_BYTES,
+    PeerLimits,
+    PeerStatistics,
+)
 from tiercheck.tiers.peer.mailbox import Mailbox
 from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX
 from tiercheck.tiers.peer.serving import ServerProtocol
@@ -168,7 +174,7 @@ class _Running:
             router.setsockopt(zmq.SNDBUF, LOOPBACK_SEND_BYTES)
             router.setsockopt(zmq.RCVBUF, LOOPBACK_RECEIVE_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, max(self._limits.chunk_bytes, HEAD_BYTES_MAX))
+        router.setsockopt(zmq.MAXMSGSIZE, max(self._limits.chunk_bytes, HEAD_BYTES_MAX) + ENVELOPE_BYTES)
         router.setsockopt(zmq.RCVHWM, messages_queued_max(self._limits))
         router.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -301,18 +307,19 @@ class _Running:
 
     def _send(self, reply: Reply) -> None:
         tracker: zmq.MessageTracker | None = None
+        is_copy = reply.copied_bytes > 0
         try:
             self._router.send(reply.peer, zmq.NOBLOCK | zmq.SNDMORE)
             if reply.data is None:
                 self._router.send(reply.head, zmq.NOBLOCK)
             else:
                 self._router.send(reply.head, zmq.NOBLOCK | zmq.SNDMORE)
-                tracker = self._router.send(reply.data, zmq.NOBLOCK, copy=False, track=True)
+                tracker = self._router.send(reply.data, zmq.NOBLOCK, copy=False, track=is_copy)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self._drop("reply not taken" if error.errno == zmq.EAGAIN else "client gone")
-        if reply.copied_bytes:
+        if is_copy:
             if tracker is None:
                 self._protocol.gets.copied_bytes -= reply.copied_bytes
             else:
