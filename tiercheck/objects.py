@@ -56,6 +56,7 @@ _DTYPE = re.compile(
 _ATOMS = frozenset({type(None), bool, float, bytes, str})
 """What goes into msgpack as it is; so does an ``int`` of :data:`_PLAIN_INTEGERS`."""
 _PLAIN_INTEGERS = range(-(2**63), 2**64)
+_PLAIN = _ATOMS | {int}
 
 
 def pack(value: object, *, name: str = "value") -> bytes:
@@ -121,11 +122,12 @@ def describe(value: object) -> str:
 def is_plain(values: Collection[object]) -> bool:
     """Whether all of them go into msgpack as they are. A generator's state has hundreds of numbers: one look at all of
     them takes a fraction of the time of one at each."""
-    kinds = set(map(type, values)) - _ATOMS
-    if kinds == {int}:
-        integers: list[Any] = [value for value in values if type(value) is int]
-        return min(integers) in _PLAIN_INTEGERS and max(integers) in _PLAIN_INTEGERS
-    return not kinds
+    kinds = set(map(type, values))
+    if int in kinds:
+        integers: Any = values if len(kinds) == 1 else [value for value in values if type(value) is int]
+        if min(integers) not in _PLAIN_INTEGERS or max(integers) not in _PLAIN_INTEGERS:
+            return False
+    return kinds <= _PLAIN
 
 
 def lower_int(value: int, path: Path, depth: int) -> object:

@@ -11,7 +11,8 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Container
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,15 +31,25 @@ TRESPASS_COST = 4
 CUT_COST = 1
 
 
-class Spare(NamedTuple):
-    name: str
+class Kind(NamedTuple):
+    """What makes spares equally good, but for where they are mapped."""
+
     nbytes: int
     owner: int
-    inode: int
 
     @property
     def is_owned_elsewhere(self) -> bool:
         return self.owner not in (NOBODY, os.getpid()) and alive(self.owner)
+
+
+class Spare(NamedTuple):
+    name: str
+    kind: Kind
+    inode: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.kind.nbytes
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class Spares:
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self.folder = folder
         self._ledger = ledger
-        self._listed: dict[str, Spare] = {}
+        self._listed: defaultdict[Kind, dict[str, Spare]] = defaultdict(dict)
         self._listed_at = -1  # that many changes there had been
 
     def scan(self) -> list[Spare]:
@@ -128,21 +139,25 @@ class Spares:
             for entry in entries:
                 try:
                     size, owner, _ = entry.name.split("-")
-                    self._listed[entry.name] = Spare(entry.name, int(size, 16), int(owner, 16), entry.inode())
+                    kind = Kind(int(size, 16), int(owner, 16))
                 except ValueError:
                     (self.folder / entry.name).unlink()
-        return list(self._listed.values())
+                else:
+                    self._listed[kind][entry.name] = Spare(entry.name, kind, entry.inode())
+        return [spare for alike in self._listed.values() for spare in alike.values()]
 
-    def list(self) -> list[Spare]:
-        """All spares."""
-        return list(self._listed.values()) if self._ledger.read().changes == self._listed_at else self.scan()
+    def listed(self) -> Mapping[Kind, Mapping[str, Spare]]:
+        """All spares, by kind and name."""
+        if self._ledger.read().changes != self._listed_at:
+            self.scan()
+        return self._listed
 
     def path_for(self, nbytes: int, inode: int, owner: int = NOBODY) -> str:
         """A name for a spare to be, which is counted already."""
-        spare = Spare(f"{nbytes:x}-{owner:x}-{secrets.token_hex(8)}", nbytes, owner, inode)
+        spare = Spare(f"{nbytes:x}-{owner:x}-{secrets.token_hex(8)}", Kind(nbytes, owner), inode)
         if self._ledger.add(pooled_bytes=nbytes, pooled_files=1).changes == self._listed_at + 1:
             self._listed_at += 1
-            self._listed[spare.name] = spare
+            self._listed[spare.kind][spare.name] = spare
         return self._path(spare)
 
     def take(self, path: Path, at_least: int, at_most: int, selection: Selection) -> tuple[int, int] | None:
@@ -150,22 +165,7 @@ class Spares:
 
         Returns its descriptor, locked exclusively, and its length; ``None`` where none is within a factor of two.
         """
-        fits = []
-        for spare in self.list():
-            if at_least > 2 * spare.nbytes or spare.nbytes > 2 * at_most:
-                continue
-            others = spare.is_owned_elsewhere
-            if others and not selection.owned:
-                continue
-            if spare.inode in selection.fixed and not (
-                whole_pages(at_least) <= whole_pages(spare.nbytes) <= whole_pages(at_most)
-            ):
-                continue
-            cost = GROWTH_COST * max(0, at_least - spare.nbytes) + CUT_COST * max(0, spare.nbytes - at_least)
-            if spare.inode not in selection.known:
-                cost += (TRESPASS_COST if others else MAPPING_COST) * spare.nbytes
-            fits.append((cost, spare))
-        for _, spare in sorted(fits, key=lambda fit: fit[0]):
+        for spare in self._by_cost(at_least, at_most, selection):
             fd = self._open(spare)
             if fd is None:
                 continue
@@ -176,6 +176,23 @@ class Spares:
             unlock(fd)
             os.close(fd)
         return None
+
+    def _by_cost(self, at_least: int, at_most: int, selection: Selection) -> Iterator[Spare]:
+        """Those that suit, the cheapest first. There may be hundreds, of a few kinds: no more are looked at than asked
+        for."""
+        costs: list[tuple[int, bool, Kind]] = []
+        for kind in self.listed():
+            others = kind.is_owned_elsewhere
+            if at_least > 2 * kind.nbytes or kind.nbytes > 2 * at_most or (others and not selection.owned):
+                continue
+            cost = GROWTH_COST * max(0, at_least - kind.nbytes) + CUT_COST * max(0, kind.nbytes - at_least)
+            mapping = (TRESPASS_COST if others else MAPPING_COST) * kind.nbytes
+            costs += [(cost, True, kind), (cost + mapping, False, kind)]
+        for _, known, kind in sorted(costs):
+            stays = whole_pages(at_least) <= whole_pages(kind.nbytes) <= whole_pages(at_most)
+            for spare in list(self._listed[kind].values()):
+                if (spare.inode in selection.known) == known and (stays or spare.inode not in selection.fixed):
+                    yield spare
 
     def evict(self, spare: Spare) -> int:
         """Give the memory of the spare back; returns its bytes. Cut first: a mapping would hold the memory."""
@@ -193,14 +210,14 @@ class Spares:
         return spare.nbytes
 
     def owned_elsewhere_bytes(self) -> int:
-        return sum(spare.nbytes for spare in self.list() if spare.is_owned_elsewhere)
+        return sum(kind.nbytes * len(alike) for kind, alike in self.listed().items() if kind.is_owned_elsewhere)
 
     def disown(self) -> None:
         """Leave this process's spares to everybody."""
-        for spare in self.list():
-            if spare.owner == os.getpid():
-                Path(self._path(spare)).rename(self.path_for(spare.nbytes, spare.inode))
-                self._forget(spare)
+        ours = [spare for kind, alike in self.listed().items() if kind.owner == os.getpid() for spare in alike.values()]
+        for spare in ours:
+            Path(self._path(spare)).rename(self.path_for(spare.nbytes, spare.inode))
+            self._forget(spare)
 
     def recount(self) -> None:
         """Remove what may not be reused, and count the rest."""
@@ -210,7 +227,7 @@ class Spares:
                     self._is_whole(spare, fd)
                 finally:
                     os.close(fd)
-        self._ledger.set(pooled=self.list())
+        self._ledger.set(pooled=[spare for alike in self.listed().values() for spare in alike.values()])
 
     def trim(self, bytes_max: int, files_max: int) -> None:
         """Evict the oldest until no more than this is kept."""
@@ -253,7 +270,10 @@ class Spares:
     def _forget(self, spare: Spare) -> None:
         if self._ledger.add(pooled_bytes=-spare.nbytes, pooled_files=-1).changes == self._listed_at + 1:
             self._listed_at += 1
-            self._listed.pop(spare.name, None)
+            alike = self._listed[spare.kind]
+            alike.pop(spare.name, None)
+            if not alike:
+                del self._listed[spare.kind]
 
 
 def whole_pages(nbytes: int) -> int:
