@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep
 
-__all__ = ["Floats", "adam_steps", "gradient", "identical", "narrowed", "same", "sums_that_depend_on_their_order"]
+__all__ = [
+    "Floats",
+    "adam_steps",
+    "exponent_planes",
+    "gradient",
+    "identical",
+    "narrowed",
+    "same",
+    "sums_that_depend_on_their_order",
+]
 
 Floats = NDArray[np.float32]
 
@@ -42,6 +51,19 @@ def gradient(size: int, seed: int = 0, special: bool = True) -> Floats:
     if special and size > 40:
         values[generator.integers(0, size, 3)] = [np.nan, np.inf, -np.inf]
     return values
+
+
+def exponent_planes(size: int) -> list[NDArray[np.uint8]]:
+    """None to store, most, few; on both sides of where a byte begins anew; with a largest one that is itself stored."""
+    generator = np.random.default_rng(size)
+    planes = [
+        np.full(size, 255),
+        generator.integers(0, 256, size),
+        generator.normal(110, 2, size).clip(0, 255),
+        generator.choice([0, 3, 252, 255], size),
+        generator.choice([130, 120, 118], size, p=[0.05, 0.75, 0.2]),
+    ]
+    return [plane.astype(np.uint8) for plane in planes]
 
 
 def sums_that_depend_on_their_order() -> Floats:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.gpu.exponent_tests import CudaExponentTests
 from tests.gpu.inputs import (
     Floats,
     adam_steps,
@@ -35,7 +36,7 @@ from tiercheck.kernels import cuda  # noqa: E402  it imports CuPy, which was jus
 __all__ = ["CudaKernelTests"]
 
 
-class CudaKernelTests:
+class CudaKernelTests(CudaExponentTests):
     """Every kernel against the reference."""
 
     # compaction
@@ -415,6 +416,17 @@ class CudaKernelTests:
             cuda.select_threshold(floats, 0.0, 1, one, words, **to)
         with pytest.raises(ValueError, match="uint16 or uint32"):
             cuda.split_exponents(floats, codes, codes, **to)
+        plane, packed = machine.put(np.zeros(300, np.uint8)), machine.put(np.zeros(706, np.uint8))
+        length = machine.put(np.zeros(1, np.uint64))
+        with pytest.raises(ValueError, match="there is room for 705"):
+            cuda.pack_exponents(plane, packed[:705], length, room, **to)
+        with pytest.raises(ValueError, match="at least 2"):
+            cuda.pack_exponents(plane, packed, length, room[:1], **to)
+        with pytest.raises(ValueError, match="of uint64"):
+            cuda.pack_exponents(plane, packed, count, room, **to)
+        with pytest.raises(ValueError, match="take 194 bytes, not 193"):
+            cuda.unpack_exponents(packed[:193], plane, count, room, **to)
+        assert not np.any(machine.get(packed))
 
     def test_replays_that_do_not_fit_are_refused(self, machine: Machine) -> None:
         p, m, v, g = (machine.put(np.zeros(40, np.float32)) for _ in range(4))

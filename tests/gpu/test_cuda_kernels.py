@@ -57,16 +57,21 @@ def test_every_call_returns_while_the_stream_is_held_up_and_allocates_nothing(gp
         "decoded": put(np.zeros(size, np.float32)),
         "halves": put(np.zeros(size, np.float16)),
         "samples": put(np.zeros(reference.compaction.SAMPLES, np.uint32)),
-        "room": put(np.zeros(cuda.compact_workspace(size), np.uint64)),
+        "room": put(np.zeros(cuda.exponents_workspace(size), np.uint64)),  # the larger one
         "codes": put(np.zeros(size, np.int8)),
         "nibbles": put(np.zeros(-(-size // 256) * 128, np.uint8)),
         "bits": put(np.zeros(-(-size // 128) * 16, np.uint8)),
         "scales": put(np.zeros(-(-size // 256), np.float32)),
         "patterns": put(np.zeros(-(-size // 128), np.uint16)),
+        "plane": put(np.zeros(size, np.uint8)),
+        "packed": put(np.zeros(reference.packed_bytes_max(size), np.uint8)),
         "exp_avg": put(np.zeros(size, np.float32)),
         "exp_avg_sq": put(np.zeros(size, np.float32)),
     }
-    words = {name: put(np.zeros(1, dtype)) for name, dtype in (("count", "u4"), ("scale", "i4"), ("least", "f4"))}
+    words = {
+        name: put(np.zeros(1, dtype))
+        for name, dtype in (("count", "u4"), ("scale", "i4"), ("least", "f4"), ("length", "u8"))
+    }
     a = arrays
 
     def everything() -> None:
@@ -88,6 +93,8 @@ def test_every_call_returns_while_the_stream_is_held_up_and_allocates_nothing(gp
         cuda.quantise_into(a["values"], a["codes"], a["scales"], residual=a["lost"], **to)
         cuda.quantise_nf4_into(a["values"], a["nibbles"], a["scales"], residual=a["lost"], **to)
         cuda.quantise_onebit_into(a["values"], a["bits"], a["patterns"], residual=a["lost"], **to)
+        cuda.pack_exponents(a["plane"], a["packed"], words["length"], a["room"], **to)
+        cuda.unpack_exponents(a["packed"], a["plane"], words["count"], a["room"], **to)
         gradients = [a["values"], cuda.SparseOnDevice(a["indices"][:9], a["survivors"][:9])]
         cuda.replay_fused_adam(
             a["decoded"], a["exp_avg"], a["exp_avg_sq"], gradients, adam_steps(2), contracted=True, **to

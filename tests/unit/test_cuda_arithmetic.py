@@ -13,7 +13,7 @@ from tests.gpu.machine import Machine, need_cupy
 need_cupy()
 
 from tests.gpu.emulation import Emulator, compile_for_host, compile_text  # noqa: E402
-from tests.gpu.inputs import gradient  # noqa: E402
+from tests.gpu.inputs import exponent_planes, gradient  # noqa: E402
 from tests.gpu.kernel_tests import CudaKernelTests  # noqa: E402
 from tiercheck.kernels.cuda import module  # noqa: E402
 
@@ -38,6 +38,11 @@ class TestEmulatedKernels(CudaKernelTests):
         machine.resident = resident
         for slack in (-1, 0, 1):
             self.compact_and_compare(machine, values, 0.05, residual, slack=slack)
+
+    @pytest.mark.parametrize("resident", [1, 5, 40])
+    def test_exponents_do_not_depend_on_the_order_of_blocks(self, machine: Emulator, resident: int) -> None:
+        machine.resident = resident
+        self.pack_and_compare(machine, exponent_planes(37 * 2048 + 5)[resident % 2 + 1])
 
     def test_threshold_and_replay_do_not_depend_on_the_order_of_threads(self, machine: Emulator) -> None:
         for machine.seed in range(0, 60, 10):

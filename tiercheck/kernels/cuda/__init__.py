@@ -37,6 +37,7 @@ from tiercheck.kernels.cuda.compaction import (
     settle,
     to_half,
 )
+from tiercheck.kernels.cuda.exponents import exponents_workspace, pack_exponents, unpack_exponents
 from tiercheck.kernels.cuda.module import borrow, low_priority_stream, warm_up
 from tiercheck.kernels.cuda.patterns import find_low_halves, join_exponents, narrow_into, split_exponents, widen_into
 
@@ -50,11 +51,13 @@ __all__ = [
     "dequantise_into",
     "dequantise_nf4_into",
     "dequantise_onebit_into",
+    "exponents_workspace",
     "find_low_halves",
     "from_half",
     "join_exponents",
     "low_priority_stream",
     "narrow_into",
+    "pack_exponents",
     "quantise_into",
     "quantise_nf4_into",
     "quantise_onebit_into",
@@ -66,6 +69,7 @@ __all__ = [
     "settle",
     "split_exponents",
     "to_half",
+    "unpack_exponents",
     "warm_up",
     "widen_into",
 ]

@@ -38,7 +38,7 @@ SELECTING_THREADS = 1024
 
 def compact_workspace(size: int) -> int:
     """The uint64 elements of workspace that :func:`compact_into` needs for ``size`` values."""
-    return 1 + max(1, -(-size // TILE))
+    return 1 + tiles_of(size)
 
 
 def compact_into(
@@ -69,9 +69,7 @@ def compact_into(
     check("indices", indices, np.uint32)
     check("survivors", survivors, np.float32, indices.size)
     check("count", count, np.uint32, 1)
-    check("workspace", workspace, np.uint64, least=compact_workspace(values.size))
-    used = compact_workspace(values.size)
-    clear(workspace[:used].view(np.uint32), stream)
+    tiles = tiles_of(values.size)
     arguments = (
         values,
         np.uint64(values.size),
@@ -81,10 +79,20 @@ def compact_into(
         survivors,
         np.uint64(indices.size),
         count,
-        workspace[:1],
-        workspace[1:used],
+        *begin_scan(workspace, tiles, stream),
     )
-    module.launch("compaction", f"compact_{NAMES[values.dtype]}", used - 1, THREADS, arguments, stream)
+    module.launch("compaction", f"compact_{NAMES[values.dtype]}", tiles, THREADS, arguments, stream)
+
+
+def tiles_of(size: int) -> int:
+    return max(1, -(-size // TILE))
+
+
+def begin_scan(workspace: DeviceArray, tiles: int, stream: Stream) -> tuple[DeviceArray, DeviceArray]:
+    """The ticket and the tiles' states that a scan starts from, in a workspace of uint64."""
+    check("workspace", workspace, np.uint64, least=1 + tiles)
+    clear(workspace[: 1 + tiles].view(np.uint32), stream)
+    return workspace[:1], workspace[1 : 1 + tiles]
 
 
 def check_values(values: DeviceArray, residual: DeviceArray | None) -> None:

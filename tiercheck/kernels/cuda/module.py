@@ -66,6 +66,7 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
         "join_exponents_16",
         "join_exponents_32",
     ),
+    "exponents": ("pack_exponents", "unpack_exponents"),
 }
 """The sources, and the kernels in each."""
 
