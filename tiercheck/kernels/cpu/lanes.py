@@ -33,8 +33,10 @@ __all__ = [
     "look_up",
     "reach_one",
     "reaching",
+    "read_signs",
     "source_of",
     "trailing_zeros",
+    "write_signs",
 ]
 
 GROUP = 64
@@ -220,6 +222,38 @@ def gather(
         return kept
 
     return types.uint64(source, residual, types.int64, types.uint64, indices, survivors, types.uint64), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def write_signs(typing_context: Any, values: Any, position: Any, bits: Any, to: Any) -> Any:
+    """Write the signs of the ``GROUP`` floats from ``position`` on to eight bytes of ``bits``, from ``to`` on: that of
+    float i is bit i % 8 of byte i // 8."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        lanes, (values, position, bits, to) = Lanes(context, builder), arguments
+        patterns = builder.load(lanes.pointer(signature.args[0], values, position, WORD, GROUP), align=4)
+        signs = builder.icmp_signed("<", patterns, lanes_of(0, patterns.type))
+        place = lanes.pointer(signature.args[2], bits, to, BYTE, GROUP // 8)
+        builder.store(builder.bitcast(signs, place.type.pointee), place, align=1)
+        return context.get_dummy_value()
+
+    return types.none(values, types.uint64, bits, types.uint64), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def read_signs(typing_context: Any, bits: Any, position: Any, magnitude: Any, values: Any, to: Any) -> Any:
+    """The inverse: write ``GROUP`` floats to ``values``, from ``to`` on, which are the magnitude with those signs."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        lanes, (bits, position, magnitude, values, to) = Lanes(context, builder), arguments
+        read = builder.load(lanes.pointer(signature.args[0], bits, position, BYTE, GROUP // 8), align=1)
+        negative = builder.bitcast(read, ir.VectorType(ir.IntType(1), GROUP))
+        both = (repeated(builder, each, GROUP) for each in (builder.fneg(magnitude), magnitude))
+        place = lanes.pointer(signature.args[3], values, to, FLOAT, GROUP)
+        builder.store(builder.select(negative, *both), place, align=4)
+        return context.get_dummy_value()
+
+    return types.none(bits, types.uint64, types.float32, values, types.uint64), generate
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]

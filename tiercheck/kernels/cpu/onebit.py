@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.blocks import INFINITY, START, Encode, decode_blocks, encode_blocks, keep_lost, take
 from tiercheck.kernels.cpu.compiled import compiled
+from tiercheck.kernels.cpu.lanes import GROUP, read_signs, write_signs
 from tiercheck.kernels.reference.onebit import (
     LARGEST_PATTERN,
     ONEBIT_BLOCK,
@@ -21,6 +22,7 @@ from tiercheck.kernels.reference.onebit import (
 __all__ = ["dequantise_onebit", "quantise_onebit_into"]
 
 ONEBIT_STEP, BYTES_STEP = np.uint64(ONEBIT_BLOCK), np.uint64(SIGN_BYTES)
+GROUP_STEP, GROUP_BYTES = np.uint64(GROUP), np.uint64(GROUP // 8)
 
 LANES = ONEBIT_BLOCK // 8
 """Sums that are taken side by side, in a vector register."""
@@ -119,12 +121,8 @@ def share_of(x: NDArray[np.float32], at: Any, index: int) -> Any:
 
 @compiled
 def pack_signs(x: NDArray[np.float32], at: Any, bits: NDArray[np.uint8], to: Any) -> None:
-    for i in range(BYTES_STEP):
-        byte = np.uint32(0)
-        for bit in range(8):
-            pattern = np.float32(x[at + i * np.uint64(8) + np.uint64(bit)]).view(np.uint32)
-            byte |= np.uint32(pattern >> np.uint32(31)) << np.uint32(bit)
-        bits[to + i] = np.uint8(byte)
+    for group in range(ONEBIT_STEP // GROUP_STEP):
+        write_signs(x, at + group * GROUP_STEP, bits, to + group * GROUP_BYTES)
 
 
 def dequantise_onebit(
@@ -145,9 +143,6 @@ def dequantise_blocks(bits: NDArray[np.uint8], scales: NDArray[np.uint16], value
 
 @compiled
 def dequantise_block(bits: NDArray[np.uint8], at: Any, scale: Any, values: NDArray[np.float32], to: Any) -> None:
-    magnitude = np.uint32(np.uint32(scale) << np.uint32(16))
-    for i in range(BYTES_STEP):
-        byte = np.uint32(bits[at + i])
-        for bit in range(8):
-            sign = np.uint32(byte << np.uint32(31 - bit)) & np.uint32(0x80000000)
-            values[to + i * np.uint64(8) + np.uint64(bit)] = np.uint32(magnitude ^ sign).view(np.float32)
+    magnitude = np.uint32(np.uint32(scale) << np.uint32(16)).view(np.float32)
+    for group in range(ONEBIT_STEP // GROUP_STEP):
+        read_signs(bits, at + group * GROUP_BYTES, magnitude, values, to + group * GROUP_STEP)
