@@ -19,6 +19,9 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--model", choices=("small", "other-betas", "large"), action="append", help="one alone (all)")
     parser.add_argument("--seeds", type=seeds, default=(1, 2), help="of training, such as 1,2,3 (1,2)")
+    parser.add_argument(
+        "--scheme", type=names, metavar="NAME,...", help="such as nf4,snapshot: these alone, and no training of its own"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch and the kernels")
     parser.add_argument("--quick", action="store_true", help="tiny models and a few steps: does it run at all?")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw error against bits, as SVG or PNG")
@@ -31,6 +34,16 @@ def seeds(text: str) -> tuple[int, ...]:
     found = tuple(int(each) for each in text.split(","))
     if len(set(found)) != len(found) or min(found) < 0:
         raise argparse.ArgumentTypeError(f"{text} are not seeds, each once")
+    return found
+
+
+def names(text: str) -> tuple[str, ...]:
+    from tiercheck.streams.codecs import CODECS
+    from tiercheck.streams.snapshot import SNAPSHOT_CODECS
+
+    found, known = tuple(text.split(",")), ("nothing", *CODECS, *SNAPSHOT_CODECS)
+    if unknown := set(found) - set(known):
+        raise argparse.ArgumentTypeError(f"there is no {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     return found
 
 
@@ -69,6 +82,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             models=arguments.model,
             seeds=arguments.seeds,
             threads=arguments.threads,
+            names=arguments.scheme,
             quick=arguments.quick,
             progress=progress,
         ):

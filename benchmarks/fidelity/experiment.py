@@ -44,6 +44,8 @@ class Experiment:
     course: Course
     trained_on: tuple[str, ...]
     threads: int
+    names: tuple[str, ...] | None = None
+    """Of the schemes that are tried; all where there is none."""
     progress: Callable[[str], None] = lambda text: None
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -52,7 +54,7 @@ class Experiment:
         self._tell(f"{self.course.to_base} steps to the base")
         training.train(self.course.to_base)
         base, base_loss = training.state(), training.validation_loss()
-        tried = schemes(base, threads=self.threads)
+        tried = schemes(base, threads=self.threads, names=self.names)
         for n in range(self.course.lost):
             if n % 10 == 0:
                 self._tell(f"step {n} of {self.course.lost} from the base, by {len(tried)} schemes")
@@ -71,7 +73,7 @@ class Experiment:
             scheme.end(true)
             yield self._judged(training, scheme, true, moved, losses)
         del training
-        for name in self.trained_on:
+        for name in self.trained_on if self.names is None else ():
             yield self._trained_on(name, losses)
 
     def _judged(self, training: Training, scheme: Scheme, true: State, moved: float, losses: Losses) -> dict[str, Any]:

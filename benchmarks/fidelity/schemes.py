@@ -8,7 +8,7 @@ codecs and the replay kernel of a recovery, so that no gradient is kept. Another
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -190,10 +190,14 @@ def base_of(state: State) -> Shard:
 
 
 def schemes(base: State, *, threads: int, names: Sequence[str] | None = None) -> list[Scheme]:
-    """Every scheme, from ``base`` on; of the codecs those of ``names``, where given."""
+    """Every scheme, from ``base`` on, or those of ``names``."""
     replay = replay_of("fused")
+
+    def chosen(all_names: Iterable[str]) -> list[str]:
+        return [name for name in all_names if names is None or name in names]
+
     return [
-        Stale("nothing", base),
-        *(Replayed(name, base, replay=replay, threads=threads) for name in names or CODECS),
-        *(Snapshot(name, base, threads=threads) for name in SNAPSHOT_CODECS),
+        *(Stale(name, base) for name in chosen(["nothing"])),
+        *(Replayed(name, base, replay=replay, threads=threads) for name in chosen(CODECS)),
+        *(Snapshot(name, base, threads=threads) for name in chosen(SNAPSHOT_CODECS)),
     ]

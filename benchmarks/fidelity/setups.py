@@ -35,6 +35,7 @@ def experiments(
     models: Sequence[str] | None,
     seeds: Sequence[int],
     threads: int,
+    names: tuple[str, ...] | None,
     quick: bool,
     progress: Callable[[str], None],
 ) -> list[Experiment]:
@@ -46,6 +47,7 @@ def experiments(
             QUICK_COURSE if quick else TRAININGS[model][1],
             TRAINED_ON[model],
             threads,
+            names,
             progress,
         )
         for seed in seeds

@@ -88,6 +88,13 @@ def test_every_codec_is_tried_with_and_without_feedback() -> None:
     assert len({(scheme.mode, scheme.name) for scheme in tried}) == len(tried)
 
 
+def test_some_schemes_are_chosen_by_name() -> None:
+    training = Training(TINY)
+    training.train(1)
+    tried = schemes(training.state(), threads=1, names=("snapshot", "nothing", "nf4"))
+    assert [scheme.name for scheme in tried] == ["nothing", "nf4", "snapshot"]
+
+
 def test_a_snapshot_restores_the_state_within_its_codec() -> None:
     training = Training(TINY)
     training.train(2)
