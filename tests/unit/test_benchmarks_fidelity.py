@@ -165,7 +165,7 @@ def test_the_run_itself_is_told(lines: list[dict[str, Any]]) -> None:
 
 
 def test_the_designs_set_ups_are_two_seeds_and_two_sizes() -> None:
-    found = experiments(models=None, seeds=(1, 2), threads=1, quick=False, progress=print)
+    found = experiments(models=None, seeds=(1, 2), threads=1, names=None, quick=False, progress=print)
     sizes = {each.setup.parameters for each in found}
     assert len(sizes) >= 2
     assert max(sizes) >= 20_000_000
