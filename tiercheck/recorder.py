@@ -331,7 +331,9 @@ class Recorder:
     def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
         driver = self._first.driver
         found = driver.reserve_at_once(str(key), nbytes)
-        return found or self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+        if found is None:
+            found = self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+        return found
 
     def _publish(self, reservation: Reservation, nbytes: int, what: str) -> None:
         if reservation.publish_at_once(nbytes) is None:

@@ -237,6 +237,20 @@ class TestEveryScheme:
             with pytest.raises(ValueError, match="need"):
                 scheme.decode((codes, scales), 300, by=by)
 
+    @pytest.mark.parametrize("apart", ["values", "codes", "scales", "before", "residual"])
+    def test_what_has_gaps_is_refused(self, scheme: Scheme, apart: str) -> None:
+        """Vectors of it would be read across the gaps."""
+        codes, scales = scheme.empty_parts(600)
+        arrays = {name: np.zeros(600, np.float32) for name in ("values", "before", "residual")}
+        arrays |= {"codes": codes, "scales": scales}
+        arrays[apart] = np.repeat(arrays[apart], 2)[::2]
+        values, codes, scales = (arrays.pop(name) for name in ("values", "codes", "scales"))
+        with pytest.raises(ValueError, match="contiguous"):
+            scheme.encode_into(values, codes, scales, **arrays, by="numba")
+        if apart in ("codes", "scales"):
+            with pytest.raises(ValueError, match="contiguous"):
+                scheme.decode((codes, scales), 600, by="numba")
+
     @each_backend
     def test_values_that_may_not_be_written_are_encoded(self, scheme: Scheme, by: str) -> None:
         values = np.random.default_rng(1).standard_normal(513, dtype=np.float32)

@@ -124,6 +124,27 @@ def test_the_policy_takes_effect() -> None:
     assert "refusals Invalid argument no such node: 5000" in done.stdout
 
 
+def test_a_thread_that_only_visits_has_its_own_policy_back() -> None:
+    if platform.machine() not in numa.SET_MEMPOLICY or numa.memory_policy() is None:
+        pytest.skip("this kernel has no NUMA policies")
+
+    def policy() -> tuple[int, list[int]]:
+        found = numa.memory_policy()
+        assert found is not None
+        return found[0], list(found[1])
+
+    locality = numa.Locality("off")
+    before = policy()
+    with locality.applied():
+        assert policy() == before, "there is nothing to prefer"
+    locality.node = 0
+    for _ in range(2):
+        with pytest.raises(KeyError), locality.applied():
+            assert policy()[0] == numa.MPOL_PREFERRED
+            raise KeyError
+        assert policy() == before
+
+
 @pytest.mark.parametrize("text", ["0-x", "a", "1-2-3"])
 def test_a_list_that_is_none(text: str) -> None:
     with pytest.raises(ValueError):

@@ -194,11 +194,11 @@ class ReservationTests(TierKit):
 
 async def reserved_at_once(driver: TierDriver, key: str, nbytes: int) -> Reservation:
     found = await asyncio.to_thread(driver.reserve_at_once, key, nbytes)
-    return found or await driver.reserve(key, nbytes)
+    return await driver.reserve(key, nbytes) if found is None else found
 
 
 async def published_at_once(
     reservation: Reservation, nbytes: int | None = None, mode: PutMode = PutMode.OVERWRITE
 ) -> ObjectInfo:
     found = await asyncio.to_thread(reservation.publish_at_once, nbytes, mode=mode)
-    return found or await reservation.publish(nbytes, mode=mode)
+    return await reservation.publish(nbytes, mode=mode) if found is None else found

@@ -283,7 +283,7 @@ class DriverMachine(RuleBasedStateMachine):
     def reserve(self, who: int, at: int, content: bytes, at_once: bool) -> Reserved:
         driver, key, nbytes = self.drivers[who], self.key(at), len(content)
         found = driver.reserve_at_once(key, nbytes) if at_once else None
-        reservation = found or self.run(driver.reserve(key, nbytes))
+        reservation = self.run(driver.reserve(key, nbytes)) if found is None else found
         reservation.buffer[:] = content
         self.reserved_bytes += len(content)
         self.reservations_open[who] += 1
@@ -308,7 +308,7 @@ class DriverMachine(RuleBasedStateMachine):
         nbytes = round(len(reserved.content) * keep)
         try:
             found = reserved.reservation.publish_at_once(nbytes) if at_once else None
-            info = found or self.run(reserved.reservation.publish(nbytes))
+            info = self.run(reserved.reservation.publish(nbytes)) if found is None else found
         finally:
             self.settle(reserved)
         self.published(info, reserved.reservation.key, reserved.content[:nbytes])

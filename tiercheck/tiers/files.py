@@ -85,31 +85,45 @@ def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-@contextmanager
-def locked(path: Path, *, shared: bool = False) -> Iterator[int]:
-    """Hold the lock file ``path``, made where missing; yields its descriptor.
+class locked:  # noqa: N801  (it is used as a verb)
+    """Hold the lock file ``path``, made where missing; gives its descriptor.
 
     Excludes threads as well as processes, since each holder opens the file for itself. A holder's death
     releases it. Errors: ``Transient`` after :data:`LOCK_WAIT_S_MAX`.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        self._path = path
+        self._shared = shared
+        self._fd = -1
+
+    def __enter__(self) -> int:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._wait(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return fd
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            unlock(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def _wait(self, fd: int) -> None:
         deadline = time.monotonic() + LOCK_WAIT_S_MAX
         pause_s = 0.00005
-        while not try_lock(fd, shared=shared):
+        while not try_lock(fd, shared=self._shared):
             if time.monotonic() > deadline:
                 raise Transient(
-                    f"another process has held the lock {path} for {LOCK_WAIT_S_MAX:.0f} s; "
-                    f"find it with 'fuser {path}': it may be stopped"
+                    f"another process has held the lock {self._path} for {LOCK_WAIT_S_MAX:.0f} s; "
+                    f"find it with 'fuser {self._path}': it may be stopped"
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.01)
-        try:
-            yield fd
-        finally:
-            unlock(fd)
-    finally:
-        os.close(fd)
 
 
 def write_buffers(fd: int, payload: Payload, check: Callable[[], None]) -> int:

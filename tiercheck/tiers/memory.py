@@ -37,9 +37,15 @@ class MemoryStore:
         self.reserved_bytes = 0
         self._etags = itertools.count(1)
 
-    def publish(self, key: str, content: memoryview, mode: PutMode, *, tier: str) -> ObjectInfo:
-        """Make ``content``, which nobody writes to any more, the object; the mode's condition is checked here."""
+    def publish(
+        self, key: str, content: memoryview, mode: PutMode, *, tier: str, reserved_bytes: int = 0
+    ) -> ObjectInfo:
+        """Make ``content``, which nobody writes to any more, the object; the mode's condition is checked here.
+
+        ``reserved_bytes`` had been reserved for it, and are no longer, whether it succeeds or not.
+        """
         with self.lock:
+            self.reserved_bytes -= reserved_bytes
             current = self.objects.get(key)
             if mode.kind == "create" and current is not None:
                 raise AlreadyExists("there is an object under this key already", tier=tier, key=key)
@@ -222,8 +228,9 @@ class _MemoryReservation(Reservation):
 
     def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         content = self._wanted(nbytes)
-        self.release()
-        return self._driver.store.publish(self.key, content, mode, tier=self._driver.url)
+        self._buffer = None
+        self._driver.forget_reservation(self)
+        return self._driver.store.publish(self.key, content, mode, tier=self._driver.url, reserved_bytes=self._nbytes)
 
     async def drop(self) -> None:
         self.release()

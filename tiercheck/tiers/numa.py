@@ -1,8 +1,9 @@
 """Which NUMA node's memory a process should use, and how its threads come to use it.
 
-A page lies on the node of the thread that first touches it, unless that thread says otherwise. The shm driver's
-own threads allocate and touch all of a segment's pages, so it is enough that they do (``set_mempolicy``, for
-them alone): preferred, so that a full node is no error. Source: Linux, ``set_mempolicy(2)``.
+A page lies on the node of the thread that first touches it, unless that thread says otherwise. The shm driver
+allocates and touches all of a segment's pages itself, so it is enough that the threads it does that in say so
+(``set_mempolicy``): its own for good, and others while they are in the driver. Preferred, so that a full node is no
+error. Source: Linux, ``set_mempolicy(2)``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ctypes
 import os
 import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = ["Locality", "node_of_cpus", "node_of_device", "numa_nodes"]
@@ -19,9 +21,11 @@ __all__ = ["Locality", "node_of_cpus", "node_of_device", "numa_nodes"]
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 MPOL_PREFERRED = 1
 MASK_WORDS = 16
 """Of 64 nodes each: as many nodes as any kernel is built for."""
+Mask = ctypes.c_ulong * MASK_WORDS
 
 
 def numa_nodes() -> dict[int, frozenset[int]]:
@@ -84,6 +88,20 @@ class Locality:
             if refusal:
                 self.text = f"any node (set_mempolicy: {refusal})"
 
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The same for a thread of somebody else's, which has its own policy back in the end."""
+        policy = None if self.node is None else memory_policy()
+        if policy is None:  # nothing to prefer, or nothing that could be put back
+            yield
+            return
+        self.apply()
+        try:
+            yield
+        finally:
+            self._thread.node = None
+            set_memory_policy(*policy)
+
     def _text(self, mode: str) -> str:
         if mode != "auto":
             return "off"
@@ -94,14 +112,29 @@ class Locality:
 
 def prefer_node(node: int) -> str | None:
     """Have the calling thread take fresh memory from ``node``, where it has some; returns why that was refused."""
+    if not 0 <= node < 64 * MASK_WORDS:
+        return f"no such node: {node}"
+    mask = Mask()
+    mask[node // 64] = 1 << node % 64
+    return set_memory_policy(MPOL_PREFERRED, mask)
+
+
+def set_memory_policy(mode: int, mask: ctypes.Array[ctypes.c_ulong]) -> str | None:
+    """Of the calling thread; returns why that was refused."""
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return f"not known for {platform.machine()}"
-    if not 0 <= node < 64 * MASK_WORDS:
-        return f"no such node: {node}"
-    mask = (ctypes.c_ulong * MASK_WORDS)()
-    mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(number, MPOL_PREFERRED, ctypes.byref(mask), 64 * MASK_WORDS + 1):
+    if libc.syscall(number, mode, ctypes.byref(mask), 64 * MASK_WORDS + 1):
         return os.strerror(ctypes.get_errno())
     return None
+
+
+def memory_policy() -> tuple[int, ctypes.Array[ctypes.c_ulong]] | None:
+    """Mode and nodes of the calling thread's policy; ``None`` where the system does not say."""
+    number = GET_MEMPOLICY.get(platform.machine())
+    mode, mask = ctypes.c_int(), Mask()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if number is None or libc.syscall(number, ctypes.byref(mode), ctypes.byref(mask), 64 * MASK_WORDS + 1, None, 0):
+        return None
+    return mode.value, mask

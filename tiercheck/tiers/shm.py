@@ -6,9 +6,11 @@ outlives every process and goes with the node's memory (or by :func:`remove_name
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError
@@ -30,6 +32,7 @@ from tiercheck.tiers.numa import Locality
 from tiercheck.tiers.pinning import PIN_MODES, CudaPinning
 from tiercheck.tiers.segments import SegmentDirectory
 from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.tiers.visits import Visits
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, bytes_text
 
 __all__ = ["NamespaceInfo", "ShmDriver", "namespaces", "remove_namespace"]
@@ -86,6 +89,7 @@ class ShmDriver(FileDriver):
             raise ConfigurationError(f"shm:// copies with 1 to {THREADS_MAX} threads, not {threads}")
         self._mapped = MappedSegments(directory, pinning=self._pinning, locality=self._locality, copy_threads=threads)
         self._reservations: set[_ShmReservation] = set()
+        self._visits = Visits()
         self._facts: dict[str, str] = {}
 
     @classmethod
@@ -131,9 +135,11 @@ class ShmDriver(FileDriver):
         segments.prepare()
         huge = huge_pages_of(segments.root)
         segments.advise_huge_pages = huge == "advise"
+        self._visits.admit()
         self._facts = {"pages": pages_text(huge), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._visits.refuse)
         for reservation in list(self._reservations):
             await reservation.drop()
         await super().close()
@@ -178,9 +184,7 @@ class ShmDriver(FileDriver):
 
     def reserve_at_once(self, key: str, nbytes: int) -> Reservation:
         self._check_reservation(key, nbytes)
-        if not self.is_open:
-            raise Closed("the driver is not open", tier=self.url, key=key)
-        with self.mapped_errors(key):
+        with self.visit(key):
             return self._reservation(key, self._mapped.reserve(nbytes, lambda: None))
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -190,6 +194,12 @@ class ShmDriver(FileDriver):
         await self.run(lambda check: self._mapped.prepare(sizes, check))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
+
+    @contextmanager
+    def visit(self, key: str) -> Iterator[None]:
+        """What a thread that is not the driver's own does in it: :meth:`close` waits for that."""
+        with self.mapped_errors(key), self._visits.one(), self._locality.applied():
+            yield
 
     def _check_reservation(self, key: str, nbytes: int) -> None:
         self.directory.path_of(key)
@@ -223,12 +233,12 @@ class _ShmReservation(Reservation):
             segment.give_back()
 
     def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        segment, wanted = self._taken(nbytes)
-        try:
-            with self._driver.mapped_errors(self.key):
+        with self._driver.visit(self.key):
+            segment, wanted = self._taken(nbytes)
+            try:
                 return segment.publish(self.key, wanted, mode, lambda: None)
-        finally:
-            segment.give_back()
+            finally:
+                segment.give_back()
 
     async def drop(self) -> None:
         segment = self._segment

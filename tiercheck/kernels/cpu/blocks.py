@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
 from tiercheck.kernels.reference.blocks import BLOCK, MULTIPLIED_MAX, MULTIPLIED_MIN, check_size, check_sizes
+from tiercheck.kernels.reference.compaction import check_layout
 from tiercheck.kernels.threads import run, split
 
 __all__ = [
@@ -67,6 +68,8 @@ def encode_blocks(
 ) -> None:
     """``encode(values, before, rooted, residual, codes, scales)`` for whole blocks, and ``encode_short`` for the last,
     short one. ``before`` and ``residual`` are empty where there is none."""
+    for name, array in (("values", values), ("codes", codes), ("scales", scales)):
+        check_layout(name, array, writable=array is not values)
     values, before = frozen(values), frozen(present("elements before", before, values.size))
     residual = present("residuals", residual, values.size)
     whole = values.size // block
@@ -99,6 +102,7 @@ def present(what: str, array: NDArray[np.float32] | None, size: int) -> NDArray[
     if array is None:
         return ABSENT
     check_size(what, array, size, size)
+    check_layout(what, array)
     return array
 
 
@@ -122,6 +126,8 @@ def decode_blocks(
     threads: int,
 ) -> NDArray[np.float32]:
     """``decode(codes, scales, values)`` for whole blocks, and for the last, short one filled up."""
+    check_layout("codes", codes)
+    check_layout("scales", scales)
     values = np.empty(size, np.float32)
     whole = size // block
 

@@ -135,6 +135,7 @@ class Putting(Transferring):
         else:
             self._give_back(caller)
             self._next, self._begins, self._credit = 0, 0, 0
+            self._credit_counted = False
             self._lost.clear()
             self._taken.clear()
             self._start_anew(caller, now)
