@@ -21,7 +21,7 @@ from tiercheck.tiers.peer.calling import Call, ClientSettings, Operation
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.getting import Getting
 from tiercheck.tiers.peer.keys import KEYS_VARIABLE, PeerKeys, parse_public_key
-from tiercheck.tiers.peer.limits import CHUNK_BYTES, CREDIT_BYTES
+from tiercheck.tiers.peer.limits import CHUNK_BYTES, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
 from tiercheck.tiers.peer.link import Link
 from tiercheck.tiers.peer.messages import (
     COUNT_MAX,
@@ -76,7 +76,7 @@ class PeerDriver(TierDriver):
         server_key: str | None = None,
         connections: int = CONNECTIONS,
         credit_bytes: int = CREDIT_BYTES,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         deadline_s: float = DEADLINE_S,
         survives: Survives = Survives.NODE,
     ) -> None:
@@ -86,7 +86,7 @@ class PeerDriver(TierDriver):
         self._server_key = server_key or (keys.server_public if keys is not None else None)
         self._connections = connections
         self._credit_bytes = credit_bytes
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if keys is None else ENCRYPTED_CHUNK_BYTES)
         self._deadline_s = deadline_s
         self._url = TierURL("peer", namespace, {"at": at}).text
         self._capabilities = Capabilities(

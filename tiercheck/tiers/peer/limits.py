@@ -13,6 +13,7 @@ __all__ = [
     "CHUNK_BYTES_MAX",
     "CHUNK_BYTES_MIN",
     "CREDIT_BYTES",
+    "ENCRYPTED_CHUNK_BYTES",
     "ENVELOPE_BYTES",
     "LOOPBACK_RECEIVE_BYTES",
     "LOOPBACK_SEND_BYTES",
@@ -21,9 +22,11 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-"""The size of a chunk unless somebody asks for another. Below it the cost of a message shows, which two processors
-that encrypt and decrypt have no time for; far above it memory is no longer found in the cache when it is checked and
-copied."""
+"""The size of a chunk unless somebody asks for another. Below it the cost of a message shows; far above it memory is
+no longer found in the cache when it is checked and copied."""
+ENCRYPTED_CHUNK_BYTES = 1 << 20
+"""The same with keys. A chunk is encrypted before any of it leaves and decrypted once all of it is there, so that
+smaller ones keep both ends at work."""
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 16 << 20
 ENVELOPE_BYTES = 64
