@@ -36,7 +36,9 @@ from tiercheck.tiers.shm import remove_namespace
 
 __all__ = ["FIGURES"]
 
-WARMUP_STEPS = 5
+WARMUP_STEPS = 25
+"""By then snapshots use memory again that earlier ones have given back: what was made ready for them before the first
+step, when nobody could say what the optimizer would keep, was of another size."""
 SPARE_BYTES = 4 << 20
 """Beside the parameters' bytes, of each object: its header and the host state."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
+from tiercheck.tiers.driver import Reservation
 
 
 def test_a_differential_that_lost_a_part_is_not_published_without_it() -> None:
@@ -63,15 +63,14 @@ def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(m
     url = memory()
     training = Training()
     checkpointer = training.attach(Hierarchy.of(url))
-    call = checkpointer._recorder._call
+    publish = checkpointer._recorder._publish
 
-    def interrupted(coroutine: Any, what: str) -> Any:
-        result = call(coroutine, what)
+    def interrupted(reservation: Reservation, nbytes: int, what: str) -> None:
+        publish(reservation, nbytes, what)
         if what == "publishing differential 1":
             raise KeyboardInterrupt
-        return result
 
-    monkeypatch.setattr(checkpointer._recorder, "_call", interrupted)
+    monkeypatch.setattr(checkpointer._recorder, "_publish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.step(1)
     for version in (2, 3):

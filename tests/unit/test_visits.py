@@ -10,6 +10,7 @@ import pytest
 from tests.shared_memory import root_of
 from tiercheck.errors import Closed, Transient
 from tiercheck.tiers import visits
+from tiercheck.tiers.mapping import MappedSegment
 from tiercheck.tiers.shm import ShmDriver, remove_namespace
 from tiercheck.tiers.visits import Visits
 
@@ -64,6 +65,31 @@ def test_who_does_not_leave_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     found.admit()
     with found.one(), pytest.raises(Transient, match="1 calls of other threads"):
         found.refuse()
+
+
+async def test_what_an_interrupted_thread_has_left_goes_when_the_tier_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    name = "test-visits"
+    try:
+        async with ShmDriver(name, size=64 << 20) as driver:
+            reservation = driver.reserve_at_once("a", 1 << 20)
+            for method in (lambda: driver.reserve_at_once("b", 1 << 20), reservation.publish_at_once):
+                with monkeypatch.context() as patch:
+                    patch.setattr(ShmDriver, "_reservation", interrupted)
+                    patch.setattr(MappedSegment, "publish", interrupted)
+                    patch.setattr(MappedSegment, "give_back", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        method()
+            assert (await driver.usage()).used_bytes == 2 << 20
+        assert list((root_of(name) / ".tiercheck" / "tmp").iterdir()) == []
+        async with ShmDriver(name, size=64 << 20) as driver:
+            assert (await driver.usage()).used_bytes == 0
+    finally:
+        remove_namespace(name)
 
 
 def write(driver: ShmDriver, published: threading.Event, ends: list[type[BaseException]]) -> None:

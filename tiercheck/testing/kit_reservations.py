@@ -47,7 +47,7 @@ class ReservationTests(TierKit):
             assert await self.raw_get(driver, key) == content
 
     @pytest.mark.certifies("mappable")
-    async def test_reserve_and_publish_at_once(self, driver: TierDriver) -> None:
+    async def test_at_once_from_another_thread(self, driver: TierDriver) -> None:
         """From a thread that is not the event loop's, as training does; what a driver leaves out is awaited."""
         if not driver.capabilities.mappable:
             assert await asyncio.to_thread(driver.reserve_at_once, "a", 10) is None

@@ -61,6 +61,7 @@ class SegmentDirectory(ObjectDirectory):
         self.pool_bytes = 0
         self.advise_huge_pages = False
         self._is_prepared = False
+        self._taken: set[Temporary] = set()
         self._ledger = Ledger(self.control / "charged")
         self._spares = Spares(self.control / "pool", self._ledger)
 
@@ -73,7 +74,10 @@ class SegmentDirectory(ObjectDirectory):
         self._is_prepared = True
 
     def close(self) -> None:
-        """Let go of what is kept for this process; called once no other call runs."""
+        """Let go of what is kept for this process, and of what a thread that was interrupted (Ctrl-C) has left behind;
+        called once no other call runs."""
+        for temporary in list(self._taken):
+            self.discard(temporary, mapped=True)
         if self._is_prepared:
             self._is_prepared = False
             with self.locked():
@@ -120,6 +124,7 @@ class SegmentDirectory(ObjectDirectory):
             self._trim_pool()
         recycled_bytes = min(recycled_bytes, nbytes)
         temporary = Temporary(path, fd, stamp_ns)
+        self._taken.add(temporary)
         segment = Segment(temporary, nbytes, recycled_bytes, status.st_ino, status.st_mtime_ns)
         try:
             self._back(fd, recycled_bytes, nbytes, check)
@@ -155,6 +160,7 @@ class SegmentDirectory(ObjectDirectory):
         ``mapped``: its writer cannot be kept from its mapping. The mapping then keeps the file's lock, shared,
         so that nobody reuses the file while it lives.
         """
+        self._taken.discard(temporary)
         try:
             if temporary.path.exists():
                 with self.locked():
@@ -168,6 +174,7 @@ class SegmentDirectory(ObjectDirectory):
 
     def destroy(self, segment: Segment) -> None:
         """Give the memory of an unpublished file back."""
+        self._taken.discard(segment.temporary)
         with self.locked():
             os.ftruncate(segment.fd, 0)
             segment.temporary.path.unlink()
