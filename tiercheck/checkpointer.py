@@ -44,7 +44,7 @@ from tiercheck.restore import Recovery, Restorer, gather
 from tiercheck.streams.base import base_nbytes
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.recorded import stream_of
-from tiercheck.types import Survives, bytes_text
+from tiercheck.types import Survives, Usage, bytes_text
 
 __all__ = ["Checkpointer", "Stats"]
 
@@ -266,19 +266,23 @@ class Checkpointer:
                 f"{bytes_text(usage.limit_bytes)}: give it more, or lower base_every (now {self.config.base_every})",
                 tier=first.driver.url,
             )
-        self._prepare_memory([(base, bases), (self._stream.nbytes_max, records)], usage.limit_bytes // 2)
+        self._prepare_memory([(base, bases), (self._stream.nbytes_max, records)], usage)
 
-    def _prepare_memory(self, wanted: Sequence[tuple[int, int]], room: int) -> None:
-        """Have the first tier's memory touched and mapped now, while nothing trains: (bytes, count) as far as ``room``
-        reaches, which is what a tier keeps ready beside its objects. What is not ready costs its first use more."""
-        sizes: list[tuple[int, int]] = []
-        for nbytes, count in wanted:
-            fits = min(count, room // nbytes)
-            sizes.append((nbytes, fits))
-            room -= nbytes * fits
+    def _prepare_memory(self, wanted: Sequence[tuple[int, int]], usage: Usage) -> None:
+        """Have the first tier's memory touched and mapped now, while nothing trains: (bytes, count) as far as there is
+        room, or the tier keeps ready. What is not ready costs its first use more."""
+        assert usage.free_bytes is not None and usage.limit_bytes is not None
         first = self._opened().first
-        try:
+
+        def prepare(room: int) -> None:
+            sizes = fitting(wanted, room)
             self._call(first.driver.prepare_reservations(sizes), f"preparing the memory of {first.name}")
+
+        try:
+            try:
+                prepare(usage.free_bytes)
+            except CapacityExceeded:  # it keeps less than that beside its objects
+                prepare(usage.limit_bytes // 2)
         except (CapacityExceeded, DeadlineExceeded) as error:
             log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
 
@@ -434,3 +438,13 @@ def int_of(variable: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise ConfigurationError(f"{variable} must be a number, not {text!r}") from None
+
+
+def fitting(wanted: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+    """Of each (bytes, count) as many as fit into what those before have left."""
+    sizes: list[tuple[int, int]] = []
+    for nbytes, count in wanted:
+        fits = min(count, room // nbytes)
+        sizes.append((nbytes, fits))
+        room -= nbytes * fits
+    return sizes
