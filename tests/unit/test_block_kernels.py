@@ -152,7 +152,7 @@ class TestEveryScheme:
         with np.errstate(all="ignore"):
             change, root = values - before, np.sqrt(values)
         for x, options in ((change, {"before": before}), (root, {"rooted": True})):
-            fused = scheme.encode(values, by=by, **options)  # type: ignore[arg-type]
+            fused = scheme.encode(values, by=by, **options)
             expected = scheme.encode(x, by="reference")
             assert [part.tobytes() for part in fused] == [part.tobytes() for part in expected]
         assert (values.tobytes(), before.tobytes()) == kept

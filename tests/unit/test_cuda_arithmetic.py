@@ -12,6 +12,7 @@ from tests.gpu.machine import Machine, need_cupy
 
 need_cupy()
 
+# What follows imports CuPy, which was just asked for.
 from tests.gpu.emulation import Emulator, compile_for_host, compile_text  # noqa: E402
 from tests.gpu.inputs import exponent_planes, gradient  # noqa: E402
 from tests.gpu.kernel_tests import CudaKernelTests  # noqa: E402

@@ -255,7 +255,7 @@ def based_on(state: State, before: torch.Tensor, name: str) -> SnapshotStream:
     slot = writer.slot(specs[0].name, specs[0].dtype, specs[0].shape)
     tensor_in(slot, specs[0].dtype, specs[0].shape, what="before").copy_(before)
     length = writer.finish(ShardMetadata(Stream.BASE, 1, 0, 0, 0, 1))
-    stream = SnapshotStream(state, name, 1)  # type: ignore[arg-type]
+    stream = SnapshotStream(state, name, 1)
     stream.rest_on(parse(memory[:length]))
     return stream
 

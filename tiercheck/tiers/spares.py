@@ -227,7 +227,7 @@ class Spares:
                     self._is_whole(spare, fd)
                 finally:
                     os.close(fd)
-        self._ledger.set(pooled=[spare for alike in self.listed().values() for spare in alike.values()])
+        self._ledger.set(pooled=self.scan())
 
     def trim(self, bytes_max: int, files_max: int) -> None:
         """Evict the oldest until no more than this is kept."""
