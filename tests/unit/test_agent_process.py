@@ -43,6 +43,21 @@ def test_it_stands_back() -> None:
     assert done.stdout.startswith(f"{max(10, os.getpriority(os.PRIO_PROCESS, 0))} True nice 10, batch scheduling")
 
 
+def test_a_session_of_its_own_stands_back_too() -> None:
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        pytest.skip("this kernel makes no groups of sessions (CONFIG_SCHED_AUTOGROUP)")
+    statement = f"import tiercheck.agent.priority as p\nprint(p.stand_back(), open({str(group)!r}).read())"
+    command = [sys.executable, "-c", statement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, start_new_session=True)
+    assert "session nice 10, " in done.stdout
+    assert done.stdout.strip().endswith(" nice 10")
+    before = group.read_text()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "session" not in done.stdout
+    assert done.stdout.endswith(f"{before}\n")  # a session shared with others is not the agent's to lower
+
+
 def test_the_meeting_place_is_the_users_alone(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory.of("n0")
     assert run.root.stat().st_mode & 0o777 == 0o700
