@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import itertools
 import mmap
 
+from tiercheck.tiers.direct import address_of
 from tiercheck.types import Payload
 
-__all__ = ["PayloadChunks", "touch"]
+__all__ = ["PayloadChunks", "populate"]
+
+MADV_POPULATE_READ = 22
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PayloadChunks:
@@ -49,7 +56,11 @@ def as_bytes(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
 
 
-def touch(content: memoryview) -> None:
-    """Enter what is mapped into the page table, so that ZeroMQ's thread, which has the most to do, need not."""
-    with content[:: mmap.PAGESIZE] as pages:
-        pages.tobytes()
+def populate(content: memoryview) -> None:
+    """Enter what is mapped into the page table, so that ZeroMQ's thread, which has the most to do, need not.
+
+    Nothing is read. A kernel that cannot (before Linux 5.14) leaves it to that thread.
+    """
+    address = address_of(content)
+    start = address - address % mmap.PAGESIZE
+    _madvise(start, address + content.nbytes - start, MADV_POPULATE_READ)

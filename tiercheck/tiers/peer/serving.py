@@ -20,7 +20,7 @@ from types import MappingProxyType
 from tiercheck.errors import Corruption, NotFound
 from tiercheck.keys import validate_key
 from tiercheck.tiers.peer.checksums import KnownChecksums
-from tiercheck.tiers.peer.content import touch
+from tiercheck.tiers.peer.content import populate
 from tiercheck.tiers.peer.limits import CHUNK_BYTES_MIN, PeerLimits, PeerStatistics
 from tiercheck.tiers.peer.messages import (
     AbortPut,
@@ -213,7 +213,7 @@ class Gets:
         if known is None:
             known = checksum(content)
         else:
-            touch(content)
+            populate(content)
         data = Data(wanted.transfer, wanted.index, known)
         self._desk.reply(peer, request_id, data, content, copied_bytes)
 
