@@ -178,7 +178,7 @@ async def test_a_broken_transfer_goes_on_where_it_was(server: PeerProcess) -> No
 
 @pytest.fixture
 def namespace() -> Iterator[tuple[str, str]]:
-    """A network namespace behind a cable that can be pulled: its name, and its address."""
+    """A network namespace behind a slow cable that can be pulled: its name, and its address."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     name = f"tcpeer{secrets.token_hex(2)}"
@@ -196,6 +196,9 @@ def namespace() -> Iterator[tuple[str, str]]:
     try:
         for command in commands:
             subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+        # 100 MB/s from here to there: long enough to be in the middle of it, on any machine.
+        shape = f"qdisc add dev {name}a root tbf rate 800mbit burst 1mb latency 50ms"
+        subprocess.run(["tc", *shape.split()], check=True, capture_output=True)
         yield name, f"{subnet}.2"
     finally:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ from tiercheck.errors import (
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
-from tiercheck.tiers.peer.calling import Caller, Operation
-from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, Stat
+from tiercheck.tiers.peer.calling import Call, Caller, ClientSettings, Operation
+from tiercheck.tiers.peer.link import Link
+from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, Hello, Stat
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode, Survives
 
@@ -184,6 +186,51 @@ async def test_a_client_with_keys_learns_that_the_server_has_none(tmp_path: Path
     async with serving() as server:
         with pytest.raises(Unauthorized, match="has no keys"):
             await PeerDriver("n", server.endpoint, keys=keys).open()
+
+
+async def test_who_was_not_listed_gets_in_once_it_is(tmp_path: Path) -> None:
+    keys, strangers = PeerKeys.generate(tmp_path / "keys"), PeerKeys.generate(tmp_path / "strangers")
+    async with serving(keys=keys) as server:
+        bind = f"tcp://{server.endpoint}"
+        link = Link(settings_of(server), connections=1, keys=strangers, server_key=keys.server_public)
+        with pytest.raises(Unauthorized, match="does not let this client in"):
+            await link.run(hello())
+    listed = replace(keys, allowed=keys.allowed | {strangers.client_public})
+    async with serving(keys=listed, bind=bind):
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                assert await link.run(hello()) == "let in"
+                break
+            except Unauthorized:
+                assert time.monotonic() < deadline, "it did not come back"
+                await asyncio.sleep(0.05)
+    await link.close()
+
+
+# Peers that are busy.
+
+
+def settings_of(server: PeerServer) -> ClientSettings:
+    return ClientSettings(server.endpoint, CHUNK, 4 * CHUNK, 10.0)
+
+
+def hello() -> Call:
+    return Call(Hello("n"), lambda answer: "let in")
+
+
+async def test_a_client_too_many_waits_until_another_goes() -> None:
+    async with serving(limits=PeerLimits(connections=1)) as server:
+        async with small(server, connections=1) as driver:
+            with pytest.raises(Transient, match="has as many connections as it takes"):
+                await small(server, connections=1, deadline_s=0.5).open()
+            link = Link(settings_of(server), connections=1, keys=None, server_key=None)
+            waiting = asyncio.create_task(link.run(hello()))
+            await driver.put("a", [b"busy"])
+            assert server.statistics.dropped["too many connections"] >= 1
+            assert not waiting.done()
+        assert await waiting == "let in"
+        await link.close()
 
 
 # Peers that are away.

@@ -58,3 +58,15 @@ def test_who_sends_more_than_is_read_is_cut(listener: socket.socket) -> None:
         client.sendall(bytes(90000))
         accepted.recv(90000, socket.MSG_WAITALL)
         assert watch.sweep() == 1
+
+
+def test_one_that_is_gone_is_not_counted_for_ever(listener: socket.socket) -> None:
+    watch = FloodWatch(listener.getsockname()[1], 1000)
+    with socket.create_connection(listener.getsockname()), listener.accept()[0] as there:
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as gone:
+            number = gone.fileno()
+        watch.disconnected(number)
+        watch.accepted(number)  # the two events come from two threads
+        watch.accepted(there.fileno())
+        assert watch.sweep() == 0
+        assert len(watch) == 1

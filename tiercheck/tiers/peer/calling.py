@@ -31,6 +31,7 @@ __all__ = ["Call", "Caller", "ClientProtocol", "ClientSettings", "Finish", "Oper
 
 log = logging.getLogger(__name__)
 
+NO_OBSTACLE = "is its agent running, and the network up?"
 ABORT_S = 3.0
 """How long a cancelled put waits for the server's word that it is dropped."""
 
@@ -228,6 +229,7 @@ class ClientProtocol:
         self.dropped: dict[str, int] = {}
         self._cancelled: dict[int, float] = {}
         self._refusal: str | None = None
+        self._obstacle = NO_OBSTACLE
 
     @property
     def idle(self) -> bool:
@@ -274,6 +276,7 @@ class ClientProtocol:
 
     def connected(self, link: int, now: float) -> list[Effect]:
         self._refusal = None
+        self._obstacle = NO_OBSTACLE
         self.caller.links.append(link)
         if len(self.caller.links) == 1:  # others need no help: they are under way on another link
             for operation in list(self.caller.operations.values()):
@@ -296,6 +299,10 @@ class ClientProtocol:
                 operation.refused(self.caller, Unauthorized(reason, key=operation.key))
         return self._effects(now)
 
+    def turned_away(self, reason: str) -> None:
+        """The peer takes us not now; what waits for a connection goes on waiting, and says so where it is in vain."""
+        self._obstacle = f"it {reason}"
+
     def close(self, error: TierError) -> list[Effect]:
         for operation in list(self.caller.operations.values()):
             self.caller.finish(operation, error)
@@ -316,7 +323,7 @@ class ClientProtocol:
                     Transient(
                         f"peer {settings.peer} came no further with {operation.what} for {settings.deadline_s:g} s"
                         + ("" if self.caller.links else " and there is no connection to it")
-                        + "; is its agent running, and the network up?",
+                        + f"; {self._obstacle}",
                         key=operation.key,
                     ),
                 )

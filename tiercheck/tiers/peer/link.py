@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import threading
 import time
 from collections import deque
@@ -44,6 +45,11 @@ REFUSALS_MAX = 3
 """Handshakes that end without a reason, one after the other, before the peer counts as one that refuses us."""
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+TURNED_AWAY_S = (1.0, 3.0)
+"""ZeroMQ does not come back by itself to a peer that turned it away. The peer may let us in later; whoever else it
+turned away shall not come at the same time."""
+BUSY = 500
+"""The status of a peer that turns everybody away for now (RFC 27)."""
 ARRIVALS_QUEUED_MAX = 64
 SENDS_QUEUED_MAX = 64
 
@@ -58,6 +64,8 @@ class Connection:
     monitor: zmq.Socket[bytes]
     link: int | None = None
     backlog: deque[Send] = field(default_factory=deque)
+    again_at: float = math.inf
+    """When to connect again, after the peer has turned this one away."""
 
 
 @dataclass
@@ -204,6 +212,7 @@ class Link:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._act(self._protocol.tick(now))
+                    self._connect_again(now)
                 if self._draining:
                     self._drain(now)
         except Exception:
@@ -246,7 +255,8 @@ class Link:
             self._act(self._protocol.receive(connection.link, buffers, time.monotonic()))
 
     def _watch(self, connection: Connection) -> None:
-        event = recv_monitor_message(connection.monitor)["event"]
+        message = recv_monitor_message(connection.monitor)
+        event = message["event"]
         now = time.monotonic()
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if connection.link is None:
@@ -256,17 +266,28 @@ class Link:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals += 1
             if self._refusals >= REFUSALS_MAX and self._keys is not None:
-                reason = "hangs up: it has no keys, or server_key (or server.public in the keys) is not its key"
-                self._act(self._protocol.refused(f"peer {self._settings.peer} {reason}", now))
+                self._refused("hangs up: it has no keys, or server_key (or server.public in the keys) is not its key")
         else:
-            reason = (
-                "does not let this client in; add its client.public to the peer's clients.allowed"
-                if self._keys is not None
-                else "wants keys; give keys=DIRECTORY or set TIERCHECK_KEYS"
-            )
-            if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and self._keys is not None:
-                reason = "has no keys, or is no peer server; take away keys= and TIERCHECK_KEYS, or give it keys"
-            self._act(self._protocol.refused(f"peer {self._settings.peer} {reason}", now))
+            connection.again_at = now + random.uniform(*TURNED_AWAY_S)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and message["value"] == BUSY:
+                self._protocol.turned_away("has as many connections as it takes")
+            elif self._keys is None:
+                self._refused("wants keys; give keys=DIRECTORY or set TIERCHECK_KEYS")
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._refused("has no keys, or is no peer server; take away keys= and TIERCHECK_KEYS, or give it keys")
+            else:
+                self._refused("does not let this client in; add its client.public to the peer's clients.allowed")
+
+    def _refused(self, reason: str) -> None:
+        self._act(self._protocol.refused(f"peer {self._settings.peer} {reason}", time.monotonic()))
+
+    def _connect_again(self, now: float) -> None:
+        for connection in self._connections:
+            if now >= connection.again_at:
+                connection.again_at = math.inf
+                endpoint = f"tcp://{self._settings.peer}"
+                connection.socket.disconnect(endpoint)  # it would not connect twice to one endpoint
+                connection.socket.connect(endpoint)
 
     def _up(self, connection: Connection) -> None:
         self._refusals = 0

@@ -50,6 +50,7 @@ HANDSHAKE_MS = 5000
 """A client that takes longer to greet is cut off."""
 HEARTBEAT_MS = 3000
 MESSAGES_AT_ONCE = 8
+EVENTS_AT_ONCE = 256
 MESSAGES_QUEUED_MAX = 8
 QUEUED_BYTES_MAX = 16 << 20
 """Messages of one connection that wait to be handled, and their bytes; then its TCP window closes."""
@@ -242,10 +243,10 @@ class _Running:
                         )
                     )
                 )
-                if self._zap in ready:
-                    self._admit()
                 if self._monitor in ready:
                     self._watch()
+                if self._zap in ready:
+                    self._admit()
                 if self._mailbox.fd in ready:
                     for letter in self._mailbox.take():
                         if letter is None:
@@ -256,8 +257,7 @@ class _Running:
                 now = time.monotonic()
                 if now >= next_sweep:
                     next_sweep = now + SWEEP_S
-                    for _ in range(self._watched.sweep()):
-                        self._drop("flood")
+                    self._sweep()
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     self._act(self._protocol.tick(now))
@@ -330,8 +330,8 @@ class _Running:
         frames = self._zap.recv_multipart()
         envelope, request = frames[: frames.index(b"") + 1], frames[frames.index(b"") + 1 :]
         status, reason = b"400", b"not listed"
-        if len(self._watched) > self._limits.connections:
-            reason = b"too many connections"
+        if self._crowded():
+            status, reason = b"500", b"too many connections"
             self._drop("too many connections")
         elif self._keys is None:
             status, reason = b"200", b"loopback"
@@ -341,14 +341,29 @@ class _Running:
             self._drop("not listed")
         self._zap.send_multipart([*envelope, b"1.0", request[1], status, reason, b"", b""])
 
+    def _crowded(self) -> bool:
+        """Whether the connections, the one that asks among them, are too many. Those that are gone do not count."""
+        if len(self._watched) > self._limits.connections:
+            self._watch()
+            self._sweep()
+        return len(self._watched) > self._limits.connections
+
     def _watch(self) -> None:
-        message = recv_monitor_message(self._monitor)
-        if message["event"] == zmq.EVENT_ACCEPTED:
-            self._watched.accepted(message["value"])
-        elif message["event"] == zmq.EVENT_DISCONNECTED:
-            self._watched.disconnected(message["value"])
-        else:
-            self._drop("handshake")
+        """Learn which connections came and went until now."""
+        for _ in range(EVENTS_AT_ONCE):
+            if not self._monitor.poll(0):
+                return
+            message = recv_monitor_message(self._monitor)
+            if message["event"] == zmq.EVENT_ACCEPTED:
+                self._watched.accepted(message["value"])
+            elif message["event"] == zmq.EVENT_DISCONNECTED:
+                self._watched.disconnected(message["value"])
+            else:
+                self._drop("handshake")
+
+    def _sweep(self) -> None:
+        for _ in range(self._watched.sweep()):
+            self._drop("flood")
 
     def _drop(self, reason: str) -> None:
         self._shell_dropped[reason] = self._shell_dropped.get(reason, 0) + 1
