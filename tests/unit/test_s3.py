@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.s3 import S3Driver, S3Settings
-from tiercheck.tiers.s3.checksums import CRC32, PREFERRED, Checksum, stored_checksum
+from tiercheck.tiers.s3.checksums import CRC32C, KNOWN, Checksum, stored_checksum
 from tiercheck.tiers.s3.download import PART_BYTES_MAX, get_part_bytes
 from tiercheck.tiers.s3.failures import classify
 from tiercheck.tiers.s3.listing import Listing
@@ -84,36 +85,33 @@ class TestURL:
 class TestChecksums:
     @given(st.binary(max_size=300), st.binary(max_size=300))
     def test_two_pieces(self, first: bytes, second: bytes) -> None:
-        for checksum in {CRC32, PREFERRED}:
+        for checksum in KNOWN:
             whole = checksum.combine(checksum.update(first, 0), checksum.update(second, 0), len(second))
             assert whole == checksum.update(first + second, 0)
 
     def test_the_check_values_of_the_algorithms(self) -> None:
         """Source: the CRC catalogue's check values, over ``123456789``."""
-        expected = {"CRC32": 0xCBF43926, "CRC32C": 0xE3069283}
-        for checksum in {CRC32, PREFERRED}:
+        expected = {"CRC32": 0xCBF43926, "CRC32C": 0xE3069283, "CRC64NVME": 0xAE8B14860A799888}
+        for checksum in KNOWN:
             assert checksum.update(b"123456789", 0) == expected[checksum.name]
 
-    def test_a_long_piece_is_combined_without_reading_it(self) -> None:
-        nbytes = 5 << 30
-        zeros = 0
+    @pytest.mark.parametrize("checksum", KNOWN, ids=lambda checksum: checksum.name)
+    def test_long_pieces_are_combined_without_reading_them(self, checksum: Checksum) -> None:
         block = bytes(1 << 20)
-        for _ in range(16):
-            zeros = zlib.crc32(block, zeros)
-        combined = zeros
-        for doubling in range(4):  # 16 MiB to 256 MiB of zeros
-            combined = CRC32.combine(combined, combined, 16 << 20 << doubling)
         expected = 0
         for _ in range(256):
-            expected = zlib.crc32(block, expected)
+            expected = checksum.update(block, expected)
+        combined = checksum.update(block, 0)
+        for doubling in range(8):  # 1 MiB to 256 MiB of zeros
+            combined = checksum.combine(combined, combined, 1 << 20 << doubling)
         assert combined == expected
-        assert CRC32.combine(1, 0, nbytes) != 0
+        assert checksum.combine(1, 0, 5 << 30) != 0
 
     def test_only_checksums_of_the_whole_are_taken(self) -> None:
         encoded = base64.b64encode(b"abcd").decode()
-        assert stored_checksum({PREFERRED.field: encoded}) == (PREFERRED, encoded)
-        assert stored_checksum({PREFERRED.field: encoded, "ChecksumType": "COMPOSITE"}) is None
-        assert stored_checksum({PREFERRED.field: f"{encoded}-3"}) is None
+        assert stored_checksum({CRC32C.field: encoded}) == (CRC32C, encoded)
+        assert stored_checksum({CRC32C.field: encoded, "ChecksumType": "COMPOSITE"}) is None
+        assert stored_checksum({CRC32C.field: f"{encoded}-3"}) is None
         assert stored_checksum({"ChecksumSHA256": encoded}) is None
 
 
@@ -129,8 +127,8 @@ class TestBuffers:
         with Buffers(payload) as buffers:
             assert buffers.nbytes == len(whole)
             assert buffers.copy(start, stop) == whole[start:stop]
-            value = asyncio.run(buffers.checksum(PREFERRED, start, stop))
-            assert value == PREFERRED.update(whole[start:stop], 0)
+            value = asyncio.run(buffers.checksum(CRC32C, start, stop))
+            assert value == CRC32C.update(whole[start:stop], 0)
 
     async def test_a_body_is_iterated_and_rewound(self) -> None:
         content = bytes(range(256)) * 4096
@@ -157,7 +155,7 @@ class TestBuffers:
     async def test_a_cancelled_checksum_leaves_no_buffer_in_use(self) -> None:
         content = bytearray(8 << 20)
         with Buffers([content]) as buffers:
-            summing = asyncio.create_task(buffers.checksum(Slow, 0, len(content)))
+            summing = asyncio.create_task(buffers.checksum(SLOW, 0, len(content)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             summing.cancel()
@@ -172,7 +170,7 @@ def slowly(data: Any, value: int) -> int:
     return value
 
 
-Slow = Checksum("CRC32", 0, slowly)
+SLOW = replace(CRC32C, update=slowly)
 
 
 class TestParts:

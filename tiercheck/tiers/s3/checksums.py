@@ -1,8 +1,7 @@
-"""Checksums as S3 spells them: CRC32C where a fast one is installed, else zlib's CRC32.
+"""Checksums as S3 spells them.
 
 A multipart object has the checksum of the whole (``FULL_OBJECT``), which is combined from those of its parts, so that
-no byte is read twice. Source: "Checking object integrity in Amazon S3", Amazon S3 User Guide; the combination is
-multiplication by x^(8n) modulo the polynomial, as in zlib's ``crc32_combine``.
+no byte is read twice. Source: "Checking object integrity in Amazon S3", Amazon S3 User Guide.
 """
 
 from __future__ import annotations
@@ -13,20 +12,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PREFERRED", "Checksum", "stored_checksum"]
+from awscrt import checksums as crt
+
+__all__ = ["CRC32C", "KNOWN", "Checksum", "stored_checksum"]
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """One algorithm. ``update(data, value)`` goes on from ``value``; ``polynomial`` is bit-reflected.
+    """One algorithm. ``update(data, value)`` goes on from ``value``; ``combine(first, second, second_nbytes)`` is the
+    checksum of two pieces put together.
 
     ``quick``: of bytes that are in the processor's cache it takes less than copying them.
     """
 
     name: str
-    polynomial: int
+    nbytes: int
     update: Callable[[Any, int], int]
-    quick: bool = False
+    combine: Callable[[int, int, int], int]
+    quick: bool = True
 
     @property
     def field(self) -> str:
@@ -34,53 +37,25 @@ class Checksum:
         return f"Checksum{self.name}"
 
     def encode(self, value: int) -> str:
-        return base64.b64encode(value.to_bytes(4, "big")).decode()
-
-    def combine(self, first: int, second: int, second_nbytes: int) -> int:
-        """The checksum of two pieces put together, from theirs and the second one's length."""
-        return self._multiply(self._power_of_x(8 * second_nbytes), first) ^ second
-
-    def _multiply(self, a: int, b: int) -> int:
-        """The product modulo the polynomial; bit 31 stands for x^0."""
-        product = 0
-        mask = 1 << 31
-        while mask:
-            if a & mask:
-                product ^= b
-            mask >>= 1
-            b = (b >> 1) ^ (self.polynomial if b & 1 else 0)
-        return product
-
-    def _power_of_x(self, exponent: int) -> int:
-        result, square = 1 << 31, 1 << 30
-        while exponent:
-            if exponent & 1:
-                result = self._multiply(result, square)
-            square = self._multiply(square, square)
-            exponent >>= 1
-        return result
+        return base64.b64encode(value.to_bytes(self.nbytes, "big")).decode()
 
 
-CRC32 = Checksum("CRC32", 0xEDB88320, zlib.crc32)
-KNOWN = {CRC32.name: CRC32}
-PREFERRED = CRC32
-
-try:
-    import crc32c
-except ModuleNotFoundError:  # zlib's takes eight times as long: installing tiercheck[s3] brings the fast one
-    pass
-else:
-    CRC32C = Checksum("CRC32C", 0x82F63B78, crc32c.crc32c, quick=True)
-    KNOWN[CRC32C.name] = CRC32C
-    PREFERRED = CRC32C
+CRC32C = Checksum("CRC32C", 4, crt.crc32c, crt.combine_crc32c)
+"""The one that is sent."""
+KNOWN = (
+    CRC32C,
+    Checksum("CRC64NVME", 8, crt.crc64nvme, crt.combine_crc64nvme),
+    Checksum("CRC32", 4, zlib.crc32, crt.combine_crc32, quick=False),
+)
+"""Those that are verified, whoever has put the object."""
 
 
 def stored_checksum(answer: Mapping[str, Any]) -> tuple[Checksum, str] | None:
-    """The whole object's checksum in an answer, and its algorithm, where this process can compute it.
+    """The whole object's checksum in an answer, and its algorithm, where it is one of the known.
 
     A ``COMPOSITE`` one (of part checksums, with ``-N`` at its end) says nothing without the parts' bounds.
     """
-    for checksum in KNOWN.values():
+    for checksum in KNOWN:
         value = answer.get(checksum.field)
         if value and "-" not in value and answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
             return checksum, str(value)

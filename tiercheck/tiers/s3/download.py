@@ -239,6 +239,7 @@ class _Read:
             if update is not None:
                 part.checksum = update(chunk, part.checksum)
             part.at = end
+            del chunk  # the memory is free for what arrives next, and still in the cache
             progress()
 
     async def _sum(self, checksum: Checksum, part: Part) -> None:
@@ -281,15 +282,19 @@ class Stream:
 
     def __init__(self, body: Any) -> None:
         self._content = body.raw_stream.content
-        self._left = memoryview(b"")
+        self._left: bytes | memoryview = b""
 
-    async def take(self, nbytes_max: int) -> memoryview:
-        """The next bytes, at most ``nbytes_max``; none at the end."""
-        if not self._left:
+    async def take(self, nbytes_max: int) -> bytes | memoryview:
+        """The next bytes, at most ``nbytes_max``; none at the end. Whoever lets go of them frees their memory."""
+        piece = self._left
+        self._left = b""
+        if not piece:
             piece, _ = await self._content.readchunk()
-            self._left = memoryview(piece)
-        taken, self._left = self._left[:nbytes_max], self._left[nbytes_max:]
-        return taken
+        if len(piece) <= nbytes_max:
+            return piece
+        view = memoryview(piece)
+        self._left = view[nbytes_max:]
+        return view[:nbytes_max]
 
 
 def get_part_bytes(nbytes: int, settings: S3Settings) -> int:

@@ -63,8 +63,8 @@ class S3Driver(TierDriver):
     Memory: ``memory_bytes`` beyond the caller's buffers, whatever the size of the objects: payloads are sent from
     where they lie, and gets arrive where they are wanted.
 
-    Integrity: each request's body carries a CRC32C (CRC32 where the ``crc32c`` package is missing), which the server
-    verifies; a multipart object that of the whole. A whole get verifies what the server holds, where it says so.
+    Integrity: each request's body carries a CRC32C, which the server verifies; a multipart object that of the whole. A
+    whole get verifies what the server holds, where it says so; CRC64NVME and CRC32 too, if others put the object.
 
     Conditional puts are one request, so they hold at most 5 GiB. Where the server ignores conditions,
     ``capabilities.conditional_put`` is false once the driver is open, and ``CREATE`` and ``UPDATE`` raise

@@ -14,7 +14,7 @@ from tiercheck.errors import (
     TierError,
     Unsupported,
 )
-from tiercheck.tiers.s3.checksums import PREFERRED
+from tiercheck.tiers.s3.checksums import CRC32C
 from tiercheck.tiers.s3.client import COMPLETION_PATIENCE, Answer, S3Client
 from tiercheck.tiers.s3.failures import InDoubt, Refused
 from tiercheck.tiers.s3.names import TOKEN_FIELD, etag_in, etag_of, new_token, server_etag
@@ -55,7 +55,7 @@ class Upload:
 
     async def _at_once(self, mode: PutMode) -> str:
         condition = await self._condition(mode)
-        value = await self._buffers.checksum(PREFERRED, 0, self._buffers.nbytes)
+        value = await self._buffers.checksum(CRC32C, 0, self._buffers.nbytes)
         try:
             answer = await self._client.send(
                 "PutObject",
@@ -65,7 +65,7 @@ class Upload:
                 self._buffers.nbytes,
                 Key=self._name,
                 Metadata={TOKEN_FIELD: self._token},
-                **{PREFERRED.field: PREFERRED.encode(value)},
+                **{CRC32C.field: CRC32C.encode(value)},
                 **self._client.settings.put_arguments,
                 **condition,
             )
@@ -146,7 +146,7 @@ class Upload:
             self._key,
             Key=self._name,
             Metadata={TOKEN_FIELD: self._token},
-            ChecksumAlgorithm=PREFERRED.name,
+            ChecksumAlgorithm=CRC32C.name,
             ChecksumType="FULL_OBJECT",
             **self._client.settings.put_arguments,
         )
@@ -164,12 +164,12 @@ class Upload:
         await together(*(worker() for _ in range(min(self._client.settings.parts_in_flight, len(bounds)))))
         whole = 0
         for (_, value), (start, stop) in zip(sent, bounds, strict=True):
-            whole = PREFERRED.combine(whole, value, stop - start)
+            whole = CRC32C.combine(whole, value, stop - start)
         return [part for part, _ in sent], whole
 
     async def _send_part(self, upload_id: str, number: int, start: int, stop: int) -> tuple[dict[str, Any], int]:
-        value = await self._buffers.checksum(PREFERRED, start, stop)
-        encoded = {PREFERRED.field: PREFERRED.encode(value)}
+        value = await self._buffers.checksum(CRC32C, start, stop)
+        encoded = {CRC32C.field: CRC32C.encode(value)}
         answer = await self._client.send(
             "UploadPart",
             self._key,
@@ -185,8 +185,8 @@ class Upload:
 
     async def _complete(self, upload_id: str, parts: list[dict[str, Any]], whole: int, full_object: bool) -> str:
         """The request that publishes. ``full_object``: the server has agreed to check the whole object's checksum."""
-        encoded = PREFERRED.encode(whole)
-        check: dict[str, Any] = {PREFERRED.field: encoded, "ChecksumType": "FULL_OBJECT"} if full_object else {}
+        encoded = CRC32C.encode(whole)
+        check: dict[str, Any] = {CRC32C.field: encoded, "ChecksumType": "FULL_OBJECT"} if full_object else {}
 
         async def publish() -> Answer:
             answer = await self._client.ask(
@@ -216,17 +216,17 @@ class Upload:
                 raise
             self._published = True
             return ours
-        self._check(answer.get(PREFERRED.field), encoded, parts)
+        self._check(answer.get(CRC32C.field), encoded, parts)
         return str(answer["ETag"])
 
     def _check(self, found: str | None, whole: str, parts: list[dict[str, Any]]) -> None:
         """That the checksum the server reports, of the whole object or of its parts' checksums, is ours."""
         if found is None:
             return
-        expected = composite([base64.b64decode(part[PREFERRED.field]) for part in parts]) if "-" in found else whole
+        expected = composite([base64.b64decode(part[CRC32C.field]) for part in parts]) if "-" in found else whole
         if found.partition("-")[0] != expected:
             raise Corruption(
-                f"the server published an object with the {PREFERRED.name} {found}, not {expected}",
+                f"the server published an object with the {CRC32C.name} {found}, not {expected}",
                 tier=self._client.tier,
                 key=self._key,
             )
@@ -250,4 +250,4 @@ def part_bounds(nbytes: int, part_bytes: int) -> list[tuple[int, int]]:
 
 def composite(parts: list[bytes]) -> str:
     """The checksum of part checksums, as servers without ``FULL_OBJECT`` report it, without its ``-N``."""
-    return PREFERRED.encode(PREFERRED.update(b"".join(parts), 0))
+    return CRC32C.encode(CRC32C.update(b"".join(parts), 0))
