@@ -152,6 +152,7 @@ _BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(com
 _VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
 _LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
 _NOMINATION = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 def parse(text: str) -> Key | None:
@@ -188,7 +189,7 @@ def validate_key(key: str, *, bytes_max: int = KEY_BYTES_MAX) -> str:
         raise ValueError("a key cannot be empty")
     if len(encoded) > bytes_max:
         raise ValueError(f"the key {key[:40]!r}... has {len(encoded)} bytes; at most {bytes_max} are allowed")
-    if any(ord(character) < 32 or character in "\\\x7f" for character in key):
+    if _UNSAFE.search(key):
         raise ValueError(f"the key {key!r} has a control character or a backslash")
     for component in key.split("/"):
         if component in ("", ".", ".."):

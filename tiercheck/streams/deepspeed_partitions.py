@@ -27,6 +27,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.streams.deepspeed_layouts import Layout, Master, layout_of
 from tiercheck.streams.deepspeed_support import refuse_unsupported
+from tiercheck.streams.module_tensors import ModuleTensors
 from tiercheck.streams.providers import (
     Identity,
     OptimizerIdentity,
@@ -35,7 +36,6 @@ from tiercheck.streams.providers import (
     copy_into,
     describe_tensor,
     digest,
-    persistent_buffers,
     plain_options,
     random_state,
     restore_random_state,
@@ -65,6 +65,7 @@ class DeepSpeedProvider:
     def __init__(self, engine: Any) -> None:
         refuse_unsupported(engine)
         self._engine = engine
+        self._tensors = ModuleTensors(engine.module)
         self._layout: Layout = layout_of(engine)
         self._replaying = False
         self._between = False
@@ -116,17 +117,16 @@ class DeepSpeedProvider:
     def frozen(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of every parameter that the optimizer does not update."""
         trained = {id(parameter) for group in self._layout.trained() for parameter in group}
-        module = self._engine.module
         return {
             name: self._layout.local_part(parameter)
-            for name, parameter in module.named_parameters()
+            for name, parameter in self._tensors.parameters().items()
             if id(parameter) not in trained
         }
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The persistent buffers, live. The forward pass may move them (running statistics), so that a
         differential which leaves them out is exact only for modules that do not."""
-        return persistent_buffers(self._engine.module)
+        return self._tensors.buffers()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [plain_options(group) for group in self._layout.groups()]

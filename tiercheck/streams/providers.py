@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from tiercheck.errors import Mismatch, UnsupportedSetup
+from tiercheck.streams.module_tensors import ModuleTensors
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_of
 
 __all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider", "random_state", "restore_random_state"]
@@ -154,6 +155,7 @@ class ModuleProvider:
         stateful: Mapping[str, Any] | None = None,
     ) -> None:
         self._model = model
+        self._tensors = ModuleTensors(model)
         self._optimizer = optimizer
         self._world_size = world_size
         self._stepped_after = dict(stepped_after or {})
@@ -195,10 +197,10 @@ class ModuleProvider:
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         masters = {id(tensor) for tensor in self._masters.values()}
-        return {name: p.detach() for name, p in self._model.named_parameters() if id(p) not in masters}
+        return {name: p.detach() for name, p in self._tensors.parameters().items() if id(p) not in masters}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        return persistent_buffers(self._model)
+        return self._tensors.buffers()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [plain_options(group) for group in self._optimizer.param_groups]
@@ -343,15 +345,6 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> str:
 def digest(lines: Iterable[str]) -> str:
     """Sixteen hexadecimal digits that differ where the lines do."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``state_dict`` holds; the others are recomputed by the module itself."""
-    found = dict(model.named_buffers())
-    if not found:
-        return {}
-    saved = model.state_dict(keep_vars=True).keys()
-    return {name: buffer.detach() for name, buffer in found.items() if name in saved}
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

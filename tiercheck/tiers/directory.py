@@ -89,6 +89,8 @@ class ObjectDirectory:
         self.durable = durable
         self.transfer: Transfer = Sequential()
         self.control = root / CONTROL
+        self._lock_path = self.control / "lock"
+        self._temporary_prefix = str(self.control / "tmp" / HOST)
         self._stamp_step_ns = 1
 
     def prepare(self) -> None:
@@ -105,7 +107,7 @@ class ObjectDirectory:
 
     def locked(self, *, shared: bool = False) -> AbstractContextManager[int]:
         """The lock under which names change; keep what is done inside it short."""
-        return locked(self.control / "lock", shared=shared)
+        return locked(self._lock_path, shared=shared)
 
     def path_of(self, key: str) -> Path:
         """The file of ``key``. ``ValueError`` for a key that is unsafe, or that would be TierCheck's own file."""
@@ -174,7 +176,7 @@ class ObjectDirectory:
         source.rename(path)
 
     def temporary_path(self) -> Path:
-        return self.control / "tmp" / f"{HOST}-{os.getpid()}-{secrets.token_hex(8)}"
+        return Path(f"{self._temporary_prefix}-{os.getpid()}-{secrets.token_hex(8)}")
 
     def next_stamp_ns(self, lock_fd: int) -> int:
         """A modification time that no other file of this directory ever had; called under the lock.
