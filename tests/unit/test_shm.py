@@ -21,7 +21,7 @@ from tiercheck.errors import (
     Unauthorized,
     Unsupported,
 )
-from tiercheck.tiers.files import try_lock
+from tiercheck.tiers.files import try_lock, unlock
 from tiercheck.tiers.namespaces import hold_namespace, open_alive, release_namespace
 from tiercheck.tiers.shm import ShmDriver, namespaces, remove_namespace
 from tiercheck.types import PutMode, Survives
@@ -125,6 +125,37 @@ class TestRaces:
             assert not next(found for found in namespaces() if found.name == name).in_use
         finally:
             child.end()
+
+    async def test_a_child_that_was_forked_during_a_look_holds_nothing_up(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        children: list[Child] = []
+
+        def forking(fd: int) -> bool:
+            locked = try_lock(fd)
+            children.append(Child())
+            return locked
+
+        async with ShmDriver(name, size=16 * MIB):
+            pass
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr("tiercheck.tiers.namespaces.try_lock", forking)
+                assert not next(found for found in namespaces() if found.name == name).in_use
+            remove_namespace(name)
+        finally:
+            for child in reversed(children):  # each has the ends of those before it
+                child.end()
+
+    async def test_a_look_is_waited_for(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever lists namespaces keeps nobody from removing one."""
+        async with ShmDriver(name, size=16 * MIB):
+            pass
+        fd = os.open(root_of(name) / ".tiercheck/alive", os.O_RDWR)
+        assert try_lock(fd)
+        monkeypatch.setattr("tiercheck.tiers.namespaces.time.sleep", lambda seconds: unlock(fd))
+        remove_namespace(name)
+        os.close(fd)
 
 
 class TestLimits:

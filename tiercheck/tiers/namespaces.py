@@ -34,6 +34,8 @@ SHM = Path("/dev/shm")
 HOLD_WAIT_S_MAX = 30.0
 """Removing a namespace gives its memory back, which takes a second for each few dozen GiB."""
 HOLD_PAUSE_S = 0.01
+LOOK_WAIT_S_MAX = 0.5
+"""Whoever lists namespaces holds the lock of each for a moment, to see whether somebody else does."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -94,7 +96,7 @@ def _held(root: Path) -> int | None:
 
 
 def release_namespace(fd: int) -> None:
-    """No longer in use by this driver."""
+    """Let go of the lock, and of the descriptor."""
     unlock(fd)
     os.close(fd)
 
@@ -135,11 +137,14 @@ def remove_namespace(name: str, mount: Path = SHM) -> None:
         (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
         fd = open_alive(root)
         try:
-            if not try_lock(fd):
-                raise Transient("the namespace is in use by another process; stop it first", tier=tier)
+            deadline = time.monotonic() + LOOK_WAIT_S_MAX
+            while not try_lock(fd):
+                if time.monotonic() > deadline:
+                    raise Transient("the namespace is in use by another process; stop it first", tier=tier)
+                time.sleep(HOLD_PAUSE_S)
             shutil.rmtree(root)
         finally:
-            os.close(fd)
+            release_namespace(fd)
 
 
 def in_use(root: Path) -> bool:
@@ -151,7 +156,7 @@ def in_use(root: Path) -> bool:
     try:
         return not try_lock(fd)
     finally:
-        os.close(fd)
+        release_namespace(fd)  # a child that was forked meanwhile would go on holding it
 
 
 def prefix() -> str:
