@@ -9,6 +9,7 @@ import pytest
 
 from tests.property.peer_network import Network
 from tiercheck.errors import AlreadyExists, CapacityExceeded, Corruption, Transient, Unauthorized
+from tiercheck.tiers.peer.calling import ClientProtocol, ClientSettings, Effect, Finish, Send
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.driver import new_transfer
 from tiercheck.tiers.peer.getting import Getting
@@ -19,6 +20,7 @@ from tiercheck.tiers.peer.messages import (
     Done,
     Forgotten,
     GetChunk,
+    Message,
     PutChunk,
     PutState,
     checksum,
@@ -236,3 +238,29 @@ def test_a_chunk_asked_of_one_opening_is_not_answered_from_another() -> None:
     for link, frames_list in states.items():
         network.pipes[link].down.extend(frames_list)
     assert network.settle(number) == [new]
+
+
+def test_a_put_that_begins_anew_has_no_credit_and_moves_on_when_it_gets_some() -> None:
+    """What the server that was restarted gives is news; what the one before had given is worth nothing."""
+    client = ClientProtocol(ClientSettings("peer", CHUNK, 8 * CHUNK, deadline_s=10))
+    client.connected(1, 0.0)
+
+    def sent(effects: list[Effect]) -> list[Message]:
+        return [decode(effect.head)[1] for effect in effects if isinstance(effect, Send)]
+
+    def answer(message: Message, now: float) -> list[Message]:
+        return sent(client.receive(1, [encode(1, message)], now))
+
+    (begin,) = sent(client.begin(putting(bytes(4 * CHUNK)), 1, 0.0))
+    assert isinstance(begin, BeginPut)
+    chunks = answer(PutState(begin.transfer, incarnation=1, credit=2, received=b"\0"), 1.0)
+    assert [type(each) for each in chunks] == [PutChunk, PutChunk]
+    (again,) = answer(Forgotten(begin.transfer, incarnation=2), 9.0)
+    assert isinstance(again, BeginPut)
+    assert again.transfer != begin.transfer
+    assert answer(PutState(again.transfer, incarnation=2, credit=0, received=b"\0"), 9.1) == []
+    chunks = answer(PutState(again.transfer, incarnation=2, credit=1, received=b"\0"), 9.5)
+    assert [each.index for each in chunks if isinstance(each, PutChunk)] == [0]
+    assert not any(isinstance(effect, Finish) for effect in client.tick(18.0)), "it moved 8.5 s ago"
+    (late,) = [effect for effect in client.tick(19.6) if isinstance(effect, Finish)]
+    assert isinstance(late.result, Transient)

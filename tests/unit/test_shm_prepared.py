@@ -12,6 +12,7 @@ import pytest
 from tests.shared_memory import root_of
 from tiercheck.errors import CapacityExceeded, Closed
 from tiercheck.tiers.shm import ShmDriver
+from tiercheck.types import bytes_text
 
 MIB = 1 << 20
 
@@ -62,9 +63,13 @@ async def test_nothing_is_made_twice(name: str) -> None:
         assert populated_bytes(again) == [MIB] * 4
 
 
+def shared(name: str) -> ShmDriver:
+    return ShmDriver(name, size=64 * MIB, pool=32 * MIB)
+
+
 async def test_what_another_process_keeps_ready_is_not_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of one node have a namespace in common, and each needs its own."""
-    async with ShmDriver(name, size=64 * MIB) as driver, ShmDriver(name, size=64 * MIB) as other:
+    async with shared(name) as driver, shared(name) as other:
         await driver.prepare_reservations([(MIB, 2)])
         first = blocks(name)
         monkeypatch.setattr("os.getpid", lambda: 1)  # a process that lives, and is not this one
@@ -206,11 +211,14 @@ async def test_facts(name: str) -> None:
     async with driver:
         assert driver.facts() == {
             "pages": driver.facts()["pages"],
-            "pool": "32.0 MiB at most",
+            "pool": "64.0 MiB at most",
             "mapped": "0 segments",
             "pinned": "off",
             "numa": "off",
         }
         await driver.prepare_reservations([(MIB, 3)])
-        assert driver.facts()["pool"] == "3 x 1.0 MiB made ready; 32.0 MiB at most"
+        assert driver.facts()["pool"] == "3 x 1.0 MiB made ready; 64.0 MiB at most"
         assert driver.facts()["mapped"] == "3 segments"
+    async with ShmDriver(name, pin="off", numa="off") as driver:
+        half = bytes_text(driver.segments.limit_bytes // 2)
+        assert driver.facts()["pool"] == f"{half} at most", "the rest of what is free is for others"

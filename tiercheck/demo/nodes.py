@@ -57,7 +57,7 @@ class Nodes:
         """The tiers' URLs: own memory, the neighbour's, and a directory that all share."""
         size_bytes = memory_bytes(settings)
         return (
-            f"shm://{self.name}-node{{rank}}?size={size_bytes}&pool={size_bytes}",
+            f"shm://{self.name}-node{{rank}}?size={size_bytes}",
             f"peer://{self.name}",
             f"nvme://{durable}?survives=rack",
         )

@@ -55,9 +55,9 @@ class ShmDriver(FileDriver):
     ``size`` is checked when the tier is opened: a shared memory that is smaller is an error then, not a
     failed save later (a warning, where the tier holds objects already: a recovery may need them). Without it the
     limit is what is free, plus what the namespace holds already. While an object is being overwritten, both the old
-    and the new one count. ``pool``
-    bounds the memory kept for reuse (default: half of the limit); it is never in the way of an object.
-    ``mount`` is another tmpfs, such as one with huge pages. ``threads`` copy a large put (default: one).
+    and the new one count. ``pool`` bounds the memory kept for reuse (default: all of ``size``, without it half of the
+    limit); it is never in the way of an object. ``mount`` is another tmpfs, such as one with huge pages. ``threads``
+    copy a large put (default: one).
 
     ``pin``: whether memory that :meth:`prepare_reservations` makes ready is page-locked for a GPU's copies:
     ``auto`` (where there is one), ``on`` (an error where there is none) or ``off``. ``numa``: ``auto`` takes
@@ -131,7 +131,9 @@ class ShmDriver(FileDriver):
             # What others have put beside it since must not keep a job from its own objects.
             log.warning("%s: %s; it is opened with what there is", self.url, short)
             segments.limit_bytes = free + held
-        segments.pool_bytes = segments.limit_bytes // 2 if self._pool is None else self._pool
+        # What was asked for by size= is this tier's; what merely is free is for others, too.
+        default = segments.limit_bytes if self._size is not None else segments.limit_bytes // 2
+        segments.pool_bytes = default if self._pool is None else self._pool
         segments.prepare()
         huge = huge_pages_of(segments.root)
         segments.advise_huge_pages = huge == "advise"
