@@ -24,14 +24,16 @@ __all__ = [
 CHUNK_BYTES = 4 << 20
 """The size of a chunk unless somebody asks for another. Below it the cost of a message shows; far above it memory is
 no longer found in the cache when it is checked and copied."""
-ENCRYPTED_CHUNK_BYTES = 1 << 20
+ENCRYPTED_CHUNK_BYTES = 2 << 20
 """The same with keys. A chunk is encrypted before any of it leaves and decrypted once all of it is there, so that
 smaller ones keep both ends at work."""
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 16 << 20
 ENVELOPE_BYTES = 64
 """What encryption adds to a frame is less: ZeroMQ counts it when it looks whether a frame is too long."""
-CREDIT_BYTES = 32 << 20
+CREDIT_BYTES = 16 << 20
+"""What a client has under way at once, unless somebody asks for another: enough for 100 Gbit/s over a round trip of a
+millisecond. What was checksummed long before it is sent is no longer in the cache."""
 LOOPBACK_SEND_BYTES = 256 << 10
 """Without keys: what the kernel may hold of a connection that is not received yet. There is no distance to fill, and
 what is sent is received while it is in the cache. Elsewhere the kernel finds the size that fits: over a network there
