@@ -51,7 +51,9 @@ def _nice() -> None:
 
 
 def _nice_session() -> None:
-    Path("/proc/self/autogroup").write_text(str(NICE))
+    group = Path("/proc/self/autogroup")
+    now = int(group.read_text().rpartition(" ")[2])
+    group.write_text(str(max(NICE, now)))
 
 
 def _lower_disk() -> None:

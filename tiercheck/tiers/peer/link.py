@@ -8,6 +8,7 @@ buffer that it sent, and where a peer stops reading, its connections are broken 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import random
@@ -286,11 +287,16 @@ class Link:
             if now >= connection.again_at:
                 connection.again_at = math.inf
                 endpoint = f"tcp://{self._settings.peer}"
-                connection.socket.disconnect(endpoint)  # it would not connect twice to one endpoint
+                try:
+                    connection.socket.disconnect(endpoint)  # it would not connect twice to one endpoint
+                except zmq.ZMQError as error:
+                    if error.errno != errno.ENOENT:
+                        raise
                 connection.socket.connect(endpoint)
 
     def _up(self, connection: Connection) -> None:
         self._refusals = 0
+        connection.again_at = math.inf
         self._next_link += 1
         connection.link = self._next_link
         self._act(self._protocol.connected(connection.link, time.monotonic()))
