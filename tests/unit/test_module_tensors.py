@@ -50,12 +50,18 @@ def test_the_names_are_torchs() -> None:
     assert "head.weight" not in tensors.parameters(), "it is named by its first owner"
 
 
+def rename(model: Model) -> None:
+    model.tail = model.head
+    del model.head
+
+
 def changes() -> dict[str, Callable[[Model], object]]:
     return {
         "a module replaced": lambda model: setattr(model, "head", torch.nn.Linear(2, 2)),
         "a module replaced far below": lambda model: setattr(model.blocks[2], "norm", torch.nn.BatchNorm1d(5)),
         "a module added": lambda model: model.blocks.append(Block()),
         "a module removed": lambda model: delattr(model, "again"),
+        "a module renamed": rename,
         "a module where none was": lambda model: setattr(model, "missing", Block()),
         "a parameter added": lambda model: setattr(model, "bias", torch.nn.Parameter(torch.ones(2))),
         "a parameter no longer shared": lambda model: setattr(

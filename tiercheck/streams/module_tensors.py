@@ -22,7 +22,7 @@ class ModuleTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._tree: list[tuple[str, torch.nn.Module, tuple[torch.nn.Module | None, ...]]] = []
+        self._tree: list[tuple[str, torch.nn.Module, tuple[tuple[str, torch.nn.Module | None], ...]]] = []
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """What ``named_parameters`` has."""
@@ -41,9 +41,9 @@ class ModuleTensors:
         return {name: buffer.detach() for name, buffer in found if name in saved}
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        if not self._tree or any(tuple(module._modules.values()) != children for _, module, children in self._tree):
+        if not self._tree or any(tuple(module._modules.items()) != children for _, module, children in self._tree):
             self._tree = [
-                (f"{name}." if name else "", module, tuple(module._modules.values()))
+                (f"{name}." if name else "", module, tuple(module._modules.items()))
                 for name, module in self._module.named_modules()
             ]
         return ((prefix, module) for prefix, module, _ in self._tree)
