@@ -157,6 +157,28 @@ class TestRaces:
         remove_namespace(name)
         os.close(fd)
 
+    async def test_a_namespace_that_was_made_anew_meanwhile_stays(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who waits to remove one that another is removing must not take the next one of that name, which is in use."""
+        async with ShmDriver(name, size=16 * MIB):
+            pass
+        fd = os.open(root_of(name) / ".tiercheck/alive", os.O_RDWR)
+        assert try_lock(fd)
+        driver = ShmDriver(name, size=16 * MIB)
+
+        def removed_and_made_anew(seconds: float) -> None:
+            shutil.rmtree(root_of(name))
+            driver.prepare()
+            unlock(fd)
+
+        monkeypatch.setattr("tiercheck.tiers.namespaces.time.sleep", removed_and_made_anew)
+        with pytest.raises(NotFound):
+            remove_namespace(name)
+        assert (root_of(name) / ".tiercheck/pool").is_dir()
+        os.close(fd)
+        await driver.close()
+
 
 class TestLimits:
     async def test_the_limit_holds(self, name: str) -> None:

@@ -142,6 +142,8 @@ def remove_namespace(name: str, mount: Path = SHM) -> None:
                 if time.monotonic() > deadline:
                     raise Transient("the namespace is in use by another process; stop it first", tier=tier)
                 time.sleep(HOLD_PAUSE_S)
+            if not still_there(root, fd):  # somebody else has removed it; what has its name now is another one
+                raise NotFound(f"there is no namespace {name!r} in {mount}", tier=tier)
             shutil.rmtree(root)
         finally:
             release_namespace(fd)

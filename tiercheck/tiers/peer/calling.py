@@ -31,7 +31,7 @@ __all__ = ["Call", "Caller", "ClientProtocol", "ClientSettings", "Finish", "Oper
 
 log = logging.getLogger(__name__)
 
-NO_OBSTACLE = "is its agent running, and the network up?"
+UNKNOWN_OBSTACLE = "is its agent running, and the network up?"
 ABORT_S = 3.0
 """How long a cancelled put waits for the server's word that it is dropped."""
 
@@ -229,7 +229,7 @@ class ClientProtocol:
         self.dropped: dict[str, int] = {}
         self._cancelled: dict[int, float] = {}
         self._refusal: str | None = None
-        self._obstacle = NO_OBSTACLE
+        self._obstacle = UNKNOWN_OBSTACLE
 
     @property
     def idle(self) -> bool:
@@ -276,7 +276,7 @@ class ClientProtocol:
 
     def connected(self, link: int, now: float) -> list[Effect]:
         self._refusal = None
-        self._obstacle = NO_OBSTACLE
+        self._obstacle = UNKNOWN_OBSTACLE
         self.caller.links.append(link)
         if len(self.caller.links) == 1:  # others need no help: they are under way on another link
             for operation in list(self.caller.operations.values()):
@@ -302,6 +302,10 @@ class ClientProtocol:
     def turned_away(self, reason: str) -> None:
         """The peer takes us not now; what waits for a connection goes on waiting, and says so where it is in vain."""
         self._obstacle = f"it {reason}"
+
+    def connecting(self) -> None:
+        """A new try: what was in the way of the one before need not be in the way now."""
+        self._obstacle = UNKNOWN_OBSTACLE
 
     def close(self, error: TierError) -> list[Effect]:
         for operation in list(self.caller.operations.values()):

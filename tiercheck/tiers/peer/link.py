@@ -286,6 +286,7 @@ class Link:
         for connection in self._connections:
             if now >= connection.again_at:
                 connection.again_at = math.inf
+                self._protocol.connecting()
                 endpoint = f"tcp://{self._settings.peer}"
                 try:
                     connection.socket.disconnect(endpoint)  # it would not connect twice to one endpoint
