@@ -35,7 +35,7 @@ from tiercheck.generation import open_generation, propose
 from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.mover import Mover, Moving
-from tiercheck.nomination import Nomination
+from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS, Retention
@@ -340,7 +340,7 @@ class Checkpointer:
                 lineage=lineage,
             )
         nomination = Nomination(
-            tuple((tier.name, tier.url) for tier in self._placed.tiers),
+            tuple(NominatedTier(tier.name, tier.url, tier.codec) for tier in self._placed.tiers),
             node=self._enlistment.node,
             rank=rank,
             world_size=world_size,

@@ -27,12 +27,14 @@ class Tier:
 
     ``url`` may hold ``{rank}``, ``{local_rank}`` and ``{node}``, filled in where the tier is opened. ``name``
     is what messages and reports call the tier; by default its scheme. ``wrap`` puts a wrapper around the driver,
-    such as a throttled or a faulty one.
+    such as a throttled or a faulty one. ``codec``, one that keeps every bit such as ``exact+entropy``, is
+    what gradients are encoded in on their way there where they were captured as they are (``exact``).
     """
 
     url: str
     name: str = ""
     wrap: Callable[[TierDriver], TierDriver] | None = None
+    codec: str = ""
 
     def __post_init__(self) -> None:
         if "://" not in self.url:
@@ -42,6 +44,10 @@ class Tier:
             )
         if not self.name:
             object.__setattr__(self, "name", self.url.partition("://")[0])
+        if self.codec:
+            from tiercheck.streams.reencode import check_codec_of_tier  # brings NumPy
+
+            check_codec_of_tier(self.codec, self.name)
 
     def resolved(self, places: Mapping[str, int]) -> str:
         """The URL for one rank. Errors: ``ConfigurationError`` for a field nobody fills in."""
@@ -68,7 +74,7 @@ class Hierarchy:
     """Tiers, fastest first. Captures land in the first; each later one is to outlive a wider failure.
 
     >>> Hierarchy.of("shm://run-7?size=8GiB", "nvme:///shared/run-7?survives=rack")  # doctest: +ELLIPSIS
-    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None), ...))
+    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None, codec=''), ...))
 
     ``must_survive``: the failure the user asks to outlive. Opening a hierarchy that cannot is a
     ``ConfigurationError``.
@@ -80,6 +86,11 @@ class Hierarchy:
     def __post_init__(self) -> None:
         if not self.tiers:
             raise ConfigurationError("a hierarchy needs at least one tier, such as shm://NAME")
+        if self.tiers[0].codec:
+            raise ConfigurationError(
+                f"the first tier, {self.tiers[0].name}, holds differentials as they are captured: CheckpointConfig "
+                "says in which codec; a tier's own codec is for those behind it"
+            )
         # Two tiers of one scheme are told apart by a number.
         names: list[str] = []
         tiers: list[Tier] = []
@@ -123,7 +134,9 @@ class Hierarchy:
     def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
-        opened = tuple(OpenTier(index, tier.name, tier.driver(places)) for index, tier in enumerate(self.tiers))
+        opened = tuple(
+            OpenTier(index, tier.name, tier.driver(places), tier.codec) for index, tier in enumerate(self.tiers)
+        )
         urls = [tier.driver.url for tier in opened]
         if twice := {url for url in urls if urls.count(url) > 1 and url != "memory://"}:
             raise ConfigurationError(f"two tiers are the same place, {twice.pop()}; give each one of its own")
@@ -143,6 +156,8 @@ class OpenTier:
     index: int
     name: str
     driver: TierDriver
+    codec: str = ""
+    """What gradients are encoded in on their way here; empty: they stay as they were captured."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -23,14 +23,14 @@ from tiercheck import container, objects
 from tiercheck.attempts import RETRY_FIRST_S, Attempts
 from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobConflict, NotFound
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
+from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
 from tiercheck.observer import Observer
 from tiercheck.policy.commit import CommitRecord, Marker, superseded, to_commit, to_mark
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, Transfer, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
-from tiercheck.streams.merge import merge
+from tiercheck.streams.merge import Contents, as_stored, merge
 from tiercheck.types import ByteRange, Payload, PutMode
 
 __all__ = ["Mover", "MoverStatus", "Moving"]
@@ -305,13 +305,16 @@ class Mover:
         """Verify the sources, then put them as one object."""
         source = self._hierarchy.tiers[transfer.source_tier]
         target = self._hierarchy.tiers[transfer.target_tier]
-        shards: list[container.Shard] = []
+        # A tier's own codec is one of differentials. What keeps its codec is copied as it is.
+        codec = target.codec if transfer.target.stream is Stream.DIFFERENTIAL else ""
+        found: list[Contents] = []
         content = memoryview(b"")
         for key in transfer.sources:
             try:
                 content = await source.driver.get(str(key))
                 shard = container.parse(content, key=str(key), tier=source.name)
                 await asyncio.to_thread(shard.verify)
+                found.append(await asyncio.to_thread(_reencoded, shard, codec) if codec else as_stored(shard))
             except NotFound:
                 self._observer.gone(source.index, [key])
                 return
@@ -320,9 +323,8 @@ class Mover:
                 self._observer.damaged.add((source.index, key))
                 log.error("%s; it is not copied on", error)
                 return
-            shards.append(shard)
-        copied = transfer.sources == (transfer.target,)
-        payload: Payload = [content] if copied else merge(shards, transfer.target)
+        copied = transfer.sources == (transfer.target,) and not codec
+        payload: Payload = [content] if copied else await asyncio.to_thread(merge, found, transfer.target)
         info = await target.driver.put(str(transfer.target), payload)
         self._observer.put(target.index, transfer.target, info.nbytes)
         self._count(copied_bytes=info.nbytes, copied_objects=1)
@@ -401,3 +403,9 @@ class Mover:
             idle=all(self._idle),
             errors=self._attempts.errors,
         )
+
+
+def _reencoded(shard: container.Shard, codec: str) -> Contents:
+    from tiercheck.streams.reencode import reencoded  # brings NumPy, which few movers need
+
+    return reencoded(shard, codec)

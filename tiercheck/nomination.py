@@ -7,19 +7,27 @@ the processes of both: an agent that was killed and started again reads there al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiercheck.hierarchy import Hierarchy, Tier
 
-__all__ = ["Nomination"]
+__all__ = ["NominatedTier", "Nomination"]
+
+
+class NominatedTier(NamedTuple):
+    name: str
+    url: str
+    """Every field of it filled in for the rank. It holds no secrets."""
+    codec: str = ""
+    """As :class:`~tiercheck.hierarchy.Tier` has it."""
 
 
 @dataclass(frozen=True)
 class Nomination:
     """One rank's objects, of one generation, and the policies they are moved by."""
 
-    tiers: tuple[tuple[str, str], ...]
-    """Each tier's name and URL, every field of it filled in for the rank, fastest first. URLs hold no secrets."""
+    tiers: tuple[NominatedTier, ...]
+    """Fastest first."""
     node: str
     """The agent it is meant for: several, with a name each, can run on one machine."""
     rank: int
@@ -31,11 +39,11 @@ class Nomination:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        return Hierarchy(tuple(Tier(url, name) for name, url in self.tiers))
+        return Hierarchy(tuple(Tier(url, name, codec=codec) for name, url, codec in self.tiers))
 
     def to_object(self) -> dict[str, Any]:
         return {
-            "tiers": [[name, url] for name, url in self.tiers],
+            "tiers": [list(tier) for tier in self.tiers],
             "node": self.node,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -56,13 +64,13 @@ class Nomination:
         for name in numbers:
             if type(value[name]) is not int or value[name] < 0:
                 raise ValueError(f"the nomination's {name} is {value[name]!r}")
-        tiers: list[tuple[str, str]] = []
+        tiers: list[NominatedTier] = []
         for each in value["tiers"] if isinstance(value["tiers"], list | tuple) else ():
             match each:
-                case [str(name), str(url)]:
-                    tiers.append((name, url))
+                case [str(name), str(url), str(codec)]:
+                    tiers.append(NominatedTier(name, url, codec))
                 case _:
-                    raise ValueError(f"the nomination's tier {each!r} is no name and URL")
+                    raise ValueError(f"the nomination's tier {each!r} is no name, URL and codec")
         if not tiers:
             raise ValueError("a nomination has at least one tier")
         return cls(tuple(tiers), value["node"], **{name: value[name] for name in numbers})

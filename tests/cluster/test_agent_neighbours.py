@@ -12,7 +12,7 @@ from tests.cluster.test_agent_kills import started
 from tests.servers.agents import Node, base, capture, node, open_generation, record
 from tiercheck.agent.moving import AgentMover
 from tiercheck.errors import CapacityExceeded
-from tiercheck.nomination import Nomination
+from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.tiers.peer import PeerKeys
 from tiercheck.tiers.registry import make_driver
 
@@ -52,7 +52,7 @@ async def test_a_rank_is_moved_to_its_neighbours_memory(node: Node) -> None:
     async with started(node, bind=LOOPBACK) as client, started(other, bind=LOOPBACK) as there:
         node.namespaces.append(f"peer-{other.name}-run")
         plain = node.nomination(node.shm(), batch=1)
-        peer = ("peer", f"peer://run?at={there.hello.peer_endpoint}&deadline=2")
+        peer = NominatedTier("peer", f"peer://run?at={there.hello.peer_endpoint}&deadline=2")
         nomination = Nomination((plain.tiers[0], peer, plain.tiers[1]), node.name, 0, 1, 1, 1, 2, 0)
         async with node.open(nomination) as hierarchy:
             await open_generation(hierarchy)

@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.training import Training, memory
+from tiercheck import container
 from tiercheck.agent.client import connect_agent
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.demo.nodes import remove_when_released
 from tiercheck.errors import ConfigurationError, NotFound, TierError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, NominationKey
+from tiercheck.streams.differential import read_differentials
 from tiercheck.tiers.registry import make_driver
+from tiercheck.types import Fidelity
 
 pytestmark = pytest.mark.cluster
 
@@ -91,6 +94,26 @@ def test_what_a_dead_trainer_left_goes_on_its_way_and_a_killed_agent_comes_back(
         assert agent_pid(name) == first, "the agent has outlived the trainer"
         again.step(7)
     assert str(CommitKey(2, 6)) in asyncio.run(held(f"nvme://{tmp_path}/durable"))
+
+
+def test_the_agent_encodes_for_a_tier_with_a_codec_of_its_own(name: str, tmp_path: Path) -> None:
+    first = Tier(f"shm://{name}?size=64MiB")
+    hierarchy = Hierarchy.of(first, Tier(f"nvme://{tmp_path}/durable?survives=rack", codec="exact+entropy"))
+    training = Training()
+    with training.attach(hierarchy, mover="agent", base_every=4, batch=2):
+        for version in range(1, 8):
+            training.step(version)
+    batches = list((tmp_path / "durable").glob("g*/differential/*/*.safetensors"))
+    assert batches
+    for path in batches:
+        shard = container.parse(path.read_bytes())
+        codecs = {codec for each in read_differentials(shard, tier="durable") for codec in each.codecs}
+        assert codecs == {"exact+entropy"}
+    remove_when_released(name)
+    again = Training()
+    with again.attach(hierarchy, mover="trainer", base_every=4, batch=2) as checkpointer:
+        assert (checkpointer.version, checkpointer.recovery.fidelity) == (7, Fidelity.EXACT)
+        assert again.parameters() == training.states[7]
 
 
 def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> None:

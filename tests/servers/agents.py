@@ -19,7 +19,7 @@ from tiercheck.container import ShardMetadata, TensorEntry
 from tiercheck.errors import NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import LineageKey, ShardKey
-from tiercheck.nomination import Nomination
+from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
 from tiercheck.tiers.namespaces import remove_namespace
 
@@ -66,8 +66,12 @@ class Node:
         node: str | None = None,
         batch: int = 2,
         world_size: int = 1,
+        codec: str = "",
     ) -> Nomination:
-        tiers = (("shm", first), ("nvme", durable or f"nvme://{self.durable}?survives=rack"))
+        tiers = (
+            NominatedTier("shm", first),
+            NominatedTier("nvme", durable or f"nvme://{self.durable}?survives=rack", codec),
+        )
         return Nomination(tiers, node or self.name, rank, world_size, generation, batch, 2, 0)
 
     def open(self, nomination: Nomination) -> OpenHierarchy:

@@ -29,7 +29,7 @@ from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, 
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, LineageKey, NominationKey, ShardKey
 from tiercheck.mover import Moving
-from tiercheck.nomination import Nomination
+from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
 from tiercheck.tiers.registry import make_driver
 
@@ -200,7 +200,7 @@ async def test_a_middle_tier_that_is_away_keeps_nothing_from_the_durable_one(nod
     (node.folder / "notadir").write_text("in the way")
     first = node.shm()
     whole = node.nomination(first)
-    middle = ("middle", f"nvme://{node.folder}/notadir/x?survives=node")
+    middle = NominatedTier("middle", f"nvme://{node.folder}/notadir/x?survives=node")
     nomination = replace(whole, tiers=(whole.tiers[0], middle, whole.tiers[1]))
     async with running(node), trainer(node, whole) as (_, hierarchy, client):
         mover = AgentMover(client, hierarchy.first.driver, nomination)

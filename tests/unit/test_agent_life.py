@@ -29,7 +29,7 @@ from tiercheck.agent.service import OVERDUE_S, Agent
 from tiercheck.cli.agent import ask
 from tiercheck.errors import JobConflict
 from tiercheck.keys import ShardKey
-from tiercheck.nomination import Nomination
+from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["brisk", "clock", "node"]
@@ -121,7 +121,7 @@ async def held_at_the_end(node: Node, nomination: Nomination) -> list[str]:
 async def test_what_no_tier_ever_takes_is_left_to_the_next_agent(node: Node, clock: Clock) -> None:
     """Such as the copy for a neighbour that is never started again, when the whole job was given up."""
     (node.folder / "notadir").write_text("in the way")
-    away = ("peer", f"nvme://{node.folder}/notadir/x?survives=node")
+    away = NominatedTier("peer", f"nvme://{node.folder}/notadir/x?survives=node")
     plain = node.nomination(node.shm())
     nomination = replace(plain, tiers=(plain.tiers[0], away, plain.tiers[1]))
     async with running(node, linger_s=600.0, abandon_s=86400.0) as agent:

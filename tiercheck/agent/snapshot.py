@@ -92,12 +92,12 @@ def rank_snapshot(assignment: Assignment, now: float, seen: Observation | None) 
     nomination = assignment.nomination
     tiers = tuple(
         TierSnapshot(
-            name,
-            shown(url),
+            tier.name,
+            shown(tier.url),
             seen.roles[index].survives.name.lower() if seen else None,
             versions_of(seen.contents[index], nomination.rank) if seen else None,
         )
-        for index, (name, url) in enumerate(nomination.tiers)
+        for index, tier in enumerate(nomination.tiers)
     )
     return RankSnapshot(
         namespace=tiers[0].url,

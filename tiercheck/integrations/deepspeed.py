@@ -27,7 +27,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.group import Group, TorchGroup
-from tiercheck.hierarchy import Hierarchy
+from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.hooks import StepHooks
 from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
 from tiercheck.streams.deepspeed_support import refuse_ranks_that_share_parameters
@@ -46,10 +46,11 @@ def attach(
 ) -> Checkpointer:
     """Restore the newest version into the engine, then save every one that follows. Collective.
 
-    Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (URLs, fastest
-    first), ``must_survive``, and the fields of :class:`CheckpointConfig`. Errors: ``UnsupportedSetup`` for an
-    engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose ranks share parameters (tensor
-    parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
+    Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (fastest first,
+    each a URL, or an object with the fields ``url``, ``name`` and ``codec`` of a :class:`~tiercheck.hierarchy.Tier`),
+    ``must_survive``, and the fields of :class:`CheckpointConfig`. Errors: ``UnsupportedSetup`` for an engine whose
+    state cannot be saved whole, or with ``train_on_compressed`` one whose ranks share parameters (tensor parallelism,
+    tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
     """
     if hierarchy is None:
         if config is not None:
@@ -78,12 +79,30 @@ def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Check
         )
     options = dict(block)
     tiers = options.pop("tiers", None)
-    if not isinstance(tiers, list) or not all(isinstance(url, str) for url in tiers):
+    if not isinstance(tiers, list):
         raise ConfigurationError(f'"tiers" in the "{BLOCK}" block must be a list of tier URLs, not {tiers!r}')
     must_survive = options.pop("must_survive", "nothing")
     if not isinstance(must_survive, str):
         raise ConfigurationError(f'"must_survive" in the "{BLOCK}" block must be a string, not {must_survive!r}')
-    return Hierarchy.of(*tiers, must_survive=must_survive), CheckpointConfig.from_mapping(options)
+    hierarchy = Hierarchy.of(*map(_tier_of, tiers), must_survive=must_survive)
+    return hierarchy, CheckpointConfig.from_mapping(options)
+
+
+def _tier_of(given: object) -> Tier:
+    """One of the ``tiers`` in the block: a URL, or an object with the fields of a :class:`Tier`."""
+    fields = {"url": given} if isinstance(given, str) else given
+    strings = isinstance(fields, Mapping) and all(isinstance(each, str) for pair in fields.items() for each in pair)
+    if (
+        not isinstance(fields, Mapping)
+        or not strings
+        or "url" not in fields
+        or fields.keys() - {"url", "name", "codec"}
+    ):
+        raise ConfigurationError(
+            f'each of the "tiers" in the "{BLOCK}" block must be a URL, or an object with the fields "url", "name" and '
+            f'"codec", of which "url" must be there; not {given!r}'
+        )
+    return Tier(**fields)
 
 
 class _Hooks:

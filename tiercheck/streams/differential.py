@@ -35,6 +35,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
 from tiercheck.streams.iteration import SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.records import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
 from tiercheck.streams.tensors import dtype_name, tensor_in, tensor_of
 from tiercheck.streams.trained_on import GradientEncoder, scratch
 from tiercheck.types import Fidelity
@@ -75,16 +76,16 @@ class Differential:
     def gradient(self, master: str, *, threads: int = 1) -> torch.Tensor:
         """One of them, decoded by at most ``threads`` threads."""
         encoding = self._encodings[master]
-        return tensor_of(decode(encoding, self._parts(master, encoding), threads=threads), encoding["dtype"])
+        return tensor_of(decode(encoding, self._parts(master), threads=threads), encoding["dtype"])
 
     def sparse_gradient(self, master: str, *, threads: int = 1) -> SparseGradient | None:
         """The same without its zeros; ``None`` where it is stored densely."""
         encoding = self._encodings[master]
-        return decode_sparse(encoding, self._parts(master, encoding), threads=threads)
+        return decode_sparse(encoding, self._parts(master), threads=threads)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers recorded at this version."""
-        prefix = f"{stamp(self.version)}/buffer/"
+        prefix = buffer_prefix(self.version)
         found: dict[str, torch.Tensor] = {}
         for name in self._shard.names:
             if name.startswith(prefix):
@@ -94,14 +95,8 @@ class Differential:
                 )
         return found
 
-    def _parts(self, name: str, encoding: Mapping[str, Any]) -> dict[str, TensorEntry]:
-        parts: dict[str, TensorEntry] = {}
-        for suffix in encoding["parts"]:
-            tensor = gradient_name(self.version, name, suffix)
-            if tensor not in self._shard:
-                raise Corruption(f"the part {tensor!r} is missing", tier=self._shard.tier, key=self._shard.key)
-            parts[suffix] = self._shard.entry(tensor)
-        return parts
+    def _parts(self, master: str) -> dict[str, TensorEntry]:
+        return gradient_parts(self._shard, self.version, master, self._encodings[master]["parts"])
 
 
 class DifferentialCapture(IterationCapture):
@@ -148,18 +143,18 @@ class DifferentialCapture(IterationCapture):
 
     def finish(self, *, skipped: bool) -> int:
         """Add the host state as of now, and close the shard; returns its length in bytes."""
-        version = stamp(self._key.first)
+        version = self._key.first
         for name, tensor in self._stream.changed_buffers().items():
             dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
-            memory = self._writer.slot(f"{version}/buffer/{name}", dtype, shape)
+            memory = self._writer.slot(buffer_prefix(version) + name, dtype, shape)
             tensor_in(memory, dtype, shape, what=name).copy_(tensor)
         record = {
             "skipped": skipped,
             "hyperparameters": self._hyperparameters,
             "gradients": self._encodings,
         }
-        self._writer.add_object(f"{version}/record", record)
-        self._writer.add_object(f"{version}/host", self._stream.packed_host_state())
+        self._writer.add_object(record_name(version), record)
+        self._writer.add_object(host_name(version), self._stream.packed_host_state())
         key = self._key
         nbytes = self._writer.finish(
             ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size)
@@ -237,9 +232,8 @@ class DifferentialStream(IterationStream):
         self.encoder.load(residuals)
 
     def _buffers(self) -> tuple[TensorSpec, ...]:
-        version = stamp(0)
         return tuple(
-            TensorSpec(f"{version}/buffer/{name}", dtype_name(tensor, name), tuple(tensor.shape))
+            TensorSpec(buffer_prefix(0) + name, dtype_name(tensor, name), tuple(tensor.shape))
             for name, tensor in self.provider.buffers().items()
         )
 
@@ -257,8 +251,8 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
     found: list[Differential] = []
     for version in shard.metadata.key.versions:
         try:
-            record: Any = shard.object(f"{stamp(version)}/record")
-            host_state: Any = shard.object(f"{stamp(version)}/host")
+            record: Any = shard.object(record_name(version))
+            host_state: Any = shard.object(host_name(version))
             found.append(
                 Differential(
                     version=version,
@@ -277,13 +271,4 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
 @lru_cache(maxsize=8)
 def header_beside(buffers: tuple[TensorSpec, ...]) -> int:
     """The header's room for these and a record's two objects. Asked for at each version, of the same buffers."""
-    return header_room(buffers, (f"{stamp(0)}/record", f"{stamp(0)}/host"))
-
-
-def stamp(version: int) -> str:
-    """How a version is written in the names of a record."""
-    return f"{version:012d}"
-
-
-def gradient_name(version: int, master: str, suffix: str) -> str:
-    return f"{stamp(version)}/gradient/{master}" + (f"#{suffix}" if suffix else "")
+    return header_room(buffers, (record_name(0), host_name(0)))
