@@ -12,10 +12,9 @@ import os
 from pathlib import Path
 
 from tiercheck.tiers.mounts import mount_of
+from tiercheck.tiers.populate import MADV_POPULATE_WRITE
 
 __all__ = ["back_with_huge_pages", "huge_pages_of", "pages_text"]
-
-MADV_POPULATE_WRITE = 23
 
 
 def huge_pages_of(folder: Path) -> str:

@@ -15,9 +15,10 @@ import weakref
 from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
+from tiercheck.tiers.populate import populate_to_write
+
 __all__ = ["Kept", "Window", "WindowCache"]
 
-MADV_POPULATE_WRITE = 23
 POPULATED_AT_ONCE_BYTES = 4 << 20
 """So that a cancellation is noticed within milliseconds."""
 HUGE_PAGE_BYTES = 2 << 20
@@ -35,8 +36,6 @@ _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_madvise = _libc.madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Window:
@@ -88,8 +87,7 @@ class Window:
         while self._populated_bytes < self.shown_bytes:
             check()
             nbytes = min(POPULATED_AT_ONCE_BYTES, self.shown_bytes - self._populated_bytes)
-            # Fails on Linux before 5.14: then the first writes pay, and nothing else changes. The pages are backed.
-            _madvise(self.address + self._populated_bytes, nbytes, MADV_POPULATE_WRITE)
+            populate_to_write(self.address + self._populated_bytes, nbytes)
             self._populated_bytes += nbytes
 
     def lend(self, nbytes: int) -> memoryview:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import itertools
-import mmap
 
 from tiercheck.tiers.direct import address_of
+from tiercheck.tiers.populate import populate_to_read
 from tiercheck.types import Payload
 
 __all__ = ["PayloadChunks", "populate"]
-
-MADV_POPULATE_READ = 22
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PayloadChunks:
@@ -57,10 +51,5 @@ def as_bytes(view: memoryview) -> memoryview:
 
 
 def populate(content: memoryview) -> None:
-    """Enter what is mapped into the page table, so that ZeroMQ's thread, which has the most to do, need not.
-
-    Nothing is read. A kernel that cannot (before Linux 5.14) leaves it to that thread.
-    """
-    address = address_of(content)
-    start = address - address % mmap.PAGESIZE
-    _madvise(start, address + content.nbytes - start, MADV_POPULATE_READ)
+    """Spare ZeroMQ's thread, which has the most to do, the page faults of what it is about to send."""
+    populate_to_read(address_of(content), content.nbytes)
