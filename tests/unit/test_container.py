@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import random
 import sys
 
 import ml_dtypes
@@ -19,6 +20,8 @@ from tiercheck.container import (
     ShardWriter,
     TensorEntry,
     TensorSpec,
+    checksum_of,
+    copy_with_checksum,
     header_length,
     header_room,
     parse,
@@ -27,6 +30,7 @@ from tiercheck.container import (
     shard_nbytes,
 )
 from tiercheck.errors import CapacityExceeded, Corruption
+from tiercheck.header import CACHED_BYTES
 from tiercheck.keys import Stream
 from tiercheck.objects import Unstorable, pack
 
@@ -473,3 +477,11 @@ def test_a_large_header_is_read_in_full_and_stays_bounded():
     assert len(shard.names) == 5000
     room = header_room(item.spec for item in entries)
     assert room < 300 * len(entries) and math.gcd(room, ALIGNMENT) == ALIGNMENT
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, CACHED_BYTES - 1, CACHED_BYTES, CACHED_BYTES + 1, 3 * CACHED_BYTES + 7])
+def test_a_copy_has_the_checksum_of_its_bytes(nbytes: int) -> None:
+    source = random.Random(nbytes).randbytes(nbytes)
+    copy = bytearray(nbytes)
+    assert copy_with_checksum(memoryview(copy), memoryview(source)) == checksum_of(source)
+    assert copy == source

@@ -108,6 +108,7 @@ class DifferentialCapture(IterationCapture):
         self._writer = ShardWriter(memory, header_nbytes)
         self._hyperparameters = stream.provider.hyperparameters()
         self._encodings: dict[str, dict[str, Any]] = {}
+        self._checksums: dict[str, str] = {}
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
@@ -131,6 +132,8 @@ class DifferentialCapture(IterationCapture):
 
             encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
             self._encodings[name] = encoding.to_object()
+            for suffix, checksum in encoding.checksums.items():
+                self._checksums[gradient_name(version, name, suffix)] = checksum
         if failures:
             raise failures[0]
 
@@ -157,7 +160,8 @@ class DifferentialCapture(IterationCapture):
         self._writer.add_object(host_name(version), self._stream.packed_host_state())
         key = self._key
         nbytes = self._writer.finish(
-            ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size)
+            ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size),
+            checksums=self._checksums,
         )
         del self._writer  # the tier reuses the memory only when nobody has a view of it
         return nbytes

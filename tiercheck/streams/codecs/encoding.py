@@ -77,6 +77,9 @@ class Encoding:
     scalars: Mapping[str, int] = field(default_factory=dict)
     trained_on: bool = False
     """Whether the optimizer stepped with the very tensor that this decodes to: then nothing was lost by encoding it."""
+    checksums: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By suffix, the checksums of those parts that the codec hashed while it wrote them
+    (:func:`tiercheck.container.checksum_of`). They go into the shard's header, not into the description."""
 
     def to_object(self) -> dict[str, Any]:
         """Plain values for msgpack. ``trained_on`` is there only where it is true."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck import kernels
+from tiercheck.container import copy_with_checksum
 from tiercheck.streams.codecs.checks import (
     check_description,
     check_dtype,
@@ -53,9 +54,10 @@ class Exact(Codec):
         flat, shape = flat_array(array, dtype), tuple(array.shape)
         if dtype == "F32" and flat.size and kernels.is_bfloat16(flat):
             kernels.narrow_into(flat, slot_array(slot, Part("", "BF16", shape)))
-        else:
-            slot_array(slot, Part("", dtype, shape)).view(np.uint8)[:] = flat.view(np.uint8)
-        return Encoding(self.name, dtype, shape, ("",))
+            return Encoding(self.name, dtype, shape, ("",))
+        memory = slot_array(slot, Part("", dtype, shape)).view(np.uint8).data
+        checksum = copy_with_checksum(memory, flat.view(np.uint8).data)
+        return Encoding(self.name, dtype, shape, ("",), checksums={"": checksum})
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         check_description(encoding, DTYPES, ())
