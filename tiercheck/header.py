@@ -24,6 +24,7 @@ from types import MappingProxyType
 import xxhash
 
 from tiercheck import keys
+from tiercheck.copying import copy_with_xxh3
 from tiercheck.types import Buffer, ByteRange
 
 __all__ = [
@@ -59,8 +60,6 @@ NBYTES_MAX = 10**15
 """No shard is longer (0.9 PiB); a header's room is computed with offsets of this many digits."""
 
 LENGTH_NBYTES = 8
-CACHED_BYTES = 256 << 10
-"""So many are surely in the second-level cache once they were written."""
 OBJECT_PREFIX = "__object__:"
 PADDING_PREFIX = "__padding_"
 METADATA = "__metadata__"
@@ -92,14 +91,8 @@ def checksum_of(data: Buffer) -> str:
 
 
 def copy_with_checksum(into: memoryview, source: memoryview) -> str:
-    """Copy bytes, and return the copy's :func:`checksum_of`. It is hashed while it is in the processor's
-    cache, so that both take no longer than copying alone."""
-    digest = xxhash.xxh3_64()
-    for start in range(0, len(source), CACHED_BYTES):
-        part = into[start : start + CACHED_BYTES]
-        part[:] = source[start : start + CACHED_BYTES]
-        digest.update(part)
-    return str(digest.hexdigest())
+    """Copy bytes, and return the copy's :func:`checksum_of`, at the price of copying alone."""
+    return f"{copy_with_xxh3(into, source):016x}"
 
 
 def check_name(name: str) -> str:

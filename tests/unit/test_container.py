@@ -29,8 +29,8 @@ from tiercheck.container import (
     payload,
     shard_nbytes,
 )
+from tiercheck.copying import CACHED_BYTES
 from tiercheck.errors import CapacityExceeded, Corruption
-from tiercheck.header import CACHED_BYTES
 from tiercheck.keys import Stream
 from tiercheck.objects import Unstorable, pack
 

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tiercheck.copying import copy_with_xxh3
 from tiercheck.keys import validate_key
 from tiercheck.tiers.peer.checksums import KnownChecksums
 from tiercheck.tiers.peer.limits import CHUNK_BYTES_MIN
@@ -211,12 +212,12 @@ class Puts:
             return
         start, stop = put.chunk_range(chunk.index)
         nbytes = memoryview(data).nbytes
-        if nbytes != stop - start or checksum(data) != chunk.checksum:
+        # What lies there unverified is no part of the object until it is, and is written again.
+        if nbytes != stop - start or copy_with_xxh3(put.memory.buffer[start:stop], data) != chunk.checksum:
             self._desk.drop("truncated" if nbytes != stop - start else "corrupt")
             # The sender learns at once that this chunk did not count.
             self._reply_state(put, request_id)
             return
-        put.memory.buffer[start:stop] = data
         put.received[chunk.index >> 3] |= 1 << (chunk.index & 7)
         put.checksums[chunk.index] = chunk.checksum
         put.missing -= 1
