@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.compiled import compiled, frozen
+from tiercheck.kernels.cpu.compiled import compiled, frozen, inlined
 from tiercheck.kernels.reference.blocks import BLOCK, MULTIPLIED_MAX, MULTIPLIED_MIN, check_size, check_sizes
 from tiercheck.kernels.reference.compaction import check_layout
 from tiercheck.kernels.threads import run, split
@@ -251,7 +251,7 @@ def quantise_blocks(
             keep_lost(x, decoded, residual, here)
 
 
-@compiled
+@inlined
 def quantise_block(x: NDArray[np.float32], at: Any, codes: NDArray[np.int8], to: Any) -> Any:
     largest = np.uint32(largest_magnitude(x, at))
     finite = largest < np.uint32(INFINITY)

@@ -46,7 +46,8 @@ def compiled(function: Function, *, inline: str = "never") -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """For what is called with arrays, element by element: a call counts their references, in atomic operations."""
+    """For what is called with arrays, for each element or each small block: a call counts their references, in atomic
+    operations, which wait for what was written before."""
     return compiled(function, inline="always")
 
 

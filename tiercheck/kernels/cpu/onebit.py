@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.blocks import INFINITY, START, Encode, decode_blocks, encode_blocks, keep_lost, take
-from tiercheck.kernels.cpu.compiled import compiled
+from tiercheck.kernels.cpu.compiled import compiled, inlined
 from tiercheck.kernels.cpu.lanes import GROUP, read_signs, write_signs
 from tiercheck.kernels.reference.onebit import (
     LARGEST_PATTERN,
@@ -85,7 +85,7 @@ def quantise_blocks(
             keep_lost(x, decoded, residual, here)
 
 
-@compiled
+@inlined
 def quantise_block(
     x: NDArray[np.float32], at: Any, share: Any, sums: NDArray[np.float32], bits: NDArray[np.uint8], to: Any
 ) -> Any:
@@ -100,7 +100,7 @@ def quantise_block(
     return np.uint16(min(rounded, np.uint32(LARGEST_PATTERN)))
 
 
-@compiled
+@inlined
 def sum_of_magnitudes(x: NDArray[np.float32], at: Any, sums: NDArray[np.float32]) -> Any:
     """Of the magnitudes / 128, by halves as the reference: the first three are one sum of eight in every lane."""
     for j in range(LANES):
@@ -119,7 +119,7 @@ def share_of(x: NDArray[np.float32], at: Any, index: int) -> Any:
     return abs(x[at + np.uint64(index)]) * np.float32(1 / ONEBIT_BLOCK)
 
 
-@compiled
+@inlined
 def pack_signs(x: NDArray[np.float32], at: Any, bits: NDArray[np.uint8], to: Any) -> None:
     for group in range(ONEBIT_STEP // GROUP_STEP):
         write_signs(x, at + group * GROUP_STEP, bits, to + group * GROUP_BYTES)
