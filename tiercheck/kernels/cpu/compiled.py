@@ -47,7 +47,7 @@ def compiled(function: Function, *, inline: str = "never") -> Function:
 
 def inlined(function: Function) -> Function:
     """For what is called with arrays, for each element or each small block: a call counts their references, in atomic
-    operations, which wait for what was written before."""
+    operations."""
     return compiled(function, inline="always")
 
 
