@@ -41,7 +41,11 @@ class ModuleTensors:
         return {name: buffer.detach() for name, buffer in found if name in saved}
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        if not self._tree or any(tuple(module._modules.items()) != children for _, module, children in self._tree):
+        changed = (
+            (children or module._modules) and tuple(module._modules.items()) != children
+            for _, module, children in self._tree
+        )
+        if not self._tree or any(changed):
             self._tree = [
                 (f"{name}." if name else "", module, tuple(module._modules.items()))
                 for name, module in self._module.named_modules()

@@ -144,21 +144,29 @@ class ObjectDirectory:
         The file keeps its writer's lock, now shared; :meth:`discard` must follow in any case.
         """
         path = self.path_of(key)
-        os.utime(temporary.fd, ns=(temporary.stamp_ns, temporary.stamp_ns))
-        if self.durable:
-            os.fsync(temporary.fd)
-        info = info_of(key, os.fstat(temporary.fd))
+        info = self.stamped(temporary, key)
         with self.locked():
-            current = self._current(path, key)
-            check_condition(mode, key, current)
-            self._make_parents(path, key)
-            try_lock(temporary.fd, shared=True)
-            self.replace(temporary.path, path, current)
+            self.give_name(temporary, path, key, mode)
         if self.durable:
             # Where a directory is missing, another client has removed what was put, and the directory with it.
             with once_published(key), suppress(FileNotFoundError):
                 self._sync_upwards(path.parent, self.root)
         return info
+
+    def stamped(self, temporary: Temporary, key: str) -> ObjectInfo:
+        """What the temporary file will be as an object, its content as it is now."""
+        os.utime(temporary.fd, ns=(temporary.stamp_ns, temporary.stamp_ns))
+        if self.durable:
+            os.fsync(temporary.fd)
+        return info_of(key, os.fstat(temporary.fd))
+
+    def give_name(self, temporary: Temporary, path: Path, key: str, mode: PutMode) -> None:
+        """Rename it onto the key's ``path`` where the mode's condition holds; called under the lock."""
+        current = self._current(path, key)
+        check_condition(mode, key, current)
+        self._make_parents(path, key)
+        try_lock(temporary.fd, shared=True)
+        self.replace(temporary.path, path, current)
 
     def discard(self, temporary: Temporary) -> None:
         """Close the temporary file, and remove it where it was not published."""

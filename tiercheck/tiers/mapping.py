@@ -224,10 +224,9 @@ class MappedSegment:
             alone = self._release_view()
             try:
                 check()
-                self._directory.shrink(head, nbytes)
                 if self._window is not None:
                     self._window.cut(nbytes)
-                return self._directory.publish(head.temporary, key, mode)
+                return self._directory.publish_beginning(head, nbytes, key, mode)
             finally:
                 self._close(alone)
 

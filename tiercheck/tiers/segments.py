@@ -26,6 +26,7 @@ from tiercheck.tiers.directory import ObjectDirectory, Temporary, not_found
 from tiercheck.tiers.files import try_lock, unlock
 from tiercheck.tiers.hugepages import back_with_huge_pages
 from tiercheck.tiers.spares import ANY, NOBODY, SPARE_BYTES_MIN, Ledger, Selection, Spares, whole_pages
+from tiercheck.types import ObjectInfo, PutMode
 
 __all__ = ["Segment", "SegmentDirectory"]
 
@@ -133,12 +134,16 @@ class SegmentDirectory(ObjectDirectory):
             raise
         return segment
 
-    def shrink(self, segment: Segment, nbytes: int) -> None:
-        """Cut it to ``nbytes``."""
-        if nbytes != segment.nbytes:
-            with self.locked():  # a recount in between would count the cut twice
+    def publish_beginning(self, segment: Segment, nbytes: int, key: str, mode: PutMode) -> ObjectInfo:
+        """Cut it to ``nbytes``, and publish that as :meth:`publish` does, under one lock."""
+        path = self.path_of(key)
+        with self.locked():
+            if nbytes != segment.nbytes:  # under the lock: a recount in between would count the cut twice
                 os.ftruncate(segment.fd, nbytes)
                 self._ledger.add(charged=nbytes - segment.nbytes)
+            info = self.stamped(segment.temporary, key)
+            self.give_name(segment.temporary, path, key, mode)
+        return info
 
     def extend(self, segment: Segment, nbytes: int, check: Callable[[], None]) -> Segment:
         """Make it ``nbytes`` long, backed. Errors: ``CapacityExceeded``; then it is as it was."""
