@@ -30,7 +30,7 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
-from tiercheck.tiers.namespaces import namespaces, remove_namespace
+from tiercheck.tiers.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
 LAST = 11
@@ -38,13 +38,10 @@ FAILED_AT = 7
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    """A namespace of shared memory; whatever the test leaves open is closed before it goes."""
-    name = f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+def name(name: str) -> Iterator[str]:
+    """A namespace of shared memory; whatever job the test leaves open is closed before it goes."""
     yield name
     Job.abort_all()
-    if name in {each.name for each in namespaces()}:
-        remove_namespace(name)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,7 @@ from tiercheck.streams.differential import read_differentials
 from tiercheck.streams.merge import as_stored, merge
 from tiercheck.streams.records import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
 from tiercheck.streams.reencode import reencoded
-from tiercheck.tiers.namespaces import namespaces, remove_namespace
+from tiercheck.tiers.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
 VERSIONS = range(7, 9)
@@ -198,12 +196,10 @@ def test_objects_that_are_no_records_keep_their_bytes() -> None:
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+def name(name: str) -> Iterator[str]:
+    """A namespace of shared memory; whatever job the test leaves open is closed before it goes."""
     yield name
     Job.abort_all()
-    if name in {each.name for each in namespaces()}:
-        remove_namespace(name)
 
 
 @pytest.mark.parametrize("codec", EXACT)

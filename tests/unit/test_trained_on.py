@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tiercheck.streams.codecs import CODECS
 from tiercheck.streams.differential import DifferentialStream, read_differentials
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.streams.trained_on import forget_sent
-from tiercheck.tiers.namespaces import namespaces, remove_namespace
+from tiercheck.tiers.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
 LAST, FAILED_AT, BASE_EVERY = 11, 7, 4
@@ -43,13 +42,10 @@ OPTIMIZERS = {
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    """A namespace of shared memory; whatever the test leaves open is closed before it goes."""
-    name = f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+def name(name: str) -> Iterator[str]:
+    """A namespace of shared memory; whatever job the test leaves open is closed before it goes."""
     yield name
     Job.abort_all()
-    if name in {each.name for each in namespaces()}:
-        remove_namespace(name)
 
 
 @pytest.fixture
