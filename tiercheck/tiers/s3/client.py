@@ -8,6 +8,9 @@ import functools
 import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from importlib import metadata
 from typing import Any, TypeVar
 
 import aiobotocore.session
@@ -15,6 +18,7 @@ import botocore.loaders
 from aiobotocore.config import AioConfig
 from botocore import exceptions as boto
 from botocore.handlers import add_expect_header
+from botocore.utils import parse_timestamp
 
 from tiercheck.errors import Closed, ConfigurationError, Transient
 from tiercheck.tiers.s3.failures import FOREIGN, InDoubt, classify
@@ -91,6 +95,7 @@ class S3Client:
         if addressing == "auto" and settings.endpoint_url is not None:
             addressing = "path"  # a private store seldom has a wildcard name in DNS
         config = AioConfig(
+            user_agent=f"tiercheck/{metadata.version('tiercheck')}",  # botocore's own is put together anew each time
             connect_timeout=min(settings.timeout_s, 10.0),
             read_timeout=None,  # every request has a deadline below; the connection's would be moved with each piece
             max_pool_connections=settings.parts_in_flight + SMALL_REQUESTS,
@@ -102,6 +107,7 @@ class S3Client:
         )
         try:
             session = aiobotocore.session.AioSession(profile=settings.profile)
+            session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=time_of)
             session.register_component("data_loader", service_models(session.get_config_variable("data_path")))
             region = settings.region or session.get_config_variable("region") or "us-east-1"
             self._context = session.create_client(
@@ -227,3 +233,14 @@ METHODS = {
     "PutObject": "put_object",
     "UploadPart": "upload_part",
 }
+
+
+def time_of(value: object) -> datetime:
+    """A timestamp of an answer. HTTP's own format is recognised at a tenth of the price of all that botocore knows."""
+    try:
+        found = parsedate_to_datetime(value) if isinstance(value, str) else None
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        return parse_timestamp(value)  # type: ignore[no-any-return]
+    return found
