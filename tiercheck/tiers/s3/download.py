@@ -23,6 +23,7 @@ from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsuppor
 from tiercheck.tiers.s3.checksums import Checksum, stored_checksum
 from tiercheck.tiers.s3.client import Answer, Progress, S3Client
 from tiercheck.tiers.s3.failures import Refused
+from tiercheck.tiers.s3.incoming import Incoming
 from tiercheck.tiers.s3.payload import INLINE_BYTES_MAX
 from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.waiting import settled, together
@@ -169,14 +170,14 @@ class _Read:
         async with self._client.receiving() as progress:
             answer = await self._client.begin_get(**arguments)
             async with answer["Body"] as body:
-                stream = Stream(body)
+                incoming = Incoming(body.raw_stream)
                 self._learn(answer)
                 for part in self._parts if self._range is None else self._parts[:1]:
                     if not self._left or self._left[0] is not part:
                         break
                     self._left.popleft()
                     try:
-                        await self._fill(part, stream, progress)
+                        await self._fill(part, incoming, progress)
                     except BaseException:
                         self._left.appendleft(part)
                         raise
@@ -222,25 +223,26 @@ class _Read:
             async with answer["Body"] as body:
                 if self._content_range(answer)[:2] != (start, stop):
                     raise ConnectionError(f"the server sent {answer['ContentRange']}, not {start}-{stop - 1}")
-                await self._fill(part, Stream(body), progress)
+                await self._fill(part, Incoming(body.raw_stream), progress)
 
-    async def _fill(self, part: Part, stream: Stream, progress: Progress) -> None:
+    async def _fill(self, part: Part, incoming: Incoming, progress: Progress) -> None:
         """One part from an answer's body to where it belongs, and its checksum."""
-        assert self._target is not None
+        target = self._target
+        assert target is not None
         checksum = None if self._expected is None else self._expected[0]
         # Of each piece while it is in the cache, where that is quick: later it would come from memory again.
         update = checksum.update if checksum is not None and checksum.quick else None
-        while part.at < part.stop:
-            chunk = await stream.take(part.stop - part.at)
-            if not chunk:
-                raise ConnectionError(f"the answer ended {part.stop - part.at} bytes early")
-            end = part.at + len(chunk)
-            self._target[part.at : end] = chunk
+
+        def arrived(nbytes: int) -> None:
+            end = part.at + nbytes
             if update is not None:
-                part.checksum = update(chunk, part.checksum)
+                with target[part.at : end] as piece:
+                    part.checksum = update(piece, part.checksum)
             part.at = end
-            del chunk  # the memory is free for what arrives next, and still in the cache
             progress()
+
+        with target[part.at : part.stop] as place:
+            await incoming.fill(place, arrived)
 
     async def _sum(self, checksum: Checksum, part: Part) -> None:
         assert self._target is not None
@@ -275,26 +277,6 @@ class _Read:
                 "the server answers a range with something else", tier=self._client.tier, key=self._of.key
             )
         return int(match[1]), int(match[2]) + 1, int(match[3])
-
-
-class Stream:
-    """An answer's body in pieces as they arrived, so that each byte is copied once, to where it is wanted."""
-
-    def __init__(self, body: Any) -> None:
-        self._content = body.raw_stream.content
-        self._left: bytes | memoryview = b""
-
-    async def take(self, nbytes_max: int) -> bytes | memoryview:
-        """The next bytes, at most ``nbytes_max``; none at the end. Whoever lets go of them frees their memory."""
-        piece = self._left
-        self._left = b""
-        if not piece:
-            piece, _ = await self._content.readchunk()
-        if len(piece) <= nbytes_max:
-            return piece
-        view = memoryview(piece)
-        self._left = view[nbytes_max:]
-        return view[:nbytes_max]
 
 
 def get_part_bytes(nbytes: int, settings: S3Settings) -> int:
