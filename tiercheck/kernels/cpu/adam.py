@@ -1,6 +1,6 @@
 """Adam and AdamW in Numba, with the bits of torch's fused CPU kernel.
 
-All steps are applied to a tile of the state while it is in the second-level cache, block by block; meanwhile the next
+All steps are applied to a tile of the state while it is in the first-level cache, block by block; meanwhile the next
 tile is fetched. :func:`step_contracted` does nearly all of the work: one square root and one division an element.
 What is rare (another instruction set, amsgrad, the end of a tensor, a bias correction that cannot be divided by
 without a divider) takes the same step in several loops.
@@ -25,19 +25,15 @@ from tiercheck.kernels.cpu.compiled import (
     multiply_add,
     pointer_to_floats,
 )
-from tiercheck.kernels.cpu.prefetch import LINE, lines_wanted, prefetch_lines
+from tiercheck.kernels.cpu.prefetch import BLOCK, LINE, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.division import reciprocal
 from tiercheck.kernels.gradients import Gradient
 
 __all__ = ["STEP", "move_by_roots", "prepare", "replay_fused_adam", "rows_of", "update_moments"]
 
-TILE = 8192
-"""Elements to which all steps are applied before the next: with the next one on its way, those of the state and of a
-few gradients leave half of a second-level cache free. On pages of 4 KiB twice as many collide there."""
-
-BLOCK = 512
-"""Elements of a step between two requests for memory: a request for more at once waits for itself."""
+TILE = 2048
+"""Elements to which all steps are applied before the next: their state stays in the first-level cache."""
 
 STEP = np.dtype(
     [
@@ -110,16 +106,17 @@ def apply_steps(
     zeros, scratch = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     scattered, prepared, params = borrowed(zeros), borrowed(scratch), borrowed(param)
     moments1, moments2, largest = borrowed(exp_avg), borrowed(exp_avg_sq), borrowed(max_exp_avg_sq)
-    wanted = lines_wanted(streams.size, steps.size, BLOCK)
+    block = block_between_requests(streams.size, steps.size)
+    wanted = lines_wanted(streams.size, steps.size, block)
     start, stop = 0, min(elements_to_line(param), size)
     while start < size:
         lines = max(0, min(TILE, size - stop)) // LINE
         fetched = 0
         for index in range(steps.size):
-            for first in range(start, stop, BLOCK):
+            for first in range(start, stop, block):
                 prefetch_lines(streams, stop, lines, fetched, fetched + wanted)
                 fetched += wanted
-                last = min(first + BLOCK, stop)
+                last = min(first + block, stop)
                 vectors = max(0, min(last, vectorised) - first)
                 p, m, v = params[first:last], moments1[first:last], moments2[first:last]
                 x = largest[first:last] if largest.size else largest

@@ -9,9 +9,9 @@ import numpy as np
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.adam import BLOCK, TILE
+from tiercheck.kernels.cpu.adam import TILE
 from tiercheck.kernels.cpu.compiled import compiled, frozen, multiply_add, pointer_to_floats
-from tiercheck.kernels.cpu.prefetch import LINE, lines_wanted, prefetch_lines
+from tiercheck.kernels.cpu.prefetch import BLOCK, LINE, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.gradients import Gradient
 from tiercheck.kernels.sgd import SgdCoefficients, SgdStep
@@ -61,16 +61,17 @@ def apply_sgd_steps(
 ) -> None:
     size = param.size
     scattered, prepared = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    wanted = lines_wanted(streams.size, steps.size, BLOCK)
+    block = block_between_requests(streams.size, steps.size)
+    wanted = lines_wanted(streams.size, steps.size, block)
     for start in range(0, size, TILE):
         stop = min(start + TILE, size)
         lines = max(0, min(TILE, size - stop)) // LINE
         fetched = 0
         for index in range(steps.size):
-            for first in range(start, stop, BLOCK):
+            for first in range(start, stop, block):
                 prefetch_lines(streams, stop, lines, fetched, fetched + wanted)
                 fetched += wanted
-                last = min(first + BLOCK, stop)
+                last = min(first + block, stop)
                 p = param[first:last]
                 b = momentum_buffer[first:last] if momentum_buffer.size else momentum_buffer
                 if sources[index].sparse:
