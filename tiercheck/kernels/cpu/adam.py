@@ -18,14 +18,17 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep, Coefficients
 from tiercheck.kernels.cpu.compiled import (
+    LINE,
+    aligned,
     borrowed,
     compiled,
     elements_to_line,
     inlined,
+    keep_alive,
     multiply_add,
     pointer_to_floats,
 )
-from tiercheck.kernels.cpu.prefetch import BLOCK, LINE, block_between_requests, lines_wanted, prefetch_lines
+from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.division import reciprocal
 from tiercheck.kernels.gradients import Gradient
@@ -103,8 +106,8 @@ def apply_steps(
     contracted: bool,
 ) -> None:
     size, vectorised = param.size, param.size - param.size % 8
-    zeros, scratch = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    scattered, prepared, params = borrowed(zeros), borrowed(scratch), borrowed(param)
+    zeros, scratch = np.zeros(BLOCK + LINE, np.float32), np.empty(BLOCK + LINE, np.float32)
+    scattered, prepared, params = aligned(zeros), aligned(scratch), borrowed(param)
     moments1, moments2, largest = borrowed(exp_avg), borrowed(exp_avg_sq), borrowed(max_exp_avg_sq)
     block = block_between_requests(streams.size, steps.size)
     wanted = lines_wanted(streams.size, steps.size, block)
@@ -128,6 +131,8 @@ def apply_steps(
                     g = carray(pointer_to_floats(sources[index].values), (size,), np.float32)[first:last]
                     step_block(p, m, v, x, g, prepared, steps[index], vectors, contracted)
         start, stop = stop, min(stop + TILE, size)
+    keep_alive(zeros)
+    keep_alive(scratch)
 
 
 @inlined

@@ -3,9 +3,9 @@
 Compiled code sees whole blocks only, in pieces on the threads that are granted; the last, short one is filled up with
 zeros here. A block's ``x``, where it is not the values themselves, and what it decodes to stay in the first cache.
 
-What handles one block takes whole arrays and the positions where the block starts in them: a slice would count
-references, in atomic instructions that cost as much as the arithmetic. Positions are unsigned, so that no code is made
-for negative ones.
+What handles one block takes whole arrays, borrowed ones, and the positions where the block starts in them: otherwise
+references would be counted, in atomic instructions that cost as much as the arithmetic. Positions are unsigned, so that
+no code is made for negative ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.compiled import compiled, frozen, inlined
+from tiercheck.kernels.cpu.compiled import LINE, aligned, borrowed, compiled, frozen, inlined, keep_alive
 from tiercheck.kernels.reference.blocks import BLOCK, MULTIPLIED_MAX, MULTIPLIED_MIN, check_size, check_sizes
 from tiercheck.kernels.reference.compaction import check_layout
 from tiercheck.kernels.threads import run, split
@@ -26,6 +26,7 @@ __all__ = [
     "START",
     "STEP",
     "Encode",
+    "add_residual",
     "decode_blocks",
     "dequantise",
     "encode_blocks",
@@ -39,12 +40,18 @@ __all__ = [
 INFINITY = 0x7F800000
 """The pattern of an infinity; those of NaNs, without their signs, are above it."""
 
+DECODED_AS_IT_IS = np.uint32(0x7F000000)
+"""The pattern of 2**127: where all of a block is below, no code times the scale is more than can be represented."""
+
 ROUNDING = np.float32(1.5 * 2**23)
 """Added to a number below 2**22, it leaves no bits for a fraction: the sum is rounded half to even, and its low bits
 are the integer."""
 
 STEP, START = np.uint64(BLOCK), np.uint64(0)
 """A block's elements, and where it starts in an array of its own, unsigned."""
+
+LARGEST = np.float32(3.4028234663852886e38)
+"""Of the finite numbers."""
 
 ABSENT = np.empty(0, np.float32)
 
@@ -168,12 +175,22 @@ def take(
         x[i] = value
 
 
-@compiled
-def keep_lost(x: NDArray[np.float32], decoded: NDArray[np.float32], residual: NDArray[np.float32], at: Any) -> None:
-    largest = np.float32(3.4028234663852886e38)
+@inlined
+def add_residual(values: NDArray[np.float32], residual: NDArray[np.float32], at: Any, x: NDArray[np.float32]) -> None:
+    """Write a block's ``x`` where it is that sum and nothing else: :func:`take`, without its questions."""
     for i in range(np.uint64(x.size)):
-        lost = x[i] - decoded[i]
-        residual[at + i] = lost if abs(lost) <= largest else np.float32(0)
+        x[i] = values[at + i] + residual[at + i]
+
+
+@inlined
+def keep_lost(x: NDArray[np.float32], decoded: NDArray[np.float32], residual: NDArray[np.float32], at: Any) -> None:
+    for i in range(np.uint64(x.size)):
+        residual[at + i] = finite_or_zero(x[i] - decoded[i])
+
+
+@compiled
+def finite_or_zero(value: Any) -> Any:
+    return value if abs(value) <= LARGEST else np.float32(0)
 
 
 @compiled
@@ -182,7 +199,7 @@ def magnitude(value: Any) -> Any:
     return np.uint32(np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF))
 
 
-@compiled
+@inlined
 def largest_magnitude(x: NDArray[np.float32], at: Any) -> Any:
     """The largest pattern in a block of 256."""
     largest = np.uint32(0)
@@ -237,33 +254,49 @@ def quantise_blocks(
     codes: NDArray[np.int8],
     scales: NDArray[np.float32],
 ) -> None:
-    plain = not (rooted or before.size or residual.size)
-    x, decoded = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    changes = rooted or before.size != 0
+    room = np.empty(BLOCK + LINE, np.float32)
+    values, before, residual, codes, x = (
+        borrowed(values),
+        borrowed(before),
+        borrowed(residual),
+        borrowed(codes),
+        aligned(room),
+    )
     for block in range(np.uint64(scales.size)):
         here = block * STEP
-        if plain:
-            scales[block] = quantise_block(values, here, codes, here)
-        else:
+        if not (changes or residual.size):
+            scales[block] = quantise_block(values, here, codes, here, residual)
+            continue
+        if changes:
             take(values, before, rooted, residual, here, x)
-            scales[block] = quantise_block(x, START, codes, here)
-        if residual.size:
-            dequantise_block(codes, here, scales[block], decoded, START)
-            keep_lost(x, decoded, residual, here)
+        else:
+            add_residual(values, residual, here, x)
+        scales[block] = quantise_block(x, START, codes, here, residual)
+    keep_alive(room)
 
 
 @inlined
-def quantise_block(x: NDArray[np.float32], at: Any, codes: NDArray[np.int8], to: Any) -> Any:
+def quantise_block(
+    x: NDArray[np.float32], at: Any, codes: NDArray[np.int8], to: Any, residual: NDArray[np.float32]
+) -> Any:
+    """The residual, where there is one, becomes what the codes leave out. Returns the scale."""
     largest = np.uint32(largest_magnitude(x, at))
-    finite = largest < np.uint32(INFINITY)
-    if not finite:
+    ordinary = largest < DECODED_AS_IT_IS
+    if largest >= np.uint32(INFINITY):
         largest = np.uint32(largest_finite_magnitude(x, at))
     scale = scale_reaching(np.uint32(largest).view(np.float32))
     factor = reciprocal(scale)
-    if finite and factor == factor:
+    if not (ordinary and factor == factor):
+        quantise_carefully(x, at, scale, factor, codes, to, residual)
+    elif residual.size:
+        for i in range(STEP):
+            rounded = np.float32(x[at + i] * factor + ROUNDING)
+            codes[to + i] = np.int8(rounded.view(np.int32))
+            residual[to + i] = x[at + i] - (rounded - ROUNDING) * scale
+    else:
         for i in range(STEP):
             codes[to + i] = np.int8(np.float32(x[at + i] * factor + ROUNDING).view(np.int32))
-    else:
-        quantise_carefully(x, at, scale, factor, codes, to)
     return scale
 
 
@@ -286,9 +319,15 @@ def scale_reaching(largest: Any) -> Any:
 
 @compiled
 def quantise_carefully(
-    x: NDArray[np.float32], at: Any, scale: Any, factor: Any, codes: NDArray[np.int8], to: Any
+    x: NDArray[np.float32],
+    at: Any,
+    scale: Any,
+    factor: Any,
+    codes: NDArray[np.int8],
+    to: Any,
+    residual: NDArray[np.float32],
 ) -> None:
-    """A block that holds what is not finite, or whose scale has no reciprocal."""
+    """A block that holds what is not finite, or nearly so, or whose scale has no reciprocal."""
     for i in range(STEP):
         value = x[at + i]
         if magnitude(value) >= np.uint32(INFINITY):
@@ -296,6 +335,8 @@ def quantise_carefully(
         else:
             quotient = value * factor if factor == factor else value / scale
             codes[to + i] = np.int8(np.float32(quotient + ROUNDING).view(np.int32))
+        if residual.size:
+            residual[to + i] = finite_or_zero(value - decoded(codes[to + i], scale))
 
 
 def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], *, threads: int = 1) -> NDArray[np.float32]:
@@ -314,10 +355,13 @@ def dequantise_blocks(codes: NDArray[np.int8], scales: NDArray[np.float32], valu
 
 @compiled
 def dequantise_block(codes: NDArray[np.int8], at: Any, scale: Any, values: NDArray[np.float32], to: Any) -> None:
-    largest = np.float32(3.4028234663852886e38)
     for i in range(STEP):
-        code = codes[at + i]
-        value = np.float32(code) * scale
-        value = largest if value > largest else value
-        value = -largest if value < -largest else value
-        values[to + i] = np.float32(np.nan) if code == np.int8(-128) else value
+        values[to + i] = decoded(codes[at + i], scale)
+
+
+@compiled
+def decoded(code: Any, scale: Any) -> Any:
+    value = np.float32(code) * scale
+    value = LARGEST if value > LARGEST else value
+    value = -LARGEST if value < -LARGEST else value
+    return np.float32(np.nan) if code == np.int8(-128) else value

@@ -15,12 +15,15 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 __all__ = [
+    "LINE",
     "TILE",
+    "aligned",
     "borrowed",
     "compiled",
     "elements_to_line",
     "frozen",
     "inlined",
+    "keep_alive",
     "multiply_add",
     "pointer_to_floats",
     "pointer_to_indices",
@@ -31,6 +34,9 @@ logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 CPointer: Any = types.CPointer
+
+LINE = 16
+"""fp32 elements in a cache line."""
 
 TILE = 4096
 """Elements a replay keeps in the first two caches while it applies all steps to them."""
@@ -88,13 +94,30 @@ def pointer_to_indices(typing_context: Any, address: Any) -> Any:
     return CPointer(types.uint32)(types.uintp), generate
 
 
-@compiled
-def borrowed(array: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The same memory as an array that does not count its references: slices of it cost no atomic operation.
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer to anything."""
 
-    Numba counts a reference for every slice and every argument. What is borrowed must outlive the loop.
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.uintp), generate
+
+
+@compiled
+def borrowed(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory, of one dimension, as an array that does not count its references: to slice it, or to call with
+    it, costs no atomic operation.
+
+    Numba counts a reference for every slice and every argument. What is borrowed must outlive the loop: an argument
+    does, and an array made by compiled code where :func:`keep_alive` comes after the loop.
     """
-    return carray(pointer_to_floats(np.uintp(array.ctypes.data)), (array.size,), np.float32)
+    return carray(pointer(np.uintp(array.ctypes.data)), (array.size,), array.dtype)
+
+
+@compiled
+def keep_alive(array: NDArray[Any]) -> None:
+    """Until here: Numba frees an array after the last line that names it."""
 
 
 @compiled
@@ -103,4 +126,11 @@ def elements_to_line(array: NDArray[np.float32]) -> int:
 
     Vectors that cross from one line into the next cost twice.
     """
-    return 16 - (array.ctypes.data % 64) // 4
+    return LINE - (array.ctypes.data % 64) // 4
+
+
+@compiled
+def aligned(room: NDArray[np.float32]) -> NDArray[np.float32]:
+    """All but ``LINE`` elements of it, borrowed, the first of which begins a cache line."""
+    start = elements_to_line(room)
+    return borrowed(room)[start : start + room.size - LINE]

@@ -11,6 +11,7 @@ from tiercheck.kernels.cpu.blocks import (
     INFINITY,
     START,
     STEP,
+    add_residual,
     decode_blocks,
     encode_blocks,
     keep_lost,
@@ -18,7 +19,7 @@ from tiercheck.kernels.cpu.blocks import (
     reciprocal,
     take,
 )
-from tiercheck.kernels.cpu.compiled import compiled
+from tiercheck.kernels.cpu.compiled import LINE, aligned, borrowed, compiled, inlined, keep_alive
 from tiercheck.kernels.cpu.lanes import REGISTER, avx512, look_up
 from tiercheck.kernels.reference.blocks import BLOCK
 from tiercheck.kernels.reference.nf4 import BOUNDARIES, HALF, LEVELS, ZERO_CODE, check_sizes
@@ -66,21 +67,28 @@ def quantise_blocks(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
 ) -> None:
-    plain = not (rooted or before.size or residual.size)
-    x, decoded, levels = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(16, np.float32)
+    changes = rooted or before.size != 0
+    room, room_decoded = np.empty(BLOCK + LINE, np.float32), np.empty(BLOCK + LINE, np.float32)
+    x, decoded, levels = aligned(room), aligned(room_decoded), np.empty(16, np.float32)
+    values, before, residual, codes = borrowed(values), borrowed(before), borrowed(residual), borrowed(codes)
     for block in range(np.uint64(scales.size)):
         here, codes_here = block * STEP, block * HALF_STEP
-        if plain:
+        if not (changes or residual.size):
             scales[block] = quantise_block(values, here, codes, codes_here)
-        else:
+            continue
+        if changes:
             take(values, before, rooted, residual, here, x)
-            scales[block] = quantise_block(x, START, codes, codes_here)
+        else:
+            add_residual(values, residual, here, x)
+        scales[block] = quantise_block(x, START, codes, codes_here)
         if residual.size:
             dequantise_block(codes, codes_here, scales[block], levels, decoded, START)
             keep_lost(x, decoded, residual, here)
+    keep_alive(room)
+    keep_alive(room_decoded)
 
 
-@compiled
+@inlined
 def quantise_block(x: NDArray[np.float32], at: Any, codes: NDArray[np.uint8], to: Any) -> Any:
     largest = np.uint32(largest_magnitude(x, at))
     if largest >= np.uint32(INFINITY):
@@ -99,7 +107,7 @@ def quantise_block(x: NDArray[np.float32], at: Any, codes: NDArray[np.uint8], to
     return scale
 
 
-@compiled
+@inlined
 def encode_products(x: NDArray[np.float32], at: Any, factor: Any, codes: NDArray[np.uint8], to: Any) -> None:
     for j in range(HALF_STEP):
         low, high = nearest(x[at + j] * factor), nearest(x[at + HALF_STEP + j] * factor)
@@ -142,7 +150,7 @@ def dequantise_blocks(codes: NDArray[np.uint8], scales: NDArray[np.float32], val
         dequantise_block(codes, block * HALF_STEP, scales[block], levels, values, block * STEP)
 
 
-@compiled
+@inlined
 def dequantise_block(
     codes: NDArray[np.uint8], at: Any, scale: Any, levels: NDArray[np.float32], values: NDArray[np.float32], to: Any
 ) -> None:

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.blocks import INFINITY, START, Encode, decode_blocks, encode_blocks, keep_lost, take
-from tiercheck.kernels.cpu.compiled import compiled, inlined
+from tiercheck.kernels.cpu.blocks import (
+    INFINITY,
+    START,
+    Encode,
+    add_residual,
+    decode_blocks,
+    encode_blocks,
+    keep_lost,
+    take,
+)
+from tiercheck.kernels.cpu.compiled import LINE, aligned, borrowed, compiled, inlined, keep_alive
 from tiercheck.kernels.cpu.lanes import GROUP, read_signs, write_signs
 from tiercheck.kernels.reference.onebit import (
     LARGEST_PATTERN,
@@ -70,19 +79,25 @@ def quantise_blocks(
     scales: NDArray[np.uint16],
 ) -> None:
     """``share`` is the elements of a whole block to those of these blocks."""
-    plain = not (rooted or before.size or residual.size)
-    x, decoded = np.empty(ONEBIT_BLOCK, np.float32), np.empty(ONEBIT_BLOCK, np.float32)
-    sums = np.empty(LANES, np.float32)
+    changes = rooted or before.size != 0
+    room, room_decoded = np.empty(ONEBIT_BLOCK + LINE, np.float32), np.empty(ONEBIT_BLOCK + LINE, np.float32)
+    x, decoded, sums = aligned(room), aligned(room_decoded), np.empty(LANES, np.float32)
+    values, before, residual, bits = borrowed(values), borrowed(before), borrowed(residual), borrowed(bits)
     for block in range(np.uint64(scales.size)):
         here, bits_here = block * ONEBIT_STEP, block * BYTES_STEP
-        if plain:
+        if not (changes or residual.size):
             scales[block] = quantise_block(values, here, share, sums, bits, bits_here)
-        else:
+            continue
+        if changes:
             take(values, before, rooted, residual, here, x)
-            scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
+        else:
+            add_residual(values, residual, here, x)
+        scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
         if residual.size:
             dequantise_block(bits, bits_here, scales[block], decoded, START)
             keep_lost(x, decoded, residual, here)
+    keep_alive(room)
+    keep_alive(room_decoded)
 
 
 @inlined
@@ -141,7 +156,7 @@ def dequantise_blocks(bits: NDArray[np.uint8], scales: NDArray[np.uint16], value
         dequantise_block(bits, block * BYTES_STEP, scales[block], values, block * ONEBIT_STEP)
 
 
-@compiled
+@inlined
 def dequantise_block(bits: NDArray[np.uint8], at: Any, scale: Any, values: NDArray[np.float32], to: Any) -> None:
     magnitude = np.uint32(np.uint32(scale) << np.uint32(16)).view(np.float32)
     for group in range(ONEBIT_STEP // GROUP_STEP):

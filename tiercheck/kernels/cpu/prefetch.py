@@ -14,12 +14,9 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.compiled import compiled, inlined
+from tiercheck.kernels.cpu.compiled import LINE, compiled, inlined
 
-__all__ = ["BLOCK", "LINE", "block_between_requests", "lines_wanted", "prefetch_lines", "prefetch_span"]
-
-LINE = 16
-"""fp32 elements in a cache line."""
+__all__ = ["BLOCK", "block_between_requests", "lines_wanted", "prefetch_lines", "prefetch_span"]
 
 BLOCK = 512
 """Elements of a step between two requests for memory, at most."""

@@ -10,8 +10,8 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.adam import TILE
-from tiercheck.kernels.cpu.compiled import compiled, frozen, multiply_add, pointer_to_floats
-from tiercheck.kernels.cpu.prefetch import BLOCK, LINE, block_between_requests, lines_wanted, prefetch_lines
+from tiercheck.kernels.cpu.compiled import LINE, compiled, frozen, multiply_add, pointer_to_floats
+from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.gradients import Gradient
 from tiercheck.kernels.sgd import SgdCoefficients, SgdStep
