@@ -29,7 +29,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="figures to measure, such as 'peer.*,s3.put*'")
     parser.add_argument("--size", type=size, default=256 << 20, help="bytes of an object (256MiB)")
     parser.add_argument("--peak-size", type=size, default=4 << 30, help="bytes of the put of *.peak_bytes (4GiB)")
-    parser.add_argument("--pairs", type=pair_count, default=9, help=f"pairs a ratio, at least {PAIRS_MIN} (9)")
+    parser.add_argument("--pairs", type=pair_count, default=25, help=f"pairs a ratio, at least {PAIRS_MIN} (25)")
     parser.add_argument("--quick", action="store_true", help="small objects and few pairs: does it run at all?")
     parser.add_argument("--directory", type=Path, default=None, help="where the disk to be measured is mounted")
     parser.add_argument("--list", action="store_true", help="say what each figure means, and measure nothing")
