@@ -592,6 +592,28 @@ class TestPlanes:
             with pytest.raises(ValueError, match="10 values need"):
                 call()
 
+    @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+    def test_planes_may_lie_apart(self, by: str, dtype: Any) -> None:
+        bits = np.random.default_rng(2).integers(0, np.iinfo(dtype).max, 1000, dtype=dtype)
+        exponents, rest = split(bits, "reference")
+        wide = np.full((rest.size // 1000, 3000), 7, np.uint8)
+        kernels.split_exponents(bits, np.empty(1000, np.uint8), wide[:, 1000:2000], by=by)
+        assert np.array_equal(wide[:, 1000:2000].reshape(-1), rest)
+        assert np.all(wide[:, :1000] == 7)
+        assert np.all(wide[:, 2000:] == 7)
+        joined = np.empty(1000, dtype)
+        kernels.join_exponents(exponents, wide[:, 1000:2000], joined, by=by)
+        assert np.array_equal(joined, bits)
+
+    def test_planes_of_another_shape_are_refused(self, by: str) -> None:
+        planes = np.zeros(10, np.uint8), np.zeros((10, 3), np.uint8)
+        for call in (
+            lambda: kernels.split_exponents(np.zeros(10, np.uint32), *planes, by=by),
+            lambda: kernels.join_exponents(*planes, np.zeros(10, np.uint32), by=by),
+        ):
+            with pytest.raises(ValueError, match=r"3 planes of as many bytes, not \(10, 3\)"):
+                call()
+
     def test_patterns_of_another_dtype_are_refused(self, by: str) -> None:
         with pytest.raises(TypeError, match="uint16 or uint32, not float32"):
             kernels.split_exponents(np.zeros(4, np.float32), np.zeros(4, np.uint8), np.zeros(12, np.uint8), by=by)

@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
-from tiercheck.kernels.cpu.lanes import GROUP, count_ones, far_below, trailing_zeros
+from tiercheck.kernels.cpu.lanes import (
+    GROUP,
+    avx512_bytes,
+    count_ones,
+    far_below,
+    gather_bytes,
+    spread_bytes,
+    trailing_zeros,
+)
 from tiercheck.kernels.reference.exponents import (
     CODE_BYTES,
     CODED,
@@ -22,7 +30,8 @@ from tiercheck.kernels.reference.exponents import (
 
 __all__ = ["pack_exponents", "unpack_exponents"]
 
-BLOCK_STEP, CODES_STEP = np.uint64(EXPONENT_BLOCK), np.uint64(CODE_BYTES)
+BLOCK_STEP, CODES_STEP, GROUP_STEP = np.uint64(EXPONENT_BLOCK), np.uint64(CODE_BYTES), np.uint64(GROUP)
+GROUPS = BLOCK_STEP // GROUP_STEP
 
 
 def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> int:
@@ -64,8 +73,13 @@ def pack_blocks(
         for i in range(EXPONENT_BLOCK):
             code[i] = min(np.uint8(chosen - block[i]), np.uint8(STORED))
         pack_codes(code, codes, index * CODES_STEP)
-        for start in range(0, EXPONENT_BLOCK, GROUP):
+        for group in range(GROUPS):
+            start = np.int64(group * GROUP_STEP)
             left = far_below(block, start, chosen, np.uint8(CODED))
+            if avx512_bytes():  # how many there are is guessed wrong every other time
+                gather_bytes(block, group * GROUP_STEP, left, stored, count)
+                count += np.uint64(count_ones(left))
+                left = np.uint64(0)
             while left:
                 stored[count] = block[start + trailing_zeros(left)]
                 count += np.uint64(1)
@@ -119,8 +133,13 @@ def unpack_blocks(
         here = min(size - at, BLOCK_STEP)
         for i in range(here):
             exponents[at + i] = highest[index] - code[i]
-        for start in range(0, EXPONENT_BLOCK, GROUP):
+        for group in range(GROUPS):
+            start, stop = np.int64(group * GROUP_STEP), (group + np.uint64(1)) * GROUP_STEP
             left = far_below(code, start, np.uint8(CODED - 1), np.uint8(CODED))  # the codes that are STORED
+            if avx512_bytes() and stop <= here and count + GROUP_STEP <= np.uint64(stored.size):
+                spread_bytes(stored, count, left, exponents, at + group * GROUP_STEP)
+                count += np.uint64(count_ones(left))
+                left = np.uint64(0)
             while left:
                 position = np.uint64(start + trailing_zeros(left))
                 if position < here and count < np.uint64(stored.size):

@@ -26,15 +26,18 @@ __all__ = [
     "GROUP",
     "REGISTER",
     "avx512",
+    "avx512_bytes",
     "count_ones",
     "far_below",
     "gather",
+    "gather_bytes",
     "lane_bits",
     "look_up",
     "reach_one",
     "reaching",
     "read_signs",
     "source_of",
+    "spread_bytes",
     "trailing_zeros",
     "write_signs",
 ]
@@ -52,6 +55,8 @@ REGISTER = 16
 COMPRESS = "llvm.x86.avx512.mask.compress.v16i32"
 
 PERMUTE = "llvm.x86.avx512.permvar.sf.512"
+
+COMPRESS_BYTES, EXPAND_BYTES = "llvm.x86.avx512.mask.compress.v64i8", "llvm.x86.avx512.mask.expand.v64i8"
 
 
 def source_of(values: Values) -> NDArray[Any]:
@@ -280,9 +285,60 @@ def look_up(typing_context: Any, table: Any, codes: Any, position: Any, shift: A
     return types.none(table, codes, types.uint64, types.uint32, values, types.uint64), generate
 
 
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def gather_bytes(typing_context: Any, source: Any, position: Any, mask: Any, out: Any, to: Any) -> Any:
+    """Write those of the ``GROUP`` bytes from ``position`` on that are in ``mask`` to ``out``, from ``to`` on, one
+    behind the other: ``GROUP`` bytes are written, of which the others mean nothing. Only where there is
+    :func:`avx512_bytes`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        if not has_feature(context, BYTES_FEATURE):
+            return context.get_dummy_value()
+        lanes, (source, position, mask, out, to) = Lanes(context, builder), arguments
+        found = builder.load(lanes.pointer(signature.args[0], source, position, BYTE, GROUP), align=1)
+        packed = moved_bytes(builder, COMPRESS_BYTES, found, mask)
+        builder.store(packed, lanes.pointer(signature.args[3], out, to, BYTE, GROUP), align=1)
+        return context.get_dummy_value()
+
+    return types.none(source, types.uint64, types.uint64, out, types.uint64), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def spread_bytes(typing_context: Any, source: Any, position: Any, mask: Any, out: Any, to: Any) -> Any:
+    """The inverse: the bytes of ``source`` from ``position`` on, of which ``GROUP`` are read, become in turn those of
+    the ``GROUP`` bytes from ``to`` on that are in ``mask``. Only where there is :func:`avx512_bytes`."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        if not has_feature(context, BYTES_FEATURE):
+            return context.get_dummy_value()
+        lanes, (source, position, mask, out, to) = Lanes(context, builder), arguments
+        packed = builder.load(lanes.pointer(signature.args[0], source, position, BYTE, GROUP), align=1)
+        place = lanes.pointer(signature.args[3], out, to, BYTE, GROUP)
+        chosen = builder.bitcast(mask, ir.VectorType(ir.IntType(1), GROUP))
+        spread = moved_bytes(builder, EXPAND_BYTES, packed, mask)
+        builder.store(builder.select(chosen, spread, builder.load(place, align=1)), place, align=1)
+        return context.get_dummy_value()
+
+    return types.none(source, types.uint64, types.uint64, out, types.uint64), generate
+
+
+def moved_bytes(builder: ir.IRBuilder, instruction: str, lanes: Any, mask: Any) -> Any:
+    flags = ir.VectorType(ir.IntType(1), GROUP)
+    declare = cast(Any, cgutils.get_or_insert_function)
+    move = declare(builder.module, ir.FunctionType(lanes.type, [lanes.type, lanes.type, flags]), instruction)
+    return builder.call(move, [lanes, lanes_of(0, lanes.type), builder.bitcast(mask, flags)])
+
+
+AVX512_FEATURE, BYTES_FEATURE = "+avx512f", "+avx512vbmi2"
+
+
+def has_feature(context: Any, feature: str) -> bool:
+    """Whether the code is compiled for it (which the cache tells apart), not whether this CPU has it."""
+    return feature in context.codegen().magic_tuple()[2].split(",")
+
+
 def has_avx512(context: Any) -> bool:
-    """Whether the code is compiled for AVX-512 (which the cache tells apart), not whether this CPU has it."""
-    return "+avx512f" in context.codegen().magic_tuple()[2].split(",")
+    return has_feature(context, AVX512_FEATURE)
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
@@ -291,6 +347,16 @@ def avx512(typing_context: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(has_avx512(context)))
+
+    return types.boolean(), generate
+
+
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
+def avx512_bytes(typing_context: Any) -> Any:
+    """Whether :func:`gather_bytes` and :func:`spread_bytes` can be called: a constant in compiled code."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(has_feature(context, BYTES_FEATURE)))
 
     return types.boolean(), generate
 

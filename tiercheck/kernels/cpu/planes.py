@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
-from tiercheck.kernels.reference.planes import check_planes
+from tiercheck.kernels.reference.planes import check_planes, planes_of
 from tiercheck.kernels.threads import run, split
 
 __all__ = ["join_exponents", "split_exponents"]
@@ -23,7 +23,7 @@ def split_exponents(
 ) -> None:
     """As the reference."""
     check_planes(patterns, exponents, rest)
-    planes = rest.reshape(patterns.dtype.itemsize - 1, patterns.size)
+    planes = planes_of(rest, patterns)
     kernel: Any = split_16 if patterns.dtype == np.uint16 else split_32
 
     def piece(part: slice) -> None:
@@ -67,7 +67,7 @@ def join_exponents(
 ) -> None:
     """As the reference."""
     check_planes(patterns, exponents, rest)
-    planes = rest.reshape(patterns.dtype.itemsize - 1, patterns.size)
+    planes = planes_of(rest, patterns)
     kernel: Any = join_16 if patterns.dtype == np.uint16 else join_32
 
     def piece(part: slice) -> None:

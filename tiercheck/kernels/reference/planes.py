@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.reference.blocks import check_size
 
-__all__ = ["check_planes", "join_exponents", "split_exponents"]
+__all__ = ["check_planes", "join_exponents", "planes_of", "split_exponents"]
 
 
 def split_exponents(
@@ -23,7 +23,8 @@ def split_exponents(
 
     Those eight are the exponent of bf16 (uint16) and fp32 (uint32), and the exponent and the first three bits of the
     fraction of fp16 (uint16). The others, sign first, are one byte an element of uint16, and three of uint32, each
-    in a plane of its own: all elements' lowest bytes, then the middle ones, then the highest ones.
+    in a plane of its own: all elements' lowest bytes, then the middle ones, then the highest ones. ``rest`` may also
+    have two dimensions, planes and elements, of which only the last need be contiguous.
 
     Errors: ``ValueError`` unless ``exponents`` has as many elements as ``patterns``, and ``rest`` one or three times
     as many; ``TypeError`` for patterns of another dtype.
@@ -33,8 +34,8 @@ def split_exponents(
     fraction_bits = width - 9
     exponents[:] = patterns >> fraction_bits & 0xFF
     others = patterns >> (width - 1) << fraction_bits | patterns & ((1 << fraction_bits) - 1)
-    for plane in range(patterns.dtype.itemsize - 1):
-        rest[plane * patterns.size : (plane + 1) * patterns.size] = others >> (8 * plane) & 0xFF
+    for index, plane in enumerate(planes_of(rest, patterns)):
+        plane[:] = others >> (8 * index) & 0xFF
 
 
 def join_exponents(
@@ -50,15 +51,23 @@ def join_exponents(
     fraction_bits = width - 9
     dtype: Any = patterns.dtype
     others = np.zeros(patterns.size, dtype)
-    for plane in range(dtype.itemsize - 1):
-        others |= rest[plane * patterns.size : (plane + 1) * patterns.size].astype(dtype) << (8 * plane)
+    for index, plane in enumerate(planes_of(rest, patterns)):
+        others |= plane.astype(dtype) << (8 * index)
     signs = others >> fraction_bits << (width - 1)
     fractions = others & ((1 << fraction_bits) - 1)
     patterns[:] = signs | exponents.astype(dtype) << fraction_bits | fractions
+
+
+def planes_of(rest: NDArray[np.uint8], patterns: NDArray[Any]) -> NDArray[np.uint8]:
+    """``rest`` by plane, the same memory."""
+    return rest.reshape(patterns.dtype.itemsize - 1, patterns.size)
 
 
 def check_planes(patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8]) -> None:
     if patterns.dtype not in (np.uint16, np.uint32):
         raise TypeError(f"patterns are uint16 or uint32, not {patterns.dtype}")
     check_size("exponents", exponents, patterns.size, patterns.size)
-    check_size("bytes of the rest", rest, patterns.size * (patterns.dtype.itemsize - 1), patterns.size)
+    planes = patterns.dtype.itemsize - 1
+    check_size("bytes of the rest", rest, patterns.size * planes, patterns.size)
+    if rest.ndim != 1 and rest.shape != (planes, patterns.size):
+        raise ValueError(f"the rest of {patterns.size} values is {planes} planes of as many bytes, not {rest.shape}")

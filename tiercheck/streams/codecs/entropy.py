@@ -76,14 +76,15 @@ class ExactEntropy(Codec):
         flat = flat_array(array, dtype)
         if dtype == "F32" and flat.size and kernels.is_bfloat16(flat):
             flat = kernels.narrow(flat)
+        patterns = flat.view(f"u{flat.itemsize}")
         rest, exponents = planes(flat.size, flat.itemsize)
-        plane = np.empty(flat.size, np.uint8)
-        kernels.split_exponents(flat.view(f"u{flat.itemsize}"), plane, slot_array(slot, rest), threads=threads)
-        frames = packed_frames(plane, threads)
+        rest_planes = slot_array(slot, rest).reshape(flat.itemsize - 1, flat.size)
+        frames = packed_frames(patterns, rest_planes, threads)
         size = sum(frame.size for frame in frames)
-        if size >= plane.size:
-            frames, size = [plane], plane.size
-        np.concatenate(frames, out=slot_array(slot, Part(exponents.suffix, exponents.dtype, (size,))))
+        if size < flat.size:
+            np.concatenate(frames, out=slot_array(slot, Part(exponents.suffix, exponents.dtype, (size,))))
+        else:
+            kernels.split_exponents(patterns, slot_array(slot, exponents), rest_planes, threads=threads)
         return Encoding(self.name, dtype, tuple(array.shape), ("rest", "exponents"))
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
@@ -110,21 +111,27 @@ def frames_in(piece: slice) -> list[slice]:
     return [slice(start, min(start + FRAME_ELEMENTS, piece.stop)) for start in starts]
 
 
-def packed_frames(plane: NDArray[np.uint8], threads: int) -> list[NDArray[np.uint8]]:
-    """Each behind its length."""
+def packed_frames(patterns: NDArray[Any], rest: NDArray[np.uint8], threads: int) -> list[NDArray[np.uint8]]:
+    """The exponents in frames, each behind its length; all else goes to ``rest``, by plane. A frame's exponents are
+    packed while they are in the cache."""
 
-    def pack(piece: slice) -> list[NDArray[np.uint8]]:
-        return [packed_frame(plane[part]) for part in frames_in(piece)]
+    def pack(piece: slice) -> NDArray[np.uint8]:
+        frames = frames_in(piece)
+        room = np.empty(FRAME_ELEMENTS, np.uint8)
+        packed = np.empty(
+            sum(LENGTH.size + kernels.packed_bytes_max(each.stop - each.start) for each in frames), np.uint8
+        )
+        end = 0
+        for each in frames:
+            exponents = room[: each.stop - each.start]
+            kernels.split_exponents(patterns[each], exponents, rest[:, each])
+            start = end + LENGTH.size
+            nbytes = kernels.pack_exponents(exponents, packed[start:])
+            LENGTH.pack_into(packed.data, end, nbytes)
+            end = start + nbytes
+        return packed[:end]
 
-    packed = pieces.run(pack, pieces.split(plane.size, threads, unit=FRAME_ELEMENTS))
-    return [frame for piece in packed for frame in piece]
-
-
-def packed_frame(exponents: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    frame = np.empty(LENGTH.size + kernels.packed_bytes_max(exponents.size), np.uint8)
-    nbytes = kernels.pack_exponents(exponents, frame[LENGTH.size :])
-    LENGTH.pack_into(frame.data, 0, nbytes)
-    return frame[: LENGTH.size + nbytes]
+    return pieces.run(pack, pieces.split(patterns.size, threads, unit=FRAME_ELEMENTS))
 
 
 def unpacked_frames(coded: NDArray[np.uint8], size: int, threads: int) -> NDArray[np.uint8]:
