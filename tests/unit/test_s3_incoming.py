@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import gzip
 import random
+import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import aiohttp
 import pytest
 import trustme
 
-from tiercheck.tiers.s3.incoming import PIECE_BYTES_MAX, Incoming
+from tiercheck.tiers.s3.incoming import PIECE_BYTES_MAX, Incoming, _Connection, _Receiver
 
 WAIT_S_MAX = 30.0
 LARGE = random.Random(7).randbytes(3 * PIECE_BYTES_MAX + 12345)
@@ -46,7 +49,9 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(answer: Writing, *, tls: bool = False) -> AsyncIterator[tuple[Server, aiohttp.ClientSession]]:
+async def serving(
+    answer: Writing, *, tls: bool = False, auto_decompress: bool = False
+) -> AsyncIterator[tuple[Server, aiohttp.ClientSession]]:
     """A server, and a client that keeps one connection to it at most."""
     ours = theirs = None
     if tls:
@@ -63,7 +68,7 @@ async def serving(answer: Writing, *, tls: bool = False) -> AsyncIterator[tuple[
     async with (
         asyncio.timeout(WAIT_S_MAX),
         listening,
-        aiohttp.ClientSession(connector=connector, auto_decompress=False) as client,
+        aiohttp.ClientSession(connector=connector, auto_decompress=auto_decompress) as client,
     ):
         yield server, client
 
@@ -163,18 +168,69 @@ async def test_a_body_that_is_cut_off(nbytes: int, how: str, tls: bool) -> None:
     async def cut(writer: asyncio.StreamWriter) -> None:
         writer.write(head(len(LARGE)) + LARGE[:nbytes])
         await writer.drain()
-        writer.close() if how == "closed" else writer.transport.abort()
+        if how == "reset":
+            never_linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, never_linger)
+            writer.transport.abort()
+        else:
+            writer.close()
 
     async with serving(cut, tls=tls) as (server, client):
         for _ in range(2):
             async with client.get(server.url) as response:
-                target = memoryview(bytearray(len(LARGE)))
-                arrivals = Arrivals(target)
-                with pytest.raises((ConnectionError, aiohttp.ClientError)):
-                    await Incoming(response).fill(target, arrivals)
+                room = bytearray(len(LARGE))
+                with memoryview(room) as target:
+                    arrivals = Arrivals(target)
+                    # Whoever keeps the error keeps nothing of the memory with it.
+                    with pytest.raises((ConnectionError, aiohttp.ClientError)) as failed:
+                        await Incoming(response).fill(target, arrivals)
+                assert_nobody_looks_at(room)
+                assert response.connection is None or response.connection.transport is None, "the client was told"
                 assert arrivals.seen == LARGE[: len(arrivals.seen)]
                 assert len(arrivals.seen) == nbytes or how == "reset"
+                del failed
         assert server.connections == 2
+
+
+def assert_nobody_looks_at(room: bytearray) -> None:
+    room.append(0)  # BufferError, were there still a view of it
+    del room[-1]
+
+
+@pytest.mark.parametrize("later", range(6))
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("how", ["closed", "reset"])
+async def test_a_connection_that_is_lost_before_it_is_borrowed(how: str, tls: bool, later: int) -> None:
+    async def cut(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(1000))
+        await writer.drain()
+        writer.close() if how == "closed" else writer.transport.abort()
+
+    async with serving(cut, tls=tls) as (server, client), client.get(server.url) as response:
+        for _ in range(later):
+            await asyncio.sleep(0)  # a step of the loop each, somewhere in which the loss is told
+        with pytest.raises((ConnectionError, aiohttp.ClientError)):
+            await received(response, 1000)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_an_error_of_whom_is_told_is_theirs(tls: bool) -> None:
+    async with serving(whole(LARGE), tls=tls) as (server, client):
+        for nbytes_before in (0, 1, len(LARGE) - 1):
+            async with client.get(server.url) as response:
+                room = bytearray(len(LARGE))
+                seen = 0
+
+                def arrived(nbytes: int, nbytes_before: int = nbytes_before) -> None:
+                    nonlocal seen
+                    seen += nbytes
+                    if seen > nbytes_before:
+                        raise ZeroDivisionError
+
+                with memoryview(room) as target, pytest.raises(ZeroDivisionError) as failed:
+                    await Incoming(response).fill(target, arrived)
+                assert_nobody_looks_at(room)
+                del failed
 
 
 async def test_a_body_that_is_shorter_than_wanted() -> None:
@@ -205,8 +261,8 @@ async def test_what_a_server_sends_too_much_goes_nowhere() -> None:
         assert not any(room[-5:])
 
 
-async def test_an_encoded_body_is_left_to_the_client() -> None:
-    """Its bytes on the wire are not the body's."""
+async def test_a_body_in_chunks_is_left_to_the_client() -> None:
+    """Its bytes on the wire are not the body's, and nobody says how many they are."""
 
     async def chunked(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -224,30 +280,38 @@ async def test_an_encoded_body_is_left_to_the_client() -> None:
         assert server.connections == 1
 
 
-async def test_a_compressed_body_comes_as_it_is() -> None:
-    packed = gzip.compress(LARGE[:1000] * 500, 1)
+@pytest.mark.parametrize("auto_decompress", [False, True])
+async def test_a_compressed_body_is_left_to_the_client(auto_decompress: bool) -> None:
+    """Whether what is wanted is the bytes on the wire, only the client knows."""
+    packed = gzip.compress(LARGE, 1)
+    wanted = LARGE if auto_decompress else packed
 
     async def compressed(writer: asyncio.StreamWriter) -> None:
         writer.write(head(len(packed), "Content-Encoding: gzip") + packed)
 
-    async with serving(compressed) as (server, client):
-        async with client.get(server.url) as response:
-            assert await received(response, len(packed)) == packed
+    async with serving(compressed, auto_decompress=auto_decompress) as (server, client):
+        for _ in range(2):
+            async with client.get(server.url) as response:
+                assert await received(response, len(wanted)) == wanted
+                assert await response.content.read() == b""
         assert server.connections == 1
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_after_a_cancellation_nothing_is_written(tls: bool) -> None:
     half = len(LARGE) // 2
-    go_on = asyncio.Event()
+    go_on, gone_on = asyncio.Event(), asyncio.Event()
 
     async def pausing(writer: asyncio.StreamWriter) -> None:
         writer.write(head(len(LARGE)) + LARGE[:half])
         await go_on.wait()
         writer.write(LARGE[half:])
+        await writer.drain()
+        gone_on.set()
 
     async with serving(pausing, tls=tls) as (server, client):
-        target = memoryview(bytearray(len(LARGE)))
+        room = bytearray(len(LARGE))
+        target = memoryview(room)
         arrivals = Arrivals(target)
         half_is_there = asyncio.Event()
 
@@ -262,13 +326,44 @@ async def test_after_a_cancellation_nothing_is_written(tls: bool) -> None:
             filling.cancel()
             await asyncio.wait({filling})
             assert filling.cancelled()
+            target.release()
+            assert_nobody_looks_at(room)
+            # The other half comes all the same, and to the client.
             go_on.set()
+            assert await response.content.readany()
             response.close()
-        await server.closed.wait()
-        assert target[:half] == LARGE[:half]
-        assert not any(target[half:])
-        target.release()  # raises where somebody still looks at it
+        assert room[:half] == LARGE[:half]
+        assert not any(room[half:])
 
         async with client.get(server.url) as response:
             assert await received(response, len(LARGE)) == LARGE
         assert server.connections == 2
+
+
+async def test_the_last_bytes_may_come_with_the_cancellation() -> None:
+    """The transport reads once more before the task that is cancelled gives its connection back."""
+    room = bytearray(10)
+    transport = Lent()
+    with memoryview(room) as place:
+        connection = _Connection(cast(asyncio.Transport, transport), asyncio.Protocol())
+        receiver = _Receiver(connection, place, lambda nbytes: None)
+        running = asyncio.create_task(receiver.run())
+        await asyncio.sleep(0)
+        assert transport.protocols == [receiver]
+        running.cancel()
+        receiver.get_buffer(-1)[:] = b"0123456789"
+        receiver.buffer_updated(10)
+        await asyncio.wait({running})
+        assert running.cancelled()
+        assert transport.protocols == [receiver, connection.owner]
+    assert_nobody_looks_at(room)
+
+
+class Lent:
+    """A transport, as far as a receiver knows it."""
+
+    def __init__(self) -> None:
+        self.protocols: list[asyncio.BaseProtocol] = []
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocols.append(protocol)

@@ -33,16 +33,15 @@ class Incoming:
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
-        encoded = {"Content-Encoding", "Transfer-Encoding"} & response.headers.keys()
+        encoded = "Content-Encoding" in response.headers
         self._nbytes_left = 0 if encoded else response.content_length or 0
         """What is still to come as it is; zero also where only the client can tell what the body is."""
-        self._connection: _Connection | None = None
 
     async def fill(self, target: memoryview, arrived: Callable[[int], None]) -> None:
         """Receive all of ``target``. ``arrived`` is told of each piece, once it is in its place, how many bytes it has.
 
-        Errors: ``ConnectionError`` where the body ends early, and whatever the client raises. What ``arrived`` was told
-        of is there all the same.
+        Errors: ``ConnectionError`` where the body ends early, what the client raises, and what ``arrived`` does. What
+        it was told of before is there all the same.
         """
         content = self._response.content
         at = 0
@@ -52,7 +51,11 @@ class Incoming:
             if not piece and (connection := self._borrowable()) is not None:
                 nbytes = min(nbytes_wanted, self._nbytes_left)
                 with target[at : at + nbytes] as place:
-                    await self._receive(connection, place, arrived)
+                    await _Receiver(connection, place, arrived).run()
+                self._nbytes_left -= nbytes
+                if not self._nbytes_left:
+                    # The client has not seen all of this body; it parses the next answer anew, and needs its end only.
+                    content.feed_eof()
             else:
                 piece = piece or await content.read(nbytes_wanted)
                 if not piece:
@@ -65,25 +68,14 @@ class Incoming:
 
     def _borrowable(self) -> _Connection | None:
         """The connection, where it brings all the rest: a client that holds some of the body has paused it."""
-        if self._connection is None and self._nbytes_left and (lent := self._response.connection) is not None:
-            transport, owner = lent.transport, lent.protocol
-            if transport is not None and owner is not None and transport.is_reading():
-                self._connection = _Connection(transport, owner)
-        return self._connection if self._nbytes_left else None
-
-    async def _receive(self, connection: _Connection, place: memoryview, arrived: Callable[[int], None]) -> None:
-        receiver = _Receiver(connection, place, arrived)
-        connection.transport.set_protocol(receiver)
-        connection.transport.resume_reading()
-        try:
-            await receiver.full
-        finally:
-            receiver.give_back()
-        self._nbytes_left -= place.nbytes
-        if not self._nbytes_left:
-            # The client has not seen the rest of this body; it parses the next answer anew, and needs to know the end.
-            connection.transport.resume_reading()
-            self._response.content.feed_eof()
+        lent = self._response.connection
+        if not self._nbytes_left or lent is None or lent.protocol is None:
+            return None
+        transport = lent.transport
+        # Of a connection over TLS that is lost already, nobody who comes now would be told.
+        if transport is None or transport.is_closing() or not transport.is_reading():
+            return None
+        return _Connection(transport, lent.protocol)
 
 
 class _Receiver(asyncio.BufferedProtocol):
@@ -94,29 +86,48 @@ class _Receiver(asyncio.BufferedProtocol):
         self._place = place
         self._arrived = arrived
         self._at = 0
-        self.full: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lent = place[:0]
+        """What the transport receives into. It is released, and not left to the garbage collector: an error may keep
+        the transport's frame alive, and with it memory that the caller would have back."""
+        self._full: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def give_back(self) -> None:
-        """Not reading: who has more to receive says so, and else the client closes the connection."""
-        if not self._connection.transport.is_closing():
-            self._connection.transport.pause_reading()
+    async def run(self) -> None:
+        self._connection.transport.set_protocol(self)
+        try:
+            await self._full
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """What arrives from here on goes through the client again, which takes it for more of the body: rightly so."""
         self._connection.transport.set_protocol(self._connection.owner)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._place[self._at : self._at + PIECE_BYTES_MAX]
+        self._lent.release()
+        self._lent = self._place[self._at : self._at + PIECE_BYTES_MAX]
+        return self._lent
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._lent.release()
+        if self._full.done():  # cancelled, and not yet given back
+            return
         self._at += nbytes
-        self._arrived(nbytes)
+        try:
+            self._arrived(nbytes)
+        except Exception as error:  # noqa: BLE001  the transport would log it, and close the connection
+            self._give_back()
+            self._full.set_exception(error)
+            return
         if self._at == self._place.nbytes:
-            self.give_back()
-            self.full.set_result(None)
+            self._give_back()
+            self._full.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._lent.release()
         self._connection.owner.connection_lost(error)
-        if not self.full.done():
+        if not self._full.done():
             missing = self._place.nbytes - self._at
-            self.full.set_exception(ConnectionError(f"the connection ended {missing} bytes early"))
+            self._full.set_exception(ConnectionError(f"the connection ended {missing} bytes early"))
 
     def pause_writing(self) -> None:
         self._connection.owner.pause_writing()
