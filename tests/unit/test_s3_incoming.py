@@ -134,6 +134,31 @@ async def test_a_body_in_several_fills(tls: bool) -> None:
         assert server.connections == 1
 
 
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_what_comes_between_two_fills_is_the_clients(tls: bool) -> None:
+    """And so the connection's end of the body is told, whoever received the last of it."""
+    last = 1000
+    go_on = asyncio.Event()
+
+    async def pausing(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(len(LARGE)) + LARGE[:-last])
+        await go_on.wait()
+        writer.write(LARGE[-last:])
+
+    async with serving(pausing, tls=tls) as (server, client):
+        for _ in range(2):
+            go_on.clear()
+            async with client.get(server.url) as response:
+                incoming = Incoming(response)
+                first, second = memoryview(bytearray(len(LARGE) - last)), memoryview(bytearray(last))
+                await incoming.fill(first, Arrivals(first))
+                go_on.set()
+                await response.content._wait("test")  # until the client has got it
+                await incoming.fill(second, Arrivals(second))
+                assert bytes(first) + bytes(second) == LARGE
+        assert server.connections == 1
+
+
 async def test_what_the_client_holds_back_comes_first() -> None:
     """It has read more than it was told to, and has stopped reading."""
     async with serving(whole(LARGE)) as (server, client):

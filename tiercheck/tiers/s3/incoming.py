@@ -36,6 +36,7 @@ class Incoming:
         encoded = "Content-Encoding" in response.headers
         self._nbytes_left = 0 if encoded else response.content_length or 0
         """What is still to come as it is; zero also where only the client can tell what the body is."""
+        self._borrowed = False
 
     async def fill(self, target: memoryview, arrived: Callable[[int], None]) -> None:
         """Receive all of ``target``. ``arrived`` is told of each piece, once it is in its place, how many bytes it has.
@@ -49,22 +50,22 @@ class Incoming:
             nbytes_wanted = target.nbytes - at
             piece = content.read_nowait(nbytes_wanted)
             if not piece and (connection := self._borrowable()) is not None:
+                self._borrowed = True
                 nbytes = min(nbytes_wanted, self._nbytes_left)
                 with target[at : at + nbytes] as place:
                     await _Receiver(connection, place, arrived).run()
-                self._nbytes_left -= nbytes
-                if not self._nbytes_left:
-                    # The client has not seen all of this body; it parses the next answer anew, and needs its end only.
-                    content.feed_eof()
             else:
                 piece = piece or await content.read(nbytes_wanted)
                 if not piece:
                     raise ConnectionError(f"the answer ended {nbytes_wanted} bytes early")
                 nbytes = len(piece)
                 target[at : at + nbytes] = piece
-                self._nbytes_left = max(0, self._nbytes_left - nbytes)
                 arrived(nbytes)
             at += nbytes
+            self._nbytes_left = max(0, self._nbytes_left - nbytes)
+            if self._borrowed and not self._nbytes_left:
+                # The client has not seen all of this body; it parses the next answer anew, and needs its end only.
+                content.feed_eof()
 
     def _borrowable(self) -> _Connection | None:
         """The connection, where it brings all the rest: a client that holds some of the body has paused it."""
