@@ -44,7 +44,7 @@ def test_the_template_is_certified(outside: Outside) -> None:
 
 def test_obstore_passes_the_kit_in_memory(outside: Outside) -> None:
     copy_tests("tiercheck-obstore", outside, "tests", "pyproject.toml")
-    printed = outside.pytest("tests/test_memory.py", "tests/test_settings.py")
+    printed = outside.pytest("tests/test_memory.py", "tests/test_settings.py", "tests/test_exit.py")
     assert "TestMemory (obstore+memory://" in printed
     assert "not certified whole, " in printed, "no other process can open it, and no death can be staged"
     assert (
@@ -92,14 +92,14 @@ asyncio.run(main(sys.argv[1]))
 
 def test_a_server_that_dies_in_mid_upload_leaves_the_old_or_the_new(outside: Outside) -> None:
     with Seaweed() as server:
-        url = f"obstore+s3://{server.new_bucket()}/run?endpoint={server.endpoint_url}&part=5MiB&deadline=60"
+        url = f"obstore+s3://{server.new_bucket()}/run?endpoint={server.endpoint_url}&part=5MiB&deadline=30"
         with outside.start("-c", OVERWRITE, url, environment=server.environment) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "putting\n"
             server.kill()
             server.restart()
             printed, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, printed
+        assert process.returncode == 0, f"{printed}\nThe server's log ends:\n{server.log_end()}"
         assert printed.startswith("whole, and writable:"), printed
 
 

@@ -76,9 +76,12 @@ class ServerProcess(abc.ABC):
             if ended is not None or time.monotonic() > deadline:
                 state = f"is not ready {self.ready_s_max:.0f} s after its start" if ended is None else f"ended: {ended}"
                 self.kill()
-                tail = b"\n".join(log.read_bytes().splitlines()[-20:]).decode(errors="replace")
-                raise RuntimeError(f"{self.name} {state}; its log ends:\n{tail}")
+                raise RuntimeError(f"{self.name} {state}; its log ends:\n{self.log_end()}")
             time.sleep(POLL_S)
+
+    def log_end(self, lines: int = 20) -> str:
+        """The last lines that it has logged."""
+        return b"\n".join((self.folder / "log").read_bytes().splitlines()[-lines:]).decode(errors="replace")
 
     def kill(self) -> None:
         """SIGKILL, as a power cut would. Idempotent."""

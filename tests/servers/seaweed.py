@@ -103,7 +103,10 @@ class Seaweed(ServerProcess):
             "master.telemetry": "false",
             "master.electionTimeout": "1s",
             "master.heartbeatInterval": "100ms",
-            "volume.max": 0,
+            # By itself it allows as many volumes as would fit when full, seven for each bucket: on a small disk, one
+            # that a kill has made read-only could not be replaced, and writing would be over.
+            "volume.max": 1000,
+            "volume.minFreeSpace": "64MiB",  # of a large disk, the default's 1 % can be more than a test may ask for
             "volume.preStopSeconds": 0,
         }
         flags = [f"-{name}={value}" for name, value in options.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import atexit
 import contextlib
 import re
 import secrets
@@ -18,6 +19,7 @@ from tiercheck import errors
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, bytes_text
+from tiercheck_obstore.exit import let_foreign_threads_out
 from tiercheck_obstore.failures import mapped_errors
 from tiercheck_obstore.parts import parts_of
 
@@ -36,6 +38,8 @@ CONDITIONAL_BYTES_MAX = 256 << 20
 ATTEMPTS = 8
 LIST_PAGE = 1000
 _ETAG = re.compile(r'[^"*\s]+\Z')
+
+atexit.register(let_foreign_threads_out)
 
 
 @dataclass(frozen=True)
