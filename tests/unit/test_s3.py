@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from botocore import exceptions as boto
+from botocore.utils import parse_timestamp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthori
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.s3 import S3Driver, S3Settings
 from tiercheck.tiers.s3.checksums import CRC32C, KNOWN, Checksum, stored_checksum
+from tiercheck.tiers.s3.client import time_of
 from tiercheck.tiers.s3.download import PART_BYTES_MAX, get_part_bytes
 from tiercheck.tiers.s3.failures import classify
 from tiercheck.tiers.s3.listing import Listing
@@ -435,6 +437,29 @@ class TestWaiting:
         with pytest.raises(Transient):
             await together(waits(), fails())
         assert stopped == ["waits"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sun, 22 Nov 2026 11:16:44 GMT",  # HTTP's own
+        "Sun, 22 Nov 2026 11:16:44 -0000",  # of no zone, for its parser
+        "Sun, 22 Nov 2026 12:16:44 +0100",
+        "2026-11-22T11:16:44.000Z",
+        "2026-11-22T12:16:44+01:00",
+        "1795346204",
+        1795346204,
+        1795346204.0,
+    ],
+)
+def test_a_time_is_what_botocore_would_have_read(text: object) -> None:
+    assert time_of(text) == parse_timestamp(text) == datetime(2026, 11, 22, 11, 16, 44, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "Sun, 99 Nov 2026 11:16:44 GMT", None])
+def test_what_is_no_time_is_refused(text: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        time_of(text)
 
 
 def test_the_url_is_shown_without_what_looks_secret() -> None:

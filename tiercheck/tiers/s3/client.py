@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import aiobotocore.session
 import botocore.loaders
@@ -242,5 +242,5 @@ def time_of(value: object) -> datetime:
     except ValueError:
         found = None
     if found is None or found.tzinfo is None:
-        return parse_timestamp(value)  # type: ignore[no-any-return]
+        found = cast(datetime, parse_timestamp(value))  # botocore has no types
     return found
