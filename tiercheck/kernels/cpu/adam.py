@@ -26,7 +26,7 @@ from tiercheck.kernels.cpu.compiled import (
     inlined,
     keep_alive,
     multiply_add,
-    pointer_to_floats,
+    pointer,
 )
 from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
@@ -128,7 +128,7 @@ def apply_steps(
                     step_block(p, m, v, x, scattered[: last - first], prepared, steps[index], vectors, contracted)
                     untake_block(sources, index, first, taken, scattered)
                 else:
-                    g = carray(pointer_to_floats(sources[index].values), (size,), np.float32)[first:last]
+                    g = carray(pointer(sources[index].values), (size,), np.float32)[first:last]
                     step_block(p, m, v, x, g, prepared, steps[index], vectors, contracted)
         start, stop = stop, min(stop + TILE, size)
     keep_alive(zeros)

@@ -26,7 +26,6 @@ __all__ = [
     "START",
     "STEP",
     "Encode",
-    "add_residual",
     "decode_blocks",
     "dequantise",
     "encode_blocks",
@@ -153,7 +152,7 @@ def decode_blocks(
     return values
 
 
-@compiled
+@inlined
 def take(
     values: NDArray[np.float32],
     before: NDArray[np.float32],
@@ -162,7 +161,23 @@ def take(
     at: Any,
     x: NDArray[np.float32],
 ) -> None:
-    """Write a block's ``x``."""
+    """Write a block's ``x``. The sum alone, which every step takes, is spared the call and its questions."""
+    if rooted or before.size:
+        take_change(values, before, rooted, residual, at, x)
+    else:
+        for i in range(np.uint64(x.size)):
+            x[i] = values[at + i] + residual[at + i]
+
+
+@compiled
+def take_change(
+    values: NDArray[np.float32],
+    before: NDArray[np.float32],
+    rooted: bool,
+    residual: NDArray[np.float32],
+    at: Any,
+    x: NDArray[np.float32],
+) -> None:
     has_before, has_residual = before.size != 0, residual.size != 0
     for i in range(np.uint64(x.size)):
         value = values[at + i]
@@ -173,13 +188,6 @@ def take(
         if has_residual:
             value += residual[at + i]
         x[i] = value
-
-
-@inlined
-def add_residual(values: NDArray[np.float32], residual: NDArray[np.float32], at: Any, x: NDArray[np.float32]) -> None:
-    """Write a block's ``x`` where it is that sum and nothing else: :func:`take`, without its questions."""
-    for i in range(np.uint64(x.size)):
-        x[i] = values[at + i] + residual[at + i]
 
 
 @inlined
@@ -254,7 +262,7 @@ def quantise_blocks(
     codes: NDArray[np.int8],
     scales: NDArray[np.float32],
 ) -> None:
-    changes = rooted or before.size != 0
+    plain = not (rooted or before.size or residual.size)
     room = np.empty(BLOCK + LINE, np.float32)
     values, before, residual, codes, x = (
         borrowed(values),
@@ -265,14 +273,11 @@ def quantise_blocks(
     )
     for block in range(np.uint64(scales.size)):
         here = block * STEP
-        if not (changes or residual.size):
+        if plain:
             scales[block] = quantise_block(values, here, codes, here, residual)
-            continue
-        if changes:
-            take(values, before, rooted, residual, here, x)
         else:
-            add_residual(values, residual, here, x)
-        scales[block] = quantise_block(x, START, codes, here, residual)
+            take(values, before, rooted, residual, here, x)
+            scales[block] = quantise_block(x, START, codes, here, residual)
     keep_alive(room)
 
 

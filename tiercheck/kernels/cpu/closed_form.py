@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.cpu.adam import replay_fused_adam, rows_of
-from tiercheck.kernels.cpu.compiled import LINE, borrowed, compiled, inlined, pointer_to_floats, pointer_to_indices
+from tiercheck.kernels.cpu.compiled import LINE, borrowed, compiled, inlined, pointer
 from tiercheck.kernels.cpu.prefetch import prefetch_lines, prefetch_span
 from tiercheck.kernels.cpu.sources import sources_of
 from tiercheck.kernels.gradients import Gradient, SparseGradient
@@ -130,8 +130,8 @@ def take_gradient(
     reached."""
     source, step = sources[index], steps[index]
     size = source.size
-    indices = carray(pointer_to_indices(source.indices), (size,), np.uint32)
-    values = carray(pointer_to_floats(source.values), (size,), np.float32)
+    indices = carray(pointer(source.indices), (size,), np.uint32)
+    values = carray(pointer(source.values), (size,), np.float32)
     multiplier, weight2, beta2 = step.multiplier, step.weight2, step.beta2
     weight1 = step.weight1 if step.small_weight1 else step.weight1 + np.float32(1)
     position, stop = source.next, start + p.size

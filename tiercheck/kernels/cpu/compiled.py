@@ -25,8 +25,7 @@ __all__ = [
     "inlined",
     "keep_alive",
     "multiply_add",
-    "pointer_to_floats",
-    "pointer_to_indices",
+    "pointer",
 ]
 
 logger = logging.getLogger(__name__)
@@ -75,28 +74,8 @@ def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
-def pointer_to_floats(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer, so that a kernel takes any number of arrays without being compiled for each."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return CPointer(types.float32)(types.uintp), generate
-
-
-@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
-def pointer_to_indices(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer to uint32."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return CPointer(types.uint32)(types.uintp), generate
-
-
-@cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer to anything."""
+    """An address as a pointer, so that a kernel takes any number of arrays without being compiled for each."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))

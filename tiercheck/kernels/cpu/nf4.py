@@ -11,7 +11,6 @@ from tiercheck.kernels.cpu.blocks import (
     INFINITY,
     START,
     STEP,
-    add_residual,
     decode_blocks,
     encode_blocks,
     keep_lost,
@@ -67,20 +66,17 @@ def quantise_blocks(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
 ) -> None:
-    changes = rooted or before.size != 0
+    plain = not (rooted or before.size or residual.size)
     room, room_decoded = np.empty(BLOCK + LINE, np.float32), np.empty(BLOCK + LINE, np.float32)
     x, decoded, levels = aligned(room), aligned(room_decoded), np.empty(16, np.float32)
     values, before, residual, codes = borrowed(values), borrowed(before), borrowed(residual), borrowed(codes)
     for block in range(np.uint64(scales.size)):
         here, codes_here = block * STEP, block * HALF_STEP
-        if not (changes or residual.size):
+        if plain:
             scales[block] = quantise_block(values, here, codes, codes_here)
-            continue
-        if changes:
-            take(values, before, rooted, residual, here, x)
         else:
-            add_residual(values, residual, here, x)
-        scales[block] = quantise_block(x, START, codes, codes_here)
+            take(values, before, rooted, residual, here, x)
+            scales[block] = quantise_block(x, START, codes, codes_here)
         if residual.size:
             dequantise_block(codes, codes_here, scales[block], levels, decoded, START)
             keep_lost(x, decoded, residual, here)

@@ -12,7 +12,6 @@ from tiercheck.kernels.cpu.blocks import (
     INFINITY,
     START,
     Encode,
-    add_residual,
     decode_blocks,
     encode_blocks,
     keep_lost,
@@ -79,20 +78,17 @@ def quantise_blocks(
     scales: NDArray[np.uint16],
 ) -> None:
     """``share`` is the elements of a whole block to those of these blocks."""
-    changes = rooted or before.size != 0
+    plain = not (rooted or before.size or residual.size)
     room, room_decoded = np.empty(ONEBIT_BLOCK + LINE, np.float32), np.empty(ONEBIT_BLOCK + LINE, np.float32)
     x, decoded, sums = aligned(room), aligned(room_decoded), np.empty(LANES, np.float32)
     values, before, residual, bits = borrowed(values), borrowed(before), borrowed(residual), borrowed(bits)
     for block in range(np.uint64(scales.size)):
         here, bits_here = block * ONEBIT_STEP, block * BYTES_STEP
-        if not (changes or residual.size):
+        if plain:
             scales[block] = quantise_block(values, here, share, sums, bits, bits_here)
-            continue
-        if changes:
-            take(values, before, rooted, residual, here, x)
         else:
-            add_residual(values, residual, here, x)
-        scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
+            take(values, before, rooted, residual, here, x)
+            scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
         if residual.size:
             dequantise_block(bits, bits_here, scales[block], decoded, START)
             keep_lost(x, decoded, residual, here)

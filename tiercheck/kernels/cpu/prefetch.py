@@ -22,8 +22,8 @@ BLOCK = 512
 """Elements of a step between two requests for memory, at most."""
 
 LINES_UNDER_WAY = 24
-"""A core waits for no more lines than this at once, or fewer. Asked for more it stands still until some have come: with
-42 at once, instead of 21, ten steps took two thirds longer (AMD Zen 5)."""
+"""Lines that a core can wait for at once, about. Asked for more it stands still until some have come: with 42 at once,
+instead of 21, ten steps took two thirds longer (AMD Zen 5)."""
 
 SECOND_LEVEL, DATA, TO_READ = 2, 1, 0
 

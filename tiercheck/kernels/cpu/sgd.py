@@ -10,7 +10,7 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.adam import TILE
-from tiercheck.kernels.cpu.compiled import LINE, compiled, frozen, multiply_add, pointer_to_floats
+from tiercheck.kernels.cpu.compiled import LINE, aligned, compiled, frozen, keep_alive, multiply_add, pointer
 from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
 from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.gradients import Gradient
@@ -60,7 +60,8 @@ def apply_sgd_steps(
     contracted: bool,
 ) -> None:
     size = param.size
-    scattered, prepared = np.zeros(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    zeros, scratch = np.zeros(BLOCK + LINE, np.float32), np.empty(BLOCK + LINE, np.float32)
+    scattered, prepared = aligned(zeros), aligned(scratch)
     block = block_between_requests(streams.size, steps.size)
     wanted = lines_wanted(streams.size, steps.size, block)
     for start in range(0, size, TILE):
@@ -80,8 +81,10 @@ def apply_sgd_steps(
                     step_sgd(p, b, g, prepared[: last - first], steps[index], has_tail, contracted)
                     untake_block(sources, index, first, taken, scattered)
                 else:
-                    g = carray(pointer_to_floats(sources[index].values), (size,), np.float32)[first:last]
+                    g = carray(pointer(sources[index].values), (size,), np.float32)[first:last]
                     step_sgd(p, b, g, prepared[: last - first], steps[index], has_tail, contracted)
+    keep_alive(zeros)
+    keep_alive(scratch)
 
 
 @compiled

@@ -8,7 +8,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.compiled import compiled, pointer_to_floats, pointer_to_indices
+from tiercheck.kernels.cpu.compiled import compiled, pointer
 from tiercheck.kernels.gradients import Gradient, SparseGradient
 
 __all__ = ["SOURCE", "sources_of", "take_block", "untake_block"]
@@ -48,8 +48,8 @@ def take_block(sources: NDArray[np.void], index: int, first: int, last: int, sca
     """
     source = sources[index]
     size = source.size
-    indices = carray(pointer_to_indices(source.indices), (size,), np.uint32)
-    values = carray(pointer_to_floats(source.values), (size,), np.float32)
+    indices = carray(pointer(source.indices), (size,), np.uint32)
+    values = carray(pointer(source.values), (size,), np.float32)
     begin = source.next
     position = begin
     while position < size and indices[position] < last:
@@ -63,6 +63,6 @@ def take_block(sources: NDArray[np.void], index: int, first: int, last: int, sca
 def untake_block(sources: NDArray[np.void], index: int, first: int, taken: int, scattered: NDArray[np.float32]) -> None:
     """Make the block zeros again after :func:`take_block`."""
     source = sources[index]
-    indices = carray(pointer_to_indices(source.indices), (source.size,), np.uint32)
+    indices = carray(pointer(source.indices), (source.size,), np.uint32)
     for position in range(source.next - taken, source.next):
         scattered[np.intp(indices[position]) - first] = np.float32(0)
