@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -116,12 +117,8 @@ class DeepSpeedProvider:
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of every parameter that the optimizer does not update."""
-        trained = {id(parameter) for group in self._layout.trained() for parameter in group}
-        return {
-            name: self._layout.local_part(parameter)
-            for name, parameter in self._tensors.parameters().items()
-            if id(parameter) not in trained
-        }
+        trained = chain.from_iterable(self._layout.trained())
+        return {name: self._layout.local_part(parameter) for name, parameter in self._tensors.others(trained).items()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The persistent buffers, live. The forward pass may move them (running statistics), so that a

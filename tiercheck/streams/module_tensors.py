@@ -1,20 +1,26 @@
 """A module's parameters and buffers by name, as they are now, without a walk through its tree at each iteration.
 
 ``named_parameters`` and ``state_dict`` take a millisecond for a few hundred modules, and each iteration asks several
-times, while training stands still. The tree seldom changes, so it is kept, and each time compared with what is there.
+times, while training stands still. What modules hold seldom changes, so it is kept, and each time compared with what is
+there, in loops that are not Python's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Generic, TypeVar
 
 import torch
 
 __all__ = ["ModuleTensors"]
 
 
-T = TypeVar("T", bound=torch.Tensor)
+T = TypeVar("T")
+
+# By values: under ZeRO-3 looking up a name may fetch the parameter from the other ranks.
+_values = methodcaller("values")
 
 
 class ModuleTensors:
@@ -22,46 +28,90 @@ class ModuleTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._tree: list[tuple[str, torch.nn.Module, tuple[tuple[str, torch.nn.Module | None], ...]]] = []
+        self._look()
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """What ``named_parameters`` has."""
-        return dict(_named((prefix, module._parameters) for prefix, module in self._modules()))
+        if self._children.changed():
+            self._look()
+        elif self._parameters.changed():
+            self._look_at_parameters()
+        return self._named_parameters
+
+    def others(self, parameters: Iterable[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        """Those that are not among ``parameters``."""
+        known = set(map(id, parameters))
+        found = self.parameters()
+        if known.issuperset(map(id, found.values())):  # all, as a rule
+            return {}
+        return {name: parameter for name, parameter in found.items() if id(parameter) not in known}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those of ``named_buffers`` that ``state_dict`` holds, detached; the others are recomputed by the modules
         themselves."""
-        modules = [(prefix, module) for prefix, module in self._modules() if module._buffers]
-        if not modules:
-            return {}
+        if self._children.changed():
+            self._look()
+        elif self._buffers.changed():
+            self._look_at_buffers()
         saved = {
-            prefix + name for prefix, module in modules for name in module._buffers.keys() - _not_persistent(module)
+            prefix + name
+            for prefix, module in self._with_buffers
+            for name in module._buffers.keys() - _not_persistent(module)
         }
-        found = _named((prefix, module._buffers) for prefix, module in modules)
-        return {name: buffer.detach() for name, buffer in found if name in saved}
+        return {name: buffer.detach() for name, buffer in self._named_buffers.items() if name in saved}
 
-    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        changed = (
-            (children or module._modules) and tuple(module._modules.items()) != children
-            for _, module, children in self._tree
-        )
-        if not self._tree or any(changed):
-            self._tree = [
-                (f"{name}." if name else "", module, tuple(module._modules.items()))
-                for name, module in self._module.named_modules()
-            ]
-        return ((prefix, module) for prefix, module, _ in self._tree)
+    def _look(self) -> None:
+        """Walk through the tree."""
+        found = list(self._module.named_modules())
+        self._prefixes = [f"{name}." if name else "" for name, _ in found]
+        self._modules = [module for _, module in found]
+        self._children: _Held[torch.nn.Module] = _Held(self._modules, "_modules")
+        self._look_at_parameters()
+        self._look_at_buffers()
+
+    def _look_at_parameters(self) -> None:
+        self._parameters: _Held[torch.nn.Parameter] = _Held(self._modules, "_parameters")
+        self._named_parameters = dict(self._parameters.named(self._prefixes))
+
+    def _look_at_buffers(self) -> None:
+        self._buffers: _Held[torch.Tensor] = _Held(self._modules, "_buffers")
+        self._named_buffers = dict(self._buffers.named(self._prefixes))
+        owners = zip(self._prefixes, self._modules, strict=True)
+        self._with_buffers = [(prefix, module) for prefix, module in owners if module._buffers]
+
+
+class _Held(Generic[T]):
+    """What each of some modules holds in its dictionary ``name``, at the time."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], name: str) -> None:
+        self._modules = modules
+        self._dictionary = attrgetter(name)
+        held = self._now()
+        self._sizes = [*map(len, held)]
+        self._names = [*chain.from_iterable(held)]
+        self._contents = [*chain.from_iterable(map(_values, held))]
+
+    def changed(self) -> bool:
+        """Whether they hold something else now, or hold it elsewhere."""
+        held = self._now()
+        if [*map(len, held)] != self._sizes:
+            return True
+        held = [*filter(None, held)]  # few modules have children, and fewer have buffers
+        same = map(is_, chain.from_iterable(map(_values, held)), self._contents)
+        return not all(same) or [*chain.from_iterable(held)] != self._names
+
+    def named(self, prefixes: Iterable[str]) -> Iterator[tuple[str, T]]:
+        """All of it but ``None``, by full names: each once, by the first that it has."""
+        owners = chain.from_iterable([prefix] * size for prefix, size in zip(prefixes, self._sizes, strict=True))
+        seen: set[int] = set()
+        for prefix, name, content in zip(owners, self._names, self._contents, strict=True):
+            if content is not None and id(content) not in seen:
+                seen.add(id(content))
+                yield prefix + name, content
+
+    def _now(self) -> list[dict[str, T | None]]:
+        return [*map(self._dictionary, self._modules)]
 
 
 def _not_persistent(module: torch.nn.Module) -> set[str]:
     return module._non_persistent_buffers_set  # torch has no public way but to make a whole state_dict
-
-
-def _named(owners: Iterator[tuple[str, Mapping[str, T | None]]]) -> Iterator[tuple[str, T]]:
-    seen: set[int] = set()
-    for prefix, tensors in owners:
-        # By items: under ZeRO-3 looking up a name may fetch the parameter from the other ranks.
-        for name, tensor in tensors.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield prefix + name, tensor

@@ -26,6 +26,8 @@ __all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider", "
 
 TENSOR = "tiercheck.tensor"
 """The key that tells a stored tensor from other dictionaries; its value is the dtype."""
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""What holds no tensor, told without asking what it is an instance of."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,7 @@ class ModuleProvider:
         return {**self.frozen(), **self.buffers()}
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
-        masters = {id(tensor) for tensor in self._masters.values()}
-        return {name: p.detach() for name, p in self._tensors.parameters().items() if id(p) not in masters}
+        return {name: tensor.detach() for name, tensor in self._tensors.others(self._masters.values()).items()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return self._tensors.buffers()
@@ -349,7 +350,9 @@ def digest(lines: Iterable[str]) -> str:
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's options without its parameters; tensors (a capturable ``lr``) as numbers."""
-    return {key: to_plain(value, key) for key, value in group.items() if key != "params"}
+    return {
+        key: value if type(value) in _PLAIN else to_plain(value, key) for key, value in group.items() if key != "params"
+    }
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -402,6 +405,8 @@ def from_storable(value: Any) -> Any:
 def with_tensors(value: Any, path: str, put: Callable[[torch.Tensor, str], Any]) -> Any:
     """``value`` with ``put(tensor, its path)`` for every tensor; lists, tuples and the dictionaries that host state can
     hold keep their types, other mappings become dictionaries."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
         return put(value, path)
     if isinstance(value, Mapping):
