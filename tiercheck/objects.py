@@ -119,6 +119,11 @@ def describe(value: object) -> str:
     )
 
 
+def atoms_at(depth: int) -> frozenset[type]:
+    """What goes into msgpack as it is, so deep; nothing goes in below ``DEPTH_MAX``."""
+    return _ATOMS if depth <= DEPTH_MAX else frozenset()
+
+
 def is_plain(values: Collection[object]) -> bool:
     """Whether all of them go into msgpack as they are. A generator's state has hundreds of numbers: one look at all of
     them takes a fraction of the time of one at each."""
@@ -141,9 +146,12 @@ def lower_complex(value: complex, path: Path, depth: int) -> object:
 
 
 def lower_list(value: Collection[object], path: Path, depth: int) -> list[object]:
-    if depth <= DEPTH_MAX and is_plain(value):
+    atoms = atoms_at(depth)
+    if atoms and is_plain(value):
         return list(value)
-    return [lower(item, (path, f"[{index}]"), depth) for index, item in enumerate(value)]
+    return [
+        item if type(item) in atoms else lower(item, (path, f"[{index}]"), depth) for index, item in enumerate(value)
+    ]
 
 
 def lower_tuple(value: tuple[object, ...], path: Path, depth: int) -> object:
@@ -162,13 +170,16 @@ def lower_deque(value: deque[object], path: Path, depth: int) -> object:
 
 
 def lower_dict(value: dict[object, object], path: Path, depth: int) -> dict[object, object]:
-    if depth <= DEPTH_MAX and all(type(key) is str for key in value) and is_plain(value.values()):
+    atoms = atoms_at(depth)
+    if atoms and is_plain(value) and is_plain(value.values()):
         return dict(value)
     lowered: dict[object, object] = {}
     for key, item in value.items():
-        plain = isinstance(key, str) and key.isidentifier()
-        step = (path, f".{key}" if plain else f"[{show(key)}]")
-        lowered[lower(key, (path, f"'s key {show(key)}"), depth)] = lower(item, step, depth)
+        lowered_key = key if type(key) in atoms else lower(key, (path, f"'s key {show(key)}"), depth)
+        if type(item) not in atoms:
+            plain = isinstance(key, str) and key.isidentifier()
+            item = lower(item, (path, f".{key}" if plain else f"[{show(key)}]"), depth)
+        lowered[lowered_key] = item
     return lowered
 
 
