@@ -152,8 +152,7 @@ async def test_the_cable_is_cut_just_before_a_step(
     step: str,
 ) -> None:
     """Before the file has its name the old object stays; afterwards it is the new one, whole."""
-    owner: object = Path if step == "rename" else os
-    real: Callable[..., object] = getattr(owner, step)
+    real: Callable[..., object] = getattr(os, step)
     struck = [False]
 
     def strike(*arguments: object, **options: object) -> object:
@@ -166,7 +165,7 @@ async def test_the_cable_is_cut_just_before_a_step(
     async with first, second:
         await first.put("a", [b"old"])
         try:
-            with mock.patch.object(owner, step, strike), pytest.raises(Transient):
+            with mock.patch.object(os, step, strike), pytest.raises(Transient):
                 await first.put("a", [b"new" * MIB])
         finally:
             gluster.heal()

@@ -58,8 +58,7 @@ def die_before_call(number: int) -> None:
         setattr(owner, name, call)
 
     for owner, names in (
-        (os, ("pwritev", "writev", "fsync", "utime", "open", "close")),
-        (Path, ("rename", "unlink", "mkdir")),
+        (os, ("pwritev", "writev", "fsync", "utime", "open", "close", "rename", "unlink", "mkdir")),
         (transfer, ("preallocate", "reopen_direct")),
     ):
         for name in names:

@@ -236,7 +236,7 @@ def recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         real = getattr(module, name)
 
         def call(*arguments: object, **options: object) -> object:
-            events.append(say if isinstance(arguments[0], Path) else say + described(arguments[0]))
+            events.append(say + described(arguments[0]) if isinstance(arguments[0], int) else say)
             return real(*arguments, **options)
 
         monkeypatch.setattr(module, name, call)
@@ -246,7 +246,7 @@ def recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         return " file" if path.is_file() else f" {os.path.relpath(path, root.parent)}"
 
     record(os, "fsync", "fsync")
-    record(Path, "rename", "rename")
+    record(os, "rename", "rename")
     record(Path, "mkdir", "mkdir")
     yield events
 

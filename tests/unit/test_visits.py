@@ -19,13 +19,13 @@ DEADLINE_S = 30.0
 
 def test_nobody_is_admitted_before_it_is_open_and_after_it_is_closed() -> None:
     found = Visits()
-    with pytest.raises(Closed), found.one():
+    with pytest.raises(Closed), found:
         raise AssertionError
     found.admit()
-    with found.one(), found.one():
+    with found, found:
         pass
     found.refuse()
-    with pytest.raises(Closed), found.one():
+    with pytest.raises(Closed), found:
         raise AssertionError
 
 
@@ -35,7 +35,7 @@ def test_closing_waits_for_who_is_here() -> None:
     inside, leave, gone = threading.Event(), threading.Event(), threading.Event()
 
     def visit() -> None:
-        with found.one():
+        with found:
             inside.set()
             assert leave.wait(DEADLINE_S)
             gone.set()
@@ -48,7 +48,7 @@ def test_closing_waits_for_who_is_here() -> None:
     refused = False
     while not refused:
         try:
-            with found.one():
+            with found:
                 pass
         except Closed:
             refused = True
@@ -63,7 +63,7 @@ def test_who_does_not_leave_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visits, "STAY_S_MAX", 0.0)
     found = Visits()
     found.admit()
-    with found.one(), pytest.raises(Transient, match="1 calls of other threads"):
+    with found, pytest.raises(Transient, match="1 calls of other threads"):
         found.refuse()
 
 

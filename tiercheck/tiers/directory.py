@@ -60,7 +60,7 @@ HOST = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64] or 
 class Temporary:
     """A file being written: open, locked exclusively, and not yet an object."""
 
-    path: Path
+    path: str
     fd: int
     stamp_ns: int
 
@@ -110,10 +110,14 @@ class ObjectDirectory:
         return locked(self._lock_path, shared=shared)
 
     def path_of(self, key: str) -> Path:
-        """The file of ``key``. ``ValueError`` for a key that is unsafe, or that would be TierCheck's own file."""
+        """The file of ``key``. Errors: as :meth:`check_key`."""
+        self.check_key(key)
+        return self.root / key
+
+    def check_key(self, key: str) -> None:
+        """``ValueError`` for a key that is unsafe, or that would be TierCheck's own file."""
         if validate_key(key).partition("/")[0] == CONTROL:
             raise ValueError(f"the key {key!r} begins with {CONTROL!r}, which is the tier's own directory")
-        return self.root / key
 
     # Writing.
 
@@ -172,19 +176,20 @@ class ObjectDirectory:
         """Close the temporary file, and remove it where it was not published."""
         try:
             # Looked for first: a file system that has become read-only refuses to unlink even what is not there.
-            if temporary.path.exists():
-                temporary.path.unlink(missing_ok=True)
+            if os.path.exists(temporary.path):
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary.path)
             unlock(temporary.fd)
         finally:
             os.close(temporary.fd)
 
-    def replace(self, source: Path, path: Path, current: os.stat_result | None) -> None:
+    def replace(self, source: str, path: Path, current: os.stat_result | None) -> None:
         """Put ``source`` in the place of ``path``, whose file is ``current``; called under the lock."""
         del current
-        source.rename(path)
+        os.rename(source, path)
 
-    def temporary_path(self) -> Path:
-        return Path(f"{self._temporary_prefix}-{os.getpid()}-{secrets.token_hex(8)}")
+    def temporary_path(self) -> str:
+        return f"{self._temporary_prefix}-{os.getpid()}-{secrets.token_hex(8)}"
 
     def next_stamp_ns(self, lock_fd: int) -> int:
         """A modification time that no other file of this directory ever had; called under the lock.

@@ -81,18 +81,18 @@ class FileDriver(TierDriver):
             await asyncio.to_thread(self.directory.transfer.close)
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         return await self.run(lambda check: self.directory.store(key, payload, mode, check), key)
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         if into is None:
             return await self.run(lambda check: self.fetch(key, range, check), key)
         nbytes = await self.run(lambda check: self.fetch_into(key, range, into, check), key)
         return into[:nbytes]
 
     async def stat(self, key: str) -> ObjectInfo:
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         return await self.run(lambda _: self.directory.info(key), key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -104,7 +104,7 @@ class FileDriver(TierDriver):
     async def delete(self, keys: Iterable[str]) -> None:
         checked = list(keys)
         for key in checked:
-            self.directory.path_of(key)
+            self.directory.check_key(key)
 
         def remove_all(check: Callable[[], None]) -> None:
             for key in checked:

@@ -6,8 +6,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Corruption, TierError, Transient, Unauthorized, Unsupported
@@ -55,20 +54,25 @@ _TRANSIENT = {
 }  # fmt: skip
 
 
-@contextmanager
-def map_os_errors(tier: str, key: str | None = None) -> Iterator[None]:
+class map_os_errors:  # noqa: N801  (it is used as a verb)
     """``OSError`` to the ``TierError`` it means, and the tier's name onto a ``TierError`` that lacks it."""
-    try:
-        yield
-    except TierError as error:
-        error.tier = error.tier or tier
-        error.key = error.key or key
-        raise
-    except OSError as error:
-        kind, advice = _ERRORS.get(error.errno or 0, (TierError, "the file system failed in an unexpected way"))
-        if error.errno in _TRANSIENT:
-            kind, advice = Transient, "the file system failed, perhaps not for long"
-        raise kind(f"{advice}: {error.strerror or error}", tier=tier, key=key) from error
+
+    def __init__(self, tier: str, key: str | None = None) -> None:
+        self._tier = tier
+        self._key = key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, TierError):
+            error.tier = error.tier or self._tier
+            error.key = error.key or self._key
+        elif isinstance(error, OSError):
+            meaning, advice = _ERRORS.get(error.errno or 0, (TierError, "the file system failed in an unexpected way"))
+            if error.errno in _TRANSIENT:
+                meaning, advice = Transient, "the file system failed, perhaps not for long"
+            raise meaning(f"{advice}: {error.strerror or error}", tier=self._tier, key=self._key) from error
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

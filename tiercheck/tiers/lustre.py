@@ -152,7 +152,7 @@ class LustreDriver(FileDriver):
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         if mode.conditional and self.is_open and not self.capabilities.conditional_put:
-            self.directory.path_of(key)
+            self.directory.check_key(key)
             raise Unsupported(
                 "the mount carries no locks across nodes, so that a put knows no conditions; mount it with them "
                 "(Lustre: -o flock)",

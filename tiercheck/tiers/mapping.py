@@ -8,7 +8,6 @@ to the pool untouched, unless the object is longer than expected: then what lies
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
@@ -68,14 +67,12 @@ class MappedSegments:
     def reserve(self, nbytes: int, check: Check) -> MappedSegment:
         """Memory of ``nbytes``, backed and mapped. Errors: ``CapacityExceeded``."""
         self.locality.apply()
-        with contextlib.ExitStack() as undo:
-            head = self.directory.take(self._head_bytes(nbytes), nbytes, check, self._selection)
-            undo.callback(self.directory.discard, head.temporary)
+        head = self.directory.take(self._head_bytes(nbytes), nbytes, check, self._selection)
+        tail: Segment | None = None
+        try:
             missing = nbytes - head.nbytes
-            tail: Segment | None = None
             if missing >= SPARE_BYTES_MIN:
                 tail = self.directory.take(missing, 2 * missing, check, Selection(fixed=self.cache.pinned))
-                undo.callback(self.directory.discard, tail.temporary)
             elif missing:
                 head = self.directory.extend(head, nbytes, check)
             window: Window | None = None
@@ -83,8 +80,11 @@ class MappedSegments:
                 window = self._window(head, nbytes, check)
                 if tail is not None:
                     window.show_behind(tail.fd, whole_pages(missing))
-            undo.pop_all()
             return MappedSegment(self, head, tail, window, nbytes)
+        except BaseException:
+            for segment in filter(None, (tail, head)):
+                self.directory.discard(segment.temporary)
+            raise
 
     def store(self, key: str, payload: Payload, mode: PutMode, check: Check) -> ObjectInfo:
         """Put: as :meth:`ObjectDirectory.store`, at the speed of memory where pages are recycled."""

@@ -13,7 +13,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 __all__ = ["Locality", "node_of_cpus", "node_of_device", "numa_nodes"]
@@ -88,13 +88,15 @@ class Locality:
             if refusal:
                 self.text = f"any node (set_mempolicy: {refusal})"
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """The same for a thread of somebody else's, which has its own policy back in the end."""
         policy = None if self.node is None else memory_policy()
         if policy is None:  # nothing to prefer, or nothing that could be put back
-            yield
-            return
+            return nullcontext()
+        return self._applied(policy)
+
+    @contextmanager
+    def _applied(self, policy: tuple[int, ctypes.Array[ctypes.c_ulong]]) -> Iterator[None]:
         self.apply()
         try:
             yield

@@ -167,11 +167,11 @@ class SegmentDirectory(ObjectDirectory):
         """
         self._taken.discard(temporary)
         try:
-            if temporary.path.exists():
+            if os.path.exists(temporary.path):
                 with self.locked():
                     if mapped:
                         try_lock(temporary.fd, shared=True)
-                    self._retire(temporary.path, os.fstat(temporary.fd), owner)
+                    self._retire(Path(temporary.path), os.fstat(temporary.fd), owner)
         finally:
             if not mapped:
                 unlock(temporary.fd)
@@ -182,17 +182,17 @@ class SegmentDirectory(ObjectDirectory):
         self._taken.discard(segment.temporary)
         with self.locked():
             os.ftruncate(segment.fd, 0)
-            segment.temporary.path.unlink()
+            os.unlink(segment.temporary.path)
             self._ledger.add(charged=-segment.nbytes)
         unlock(segment.fd)
         os.close(segment.fd)
 
-    def replace(self, source: Path, path: Path, current: os.stat_result | None) -> None:
+    def replace(self, source: str, path: Path, current: os.stat_result | None) -> None:
         if current is not None and current.st_size >= SPARE_BYTES_MIN:
             # The old file gets its name in the pool first, so that at no moment there is no object. Dying in between
             # leaves a file with two names, which nobody reuses.
             os.link(path, self._spares.path_for(current.st_size, current.st_ino))
-        source.rename(path)
+        os.rename(source, path)
         if current is not None:
             self._ledger.add(charged=-current.st_size)
             self._trim_pool()

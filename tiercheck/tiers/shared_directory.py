@@ -130,18 +130,18 @@ class SharedDirectory(ObjectDirectory):
         with self.names_changing(mode):
             current = self._current(path, key)
             check_condition(mode, key, current)
-            self.with_parents(path, key, lambda: self._name(temporary.path, path, key, mode))
+            self.with_parents(path, key, lambda: self._name(Path(temporary.path), path, key, mode))
         with once_published(key):
             self._sync_names(path.parent)
         return info
 
     def discard(self, temporary: Temporary) -> None:
         try:
-            temporary.path.unlink(missing_ok=True)
+            Path(temporary.path).unlink(missing_ok=True)
         except OSError:
             # The file system is away. The object's fate is decided; this file is removed when it is back.
             with self._guard:
-                self._left_over.append(temporary.path)
+                self._left_over.append(Path(temporary.path))
         # A lock that cannot be given back went with the connection, and what close may report, fsync has reported.
         with suppress(OSError):
             if self.locks:
@@ -157,7 +157,7 @@ class SharedDirectory(ObjectDirectory):
         if self.locks:
             try_lock(fd)
         # To the second by the clock, below that by chance: see the module's docstring.
-        return Temporary(temporary, fd, time.time_ns() // 10**9 * 10**9 + secrets.randbelow(10**9))
+        return Temporary(str(temporary), fd, time.time_ns() // 10**9 * 10**9 + secrets.randbelow(10**9))
 
     def with_parents(self, path: Path, key: str, step: Callable[[], T]) -> T:
         """``step()``, with the directories above ``path`` made where it finds them missing."""
@@ -180,7 +180,7 @@ class SharedDirectory(ObjectDirectory):
             if mode.kind == "create":
                 self.link(source, path)
             else:
-                self.replace(source, path, None)
+                self.replace(str(source), path, None)
         except FileExistsError:
             # After an answer that was lost the kernel may have asked twice: then the name is ours.
             if not same_file(path, source):

@@ -155,14 +155,14 @@ class ShmDriver(FileDriver):
                 release_namespace(fd)
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         return await self.run(lambda check: self._mapped.store(key, payload, mode, check), key)
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         if into is not None:
             return await super().get(key, range=range, into=into)
         # Mapping takes a few system calls: a thread would cost five times as much.
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         if not self.is_open:
             raise Closed("the driver is not open", tier=self.url, key=key)
         with self.mapped_errors(key):
@@ -170,7 +170,7 @@ class ShmDriver(FileDriver):
 
     async def stat(self, key: str) -> ObjectInfo:
         # One lstat in memory: a thread would cost twenty times as much.
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         if not self.is_open:
             raise Closed("the driver is not open", tier=self.url, key=key)
         with self.mapped_errors(key):
@@ -200,11 +200,11 @@ class ShmDriver(FileDriver):
     @contextmanager
     def visit(self, key: str) -> Iterator[None]:
         """What a thread that is not the driver's own does in it: :meth:`close` waits for that."""
-        with self.mapped_errors(key), self._visits.one(), self._locality.applied():
+        with self.mapped_errors(key), self._visits, self._locality.applied():
             yield
 
     def _check_reservation(self, key: str, nbytes: int) -> None:
-        self.directory.path_of(key)
+        self.directory.check_key(key)
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be reserved")
 

@@ -160,7 +160,7 @@ class Spares:
             self._listed[spare.kind][spare.name] = spare
         return self._path(spare)
 
-    def take(self, path: Path, at_least: int, at_most: int, selection: Selection) -> tuple[int, int] | None:
+    def take(self, path: str, at_least: int, at_most: int, selection: Selection) -> tuple[int, int] | None:
         """Move the spare that is cheapest to make ``at_least`` to ``at_most`` bytes long to ``path``.
 
         Returns its descriptor, locked exclusively, and its length; ``None`` where none is within a factor of two.
@@ -170,7 +170,7 @@ class Spares:
             if fd is None:
                 continue
             if try_lock(fd) and self._is_whole(spare, fd):
-                Path(self._path(spare)).rename(path)
+                os.rename(self._path(spare), path)
                 self._forget(spare)
                 return fd, spare.nbytes
             unlock(fd)
@@ -216,7 +216,7 @@ class Spares:
         """Leave this process's spares to everybody."""
         ours = [spare for kind, alike in self.listed().items() if kind.owner == os.getpid() for spare in alike.values()]
         for spare in ours:
-            Path(self._path(spare)).rename(self.path_for(spare.nbytes, spare.inode))
+            os.rename(self._path(spare), self.path_for(spare.nbytes, spare.inode))
             self._forget(spare)
 
     def recount(self) -> None:
@@ -234,7 +234,7 @@ class Spares:
         counts = self._ledger.read()
         if counts.pooled_bytes <= bytes_max and counts.pooled_files <= files_max:
             return
-        spares = sorted(self.scan(), key=lambda spare: Path(self._path(spare)).lstat().st_mtime_ns)
+        spares = sorted(self.scan(), key=lambda spare: os.lstat(self._path(spare)).st_mtime_ns)
         surplus = self._ledger.set(pooled=spares).pooled_bytes - bytes_max
         # A few more than asked for: looking through all of them at each further one would be slow.
         files = len(spares) if len(spares) <= files_max else files_max * 7 // 8
@@ -264,7 +264,7 @@ class Spares:
         return False
 
     def _remove(self, spare: Spare) -> None:
-        Path(self._path(spare)).unlink()
+        os.unlink(self._path(spare))
         self._forget(spare)
 
     def _forget(self, spare: Spare) -> None:

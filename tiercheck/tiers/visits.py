@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tiercheck.errors import Closed, Transient
 
@@ -15,26 +13,24 @@ STAY_S_MAX = 120.0
 
 
 class Visits:
-    """Counts those that are under way; none is admitted at first."""
+    """``with visits:`` is one of them. Counts those that are under way; none is admitted at first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._admits = False
         self._here = 0
 
-    @contextmanager
-    def one(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Errors: ``Closed`` where none is admitted."""
         with self._changed:
             if not self._admits:
                 raise Closed("the driver is not open")
             self._here += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._here -= 1
-                self._changed.notify_all()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._changed:
+            self._here -= 1
+            self._changed.notify_all()
 
     def admit(self) -> None:
         with self._changed:
