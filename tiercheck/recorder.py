@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -404,7 +404,8 @@ class Recorder:
         self._loop.submit(_nudge(self._mover))
 
     def _count(self, **more: float) -> None:
-        self.stats = replace(self.stats, **{name: getattr(self.stats, name) + value for name, value in more.items()})
+        counts = vars(self.stats)
+        self.stats = Stats(**{**counts, **{name: counts[name] + value for name, value in more.items()}})
 
 
 async def _nudge(mover: Moving) -> None:

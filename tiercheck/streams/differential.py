@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from tiercheck.container import (
     ShardWriter,
     TensorEntry,
     TensorSpec,
+    checksum_of,
     header_room,
     shard_nbytes,
 )
@@ -122,20 +123,34 @@ class DifferentialCapture(IterationCapture):
             self._check(name, gradient)
         failures: list[TierError] = []
         for name, gradient in gradients.items():
-
-            def slot(suffix: str, dtype: str, shape: tuple[int, ...], name: str = name) -> memoryview:
-                try:
-                    return self._writer.slot(gradient_name(version, name, suffix), dtype, shape)
-                except TierError as error:
-                    failures.append(error)
-                    return scratch(suffix, dtype, shape)
-
+            written: dict[str, memoryview] = {}
+            slot = partial(self._slot, name, written, failures)
             encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
             self._encodings[name] = encoding.to_object()
-            for suffix, checksum in encoding.checksums.items():
+            # Now, while the parts are in the cache: at the end of the step they would be read from memory.
+            for suffix, memory in written.items():
+                checksum = encoding.checksums.get(suffix) or checksum_of(memory)
                 self._checksums[gradient_name(version, name, suffix)] = checksum
         if failures:
             raise failures[0]
+
+    def _slot(
+        self,
+        name: str,
+        written: dict[str, memoryview],
+        failures: list[TierError],
+        suffix: str,
+        dtype: str,
+        shape: tuple[int, ...],
+    ) -> memoryview:
+        """The tier's memory for a part, which is noted; where that does not suffice, memory of no consequence."""
+        try:
+            memory = self._writer.slot(gradient_name(self._key.first, name, suffix), dtype, shape)
+        except TierError as error:
+            failures.append(error)
+            return scratch(suffix, dtype, shape)
+        written[suffix] = memory
+        return memory
 
     def _check(self, name: str, gradient: torch.Tensor) -> None:
         spec = self._stream.masters.get(name)

@@ -16,7 +16,7 @@ from tiercheck.streams.tensors import array_of, counters
 
 __all__ = ["SPARE_BYTES", "IterationCapture", "IterationStream"]
 
-SPARE_BYTES = 64 << 10
+SPARE_BYTES = 32 << 10
 """Room beyond what an object of a record was the last time. Little: what a reservation has too much is allocated afresh
 each time."""
 
