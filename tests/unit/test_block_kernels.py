@@ -140,6 +140,18 @@ class TestEveryScheme:
         decoded = [scheme.decode(parts["reference"], values.size, by=by) for by in BACKENDS]
         assert same_bits(*decoded)
 
+    @given(data=st.data())
+    @SETTINGS
+    def test_it_says_whether_anything_is_not_finite(self, scheme: Scheme, data: st.DataObject) -> None:
+        values = data.draw(tensors(SIZES))
+        residual = data.draw(st.none() | tensors(st.just(values.size)))
+        with np.errstate(all="ignore"):
+            x = values if residual is None else values + residual
+        for by in BACKENDS:
+            lost = None if residual is None else residual.copy()
+            found = scheme.encode_into(values, *scheme.empty_parts(values.size), residual=lost, by=by)
+            assert found == (not np.isfinite(x).all())
+
     @each_backend
     @given(data=st.data())
     @SETTINGS

@@ -89,7 +89,7 @@ class Backend(Protocol):
         rooted: bool = False,
         residual: MaybeFloats = None,
         threads: int = 1,
-    ) -> None: ...
+    ) -> bool: ...
     def dequantise(self, codes: NDArray[np.int8], scales: Floats, *, threads: int = 1) -> Floats: ...
     def quantise_nf4_into(
         self,
@@ -101,7 +101,7 @@ class Backend(Protocol):
         rooted: bool = False,
         residual: MaybeFloats = None,
         threads: int = 1,
-    ) -> None: ...
+    ) -> bool: ...
     def dequantise_nf4(self, codes: NDArray[np.uint8], scales: Floats, size: int, *, threads: int = 1) -> Floats: ...
     def quantise_onebit_into(
         self,
@@ -113,7 +113,7 @@ class Backend(Protocol):
         rooted: bool = False,
         residual: MaybeFloats = None,
         threads: int = 1,
-    ) -> None: ...
+    ) -> bool: ...
     def dequantise_onebit(
         self, bits: NDArray[np.uint8], scales: NDArray[np.uint16], size: int, *, threads: int = 1
     ) -> Floats: ...
@@ -230,8 +230,8 @@ def quantise_into(
     residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
-) -> None:
-    implementation(values, by).quantise_into(
+) -> bool:
+    return implementation(values, by).quantise_into(
         values, codes, scales, before=before, rooted=rooted, residual=residual, threads=threads
     )
 
@@ -250,8 +250,8 @@ def quantise_nf4_into(
     residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
-) -> None:
-    implementation(values, by).quantise_nf4_into(
+) -> bool:
+    return implementation(values, by).quantise_nf4_into(
         values, codes, scales, before=before, rooted=rooted, residual=residual, threads=threads
     )
 
@@ -272,8 +272,8 @@ def quantise_onebit_into(
     residual: MaybeFloats = None,
     threads: int = 1,
     by: str | None = None,
-) -> None:
-    implementation(values, by).quantise_onebit_into(
+) -> bool:
+    return implementation(values, by).quantise_onebit_into(
         values, bits, scales, before=before, rooted=rooted, residual=residual, threads=threads
     )
 

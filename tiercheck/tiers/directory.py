@@ -89,6 +89,7 @@ class ObjectDirectory:
         self.durable = durable
         self.transfer: Transfer = Sequential()
         self.control = root / CONTROL
+        self._root_prefix = os.path.join(root, "")
         self._lock_path = self.control / "lock"
         self._temporary_prefix = str(self.control / "tmp" / HOST)
         self._stamp_step_ns = 1
@@ -111,8 +112,12 @@ class ObjectDirectory:
 
     def path_of(self, key: str) -> Path:
         """The file of ``key``. Errors: as :meth:`check_key`."""
+        return Path(self.name_of(key))
+
+    def name_of(self, key: str) -> str:
+        """The path of :meth:`path_of` as text."""
         self.check_key(key)
-        return self.root / key
+        return f"{self._root_prefix}{key}"
 
     def check_key(self, key: str) -> None:
         """``ValueError`` for a key that is unsafe, or that would be TierCheck's own file."""
@@ -147,14 +152,14 @@ class ObjectDirectory:
 
         The file keeps its writer's lock, now shared; :meth:`discard` must follow in any case.
         """
-        path = self.path_of(key)
+        path = self.name_of(key)
         info = self.stamped(temporary, key)
         with self.locked():
             self.give_name(temporary, path, key, mode)
         if self.durable:
             # Where a directory is missing, another client has removed what was put, and the directory with it.
             with once_published(key), suppress(FileNotFoundError):
-                self._sync_upwards(path.parent, self.root)
+                self._sync_upwards(Path(path).parent, self.root)
         return info
 
     def stamped(self, temporary: Temporary, key: str) -> ObjectInfo:
@@ -164,11 +169,13 @@ class ObjectDirectory:
             os.fsync(temporary.fd)
         return info_of(key, os.fstat(temporary.fd))
 
-    def give_name(self, temporary: Temporary, path: Path, key: str, mode: PutMode) -> None:
+    def give_name(self, temporary: Temporary, path: str, key: str, mode: PutMode) -> None:
         """Rename it onto the key's ``path`` where the mode's condition holds; called under the lock."""
-        current = self._current(path, key)
-        check_condition(mode, key, current)
-        self._make_parents(path, key)
+        current = None
+        if mode.kind == "update" or not self._opens_directory(path):
+            current = self._current(Path(path), key)
+            check_condition(mode, key, current)
+            self._make_parents(Path(path), key)
         try_lock(temporary.fd, shared=True)
         self.replace(temporary.path, path, current)
 
@@ -183,7 +190,7 @@ class ObjectDirectory:
         finally:
             os.close(temporary.fd)
 
-    def replace(self, source: str, path: Path, current: os.stat_result | None) -> None:
+    def replace(self, source: str, path: str | Path, current: os.stat_result | None) -> None:
         """Put ``source`` in the place of ``path``, whose file is ``current``; called under the lock."""
         del current
         os.rename(source, path)
@@ -339,6 +346,15 @@ class ObjectDirectory:
         if not stat.S_ISREG(status.st_mode):
             raise self._nested(key)
         return status
+
+    @staticmethod
+    def _opens_directory(path: str) -> bool:
+        """Whether this is the first object of a directory, which is made then: as a rule, that of a version."""
+        try:
+            os.mkdir(os.path.dirname(path), 0o700)
+        except OSError:  # it is there, or another one above it is missing too, or no directory can be there
+            return False
+        return True
 
     def _make_parents(self, path: Path, key: str) -> None:
         try:

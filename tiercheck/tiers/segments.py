@@ -136,7 +136,7 @@ class SegmentDirectory(ObjectDirectory):
 
     def publish_beginning(self, segment: Segment, nbytes: int, key: str, mode: PutMode) -> ObjectInfo:
         """Cut it to ``nbytes``, and publish that as :meth:`publish` does, under one lock."""
-        path = self.path_of(key)
+        path = self.name_of(key)
         with self.locked():
             if nbytes != segment.nbytes:  # under the lock: a recount in between would count the cut twice
                 os.ftruncate(segment.fd, nbytes)
@@ -187,7 +187,7 @@ class SegmentDirectory(ObjectDirectory):
         unlock(segment.fd)
         os.close(segment.fd)
 
-    def replace(self, source: str, path: Path, current: os.stat_result | None) -> None:
+    def replace(self, source: str, path: str | Path, current: os.stat_result | None) -> None:
         if current is not None and current.st_size >= SPARE_BYTES_MIN:
             # The old file gets its name in the pool first, so that at no moment there is no object. Dying in between
             # leaves a file with two names, which nobody reuses.

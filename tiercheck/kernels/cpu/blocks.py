@@ -54,7 +54,7 @@ LARGEST = np.float32(3.4028234663852886e38)
 
 ABSENT = np.empty(0, np.float32)
 
-Encode = Callable[[NDArray[Any], NDArray[Any], bool, NDArray[Any], NDArray[Any], NDArray[Any]], None]
+Encode = Callable[[NDArray[Any], NDArray[Any], bool, NDArray[Any], NDArray[Any], NDArray[Any]], bool]
 Decode = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None]
 
 
@@ -71,18 +71,19 @@ def encode_blocks(
     residual: NDArray[np.float32] | None,
     threads: int,
     encode_short: Encode | None = None,
-) -> None:
+) -> bool:
     """``encode(values, before, rooted, residual, codes, scales)`` for whole blocks, and ``encode_short`` for the last,
-    short one. ``before`` and ``residual`` are empty where there is none."""
+    short one. ``before`` and ``residual`` are empty where there is none. Each returns whether any x is not finite, and
+    so does this."""
     for name, array in (("values", values), ("codes", codes), ("scales", scales)):
         check_layout(name, array, writable=array is not values)
     values, before = frozen(values), frozen(present("elements before", before, values.size))
     residual = present("residuals", residual, values.size)
     whole = values.size // block
 
-    def piece(part: slice) -> None:
+    def piece(part: slice) -> bool:
         first, last = part.start // block, part.stop // block
-        encode(
+        return encode(
             values[part],
             before[part],
             rooted,
@@ -91,16 +92,18 @@ def encode_blocks(
             scales[first:last],
         )
 
-    if whole:
-        run(piece, split(whole * block, threads, unit=block))
+    nonfinite = any(run(piece, split(whole * block, threads, unit=block))) if whole else False
     if whole * block < values.size:
         short, short_codes = slice(whole * block, None), codes[whole * codes_per_block :]
         block_values, block_before = frozen(padded(values[short], block)), frozen(padded(before[short], block))
         block_residual = padded(residual[short], block)
         block_codes = np.empty(codes_per_block, codes.dtype)
-        (encode_short or encode)(block_values, block_before, rooted, block_residual, block_codes, scales[whole:])
+        nonfinite |= (encode_short or encode)(
+            block_values, block_before, rooted, block_residual, block_codes, scales[whole:]
+        )
         short_codes[:] = block_codes[: short_codes.size]
         residual[short] = block_residual[: residual[short].size]
+    return nonfinite
 
 
 def present(what: str, array: NDArray[np.float32] | None, size: int) -> NDArray[np.float32]:
@@ -236,10 +239,10 @@ def quantise_into(
     rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
-) -> None:
+) -> bool:
     """As the reference."""
     check_sizes(values.size, codes, scales)
-    encode_blocks(
+    return encode_blocks(
         quantise_blocks,
         values,
         codes,
@@ -261,9 +264,9 @@ def quantise_blocks(
     residual: NDArray[np.float32],
     codes: NDArray[np.int8],
     scales: NDArray[np.float32],
-) -> None:
+) -> Any:
     plain = not (rooted or before.size or residual.size)
-    room = np.empty(BLOCK + LINE, np.float32)
+    room, nonfinite = np.empty(BLOCK + LINE, np.float32), np.zeros(1, np.bool_)
     values, before, residual, codes, x = (
         borrowed(values),
         borrowed(before),
@@ -274,21 +277,29 @@ def quantise_blocks(
     for block in range(np.uint64(scales.size)):
         here = block * STEP
         if plain:
-            scales[block] = quantise_block(values, here, codes, here, residual)
+            scales[block] = quantise_block(values, here, codes, here, residual, nonfinite)
         else:
             take(values, before, rooted, residual, here, x)
-            scales[block] = quantise_block(x, START, codes, here, residual)
+            scales[block] = quantise_block(x, START, codes, here, residual, nonfinite)
     keep_alive(room)
+    return nonfinite[0]
 
 
 @inlined
 def quantise_block(
-    x: NDArray[np.float32], at: Any, codes: NDArray[np.int8], to: Any, residual: NDArray[np.float32]
+    x: NDArray[np.float32],
+    at: Any,
+    codes: NDArray[np.int8],
+    to: Any,
+    residual: NDArray[np.float32],
+    nonfinite: NDArray[np.bool_],
 ) -> Any:
-    """The residual, where there is one, becomes what the codes leave out. Returns the scale."""
+    """The residual, where there is one, becomes what the codes leave out. Returns the scale; says in ``nonfinite``
+    where something is not finite."""
     largest = np.uint32(largest_magnitude(x, at))
     ordinary = largest < DECODED_AS_IT_IS
     if largest >= np.uint32(INFINITY):
+        nonfinite[0] = True
         largest = np.uint32(largest_finite_magnitude(x, at))
     scale = scale_reaching(np.uint32(largest).view(np.float32))
     factor = reciprocal(scale)

@@ -40,10 +40,10 @@ def quantise_nf4_into(
     rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
-) -> None:
+) -> bool:
     """As the reference."""
     check_sizes(values.size, codes, scales)
-    encode_blocks(
+    return encode_blocks(
         quantise_blocks,
         values,
         codes,
@@ -65,29 +65,34 @@ def quantise_blocks(
     residual: NDArray[np.float32],
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
-) -> None:
+) -> Any:
     plain = not (rooted or before.size or residual.size)
     room, room_decoded = np.empty(BLOCK + LINE, np.float32), np.empty(BLOCK + LINE, np.float32)
     x, decoded, levels = aligned(room), aligned(room_decoded), np.empty(16, np.float32)
+    nonfinite = np.zeros(1, np.bool_)
     values, before, residual, codes = borrowed(values), borrowed(before), borrowed(residual), borrowed(codes)
     for block in range(np.uint64(scales.size)):
         here, codes_here = block * STEP, block * HALF_STEP
         if plain:
-            scales[block] = quantise_block(values, here, codes, codes_here)
+            scales[block] = quantise_block(values, here, codes, codes_here, nonfinite)
         else:
             take(values, before, rooted, residual, here, x)
-            scales[block] = quantise_block(x, START, codes, codes_here)
+            scales[block] = quantise_block(x, START, codes, codes_here, nonfinite)
         if residual.size:
             dequantise_block(codes, codes_here, scales[block], levels, decoded, START)
             keep_lost(x, decoded, residual, here)
     keep_alive(room)
     keep_alive(room_decoded)
+    return nonfinite[0]
 
 
 @inlined
-def quantise_block(x: NDArray[np.float32], at: Any, codes: NDArray[np.uint8], to: Any) -> Any:
+def quantise_block(
+    x: NDArray[np.float32], at: Any, codes: NDArray[np.uint8], to: Any, nonfinite: NDArray[np.bool_]
+) -> Any:
     largest = np.uint32(largest_magnitude(x, at))
     if largest >= np.uint32(INFINITY):
+        nonfinite[0] = True
         for j in range(HALF_STEP):
             codes[to + j] = np.uint8(ZERO_CODE << 4 | ZERO_CODE)
         return np.float32(np.nan)

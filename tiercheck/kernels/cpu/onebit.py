@@ -45,14 +45,14 @@ def quantise_onebit_into(
     rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
-) -> None:
+) -> bool:
     """As the reference."""
     check_sizes(values.size, bits, scales)
 
     def encode_with(elements: int) -> Encode:
         return partial(quantise_blocks, np.float32(ONEBIT_BLOCK / elements))
 
-    encode_blocks(
+    return encode_blocks(
         encode_with(ONEBIT_BLOCK),
         values,
         bits,
@@ -76,32 +76,41 @@ def quantise_blocks(
     residual: NDArray[np.float32],
     bits: NDArray[np.uint8],
     scales: NDArray[np.uint16],
-) -> None:
+) -> Any:
     """``share`` is the elements of a whole block to those of these blocks."""
     plain = not (rooted or before.size or residual.size)
     room, room_decoded = np.empty(ONEBIT_BLOCK + LINE, np.float32), np.empty(ONEBIT_BLOCK + LINE, np.float32)
     x, decoded, sums = aligned(room), aligned(room_decoded), np.empty(LANES, np.float32)
+    nonfinite = np.zeros(1, np.bool_)
     values, before, residual, bits = borrowed(values), borrowed(before), borrowed(residual), borrowed(bits)
     for block in range(np.uint64(scales.size)):
         here, bits_here = block * ONEBIT_STEP, block * BYTES_STEP
         if plain:
-            scales[block] = quantise_block(values, here, share, sums, bits, bits_here)
+            scales[block] = quantise_block(values, here, share, sums, bits, bits_here, nonfinite)
         else:
             take(values, before, rooted, residual, here, x)
-            scales[block] = quantise_block(x, START, share, sums, bits, bits_here)
+            scales[block] = quantise_block(x, START, share, sums, bits, bits_here, nonfinite)
         if residual.size:
             dequantise_block(bits, bits_here, scales[block], decoded, START)
             keep_lost(x, decoded, residual, here)
     keep_alive(room)
     keep_alive(room_decoded)
+    return nonfinite[0]
 
 
 @inlined
 def quantise_block(
-    x: NDArray[np.float32], at: Any, share: Any, sums: NDArray[np.float32], bits: NDArray[np.uint8], to: Any
+    x: NDArray[np.float32],
+    at: Any,
+    share: Any,
+    sums: NDArray[np.float32],
+    bits: NDArray[np.uint8],
+    to: Any,
+    nonfinite: NDArray[np.bool_],
 ) -> Any:
     total = np.float32(sum_of_magnitudes(x, at, sums))
     if np.uint32(total.view(np.uint32)) >= np.uint32(INFINITY):  # no finite values have such a sum
+        nonfinite[0] = True
         for i in range(BYTES_STEP):
             bits[to + i] = np.uint8(0)
         return np.uint16(POISONED_PATTERN)

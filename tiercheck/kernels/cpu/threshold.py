@@ -39,8 +39,8 @@ def select_threshold(
     else:
         positions[:] = np.arange(samples, dtype=np.uint32)
     look(source_of(values), None if residual is None else frozen(residual), positions, magnitudes)
-    chosen = np.uint32(select(magnitudes, wanted_of(samples, ratio), positions))
-    return float(np.clip(chosen, np.uint32(1), INFINITY).view(np.float32))
+    chosen = int(select(magnitudes, wanted_of(samples, ratio), positions))
+    return float(np.uint32(min(max(chosen, 1), int(INFINITY))).view(np.float32))
 
 
 @compiled

@@ -49,7 +49,7 @@ def quantise_into(
     rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
-) -> None:
+) -> bool:
     """Write 8-bit codes, and a scale for every block of 256: ``x ~ code * scale``, ``|error| <= scale / 2``.
 
     The scale is the block's largest finite magnitude / 127, rounded up where 127 scales would not reach it
@@ -58,7 +58,8 @@ def quantise_into(
     place of fp32 at the scale: ``|error| <= scale * (1/2 + 127 * 2**-22)``, of which the reciprocal takes a third,
     the product another and the product of decoding the last, with as much to spare.
 
-    ``codes`` has as many elements as ``values``, ``scales`` one a block. Errors: ``ValueError`` for other sizes.
+    ``codes`` has as many elements as ``values``, ``scales`` one a block. Returns whether any x is not
+    finite. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, codes, scales)
     x = in_blocks(values, before, rooted, residual, BLOCK)
@@ -69,6 +70,7 @@ def quantise_into(
     codes[:] = rounded.astype(np.int8).reshape(-1)[: values.size]
     if residual is not None:
         keep_lost(x, dequantise(codes, scales), residual)
+    return bool(not finite.all())
 
 
 def scales_reaching(largest: NDArray[np.float32]) -> NDArray[np.float32]:

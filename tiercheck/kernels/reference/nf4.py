@@ -64,7 +64,7 @@ def quantise_nf4_into(
     rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
-) -> None:
+) -> bool:
     """Write 128 bytes of codes, and a scale, for every block of 256: ``x ~ LEVELS[code] * scale``.
 
     The scale is the block's largest magnitude. The code is that of the level nearest to :func:`quotients` of x and
@@ -73,7 +73,8 @@ def quantise_nf4_into(
     more. Elements past the end are zeros. A block with a NaN or an infinity is poisoned: its codes are those of
     zeros, its scale is NaN (0x7FC00000), all of it decodes to NaN and its residual is 0.
 
-    ``codes`` has 128 bytes a block, ``scales`` one element. Errors: ``ValueError`` for other sizes.
+    ``codes`` has 128 bytes a block, ``scales`` one element. Returns whether any x is not
+    finite. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, codes, scales)
     x = in_blocks(values, before, rooted, residual, BLOCK)
@@ -85,6 +86,7 @@ def quantise_nf4_into(
     scales.view(np.uint32)[:] = np.where(poisoned, POISONED, largest.view(np.uint32))
     if residual is not None:
         keep_lost(x, dequantise_nf4(codes, scales, values.size), residual)
+    return bool(poisoned.any())
 
 
 def dequantise_nf4(

@@ -43,7 +43,7 @@ def quantise_onebit_into(
     rooted: bool = False,
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
-) -> None:
+) -> bool:
     """Write 16 bytes of signs, and a bf16 scale, for every block of 128: ``x ~ scale``, or ``-scale`` for a set bit.
 
     Bit j % 8 of byte j // 8 is the sign bit of element j, also of a zero; elements past the end have none. The scale
@@ -51,7 +51,8 @@ def quantise_onebit_into(
     with a NaN or an infinity is poisoned: no bit is set, its scale is NaN (0x7FC0), all of it decodes to NaN and its
     residual is 0.
 
-    ``bits`` has 16 bytes a block, ``scales`` one pattern. Errors: ``ValueError`` for other sizes.
+    ``bits`` has 16 bytes a block, ``scales`` one pattern. Returns whether any x is not
+    finite. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, bits, scales)
     x = in_blocks(values, before, rooted, residual, ONEBIT_BLOCK)
@@ -62,6 +63,7 @@ def quantise_onebit_into(
     scales[:] = np.where(poisoned, np.uint16(POISONED_PATTERN), rounded_to_bfloat16(means))
     if residual is not None:
         keep_lost(x, dequantise_onebit(bits, scales, values.size), residual)
+    return bool(poisoned.any())
 
 
 def mean_magnitudes(x: NDArray[np.float32], size: int) -> NDArray[np.float32]:

@@ -49,5 +49,6 @@ def check_pairs(indices: NDArray[np.uint32], target: NDArray[np.float32], *value
         raise ValueError(f"{indices.size} indices need one value each, not {[each.size for each in values]}")
     if not target.flags.writeable:
         raise ValueError("the array to write to is read-only")
-    if indices.size and int(indices.max()) >= target.size:
-        raise IndexError(f"the index {int(indices.max())} is beyond an array of {target.size} elements")
+    largest = int(np.maximum.reduce(indices, initial=0))
+    if indices.size and largest >= target.size:
+        raise IndexError(f"the index {largest} is beyond an array of {target.size} elements")

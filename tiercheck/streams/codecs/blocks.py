@@ -37,7 +37,7 @@ class BlockCodec(Codec):
     """
 
     fidelity = Fidelity.APPROXIMATE
-    quantise_into: Callable[..., None]
+    quantise_into: Callable[..., bool]
     """The kernel that encodes: of :func:`tiercheck.kernels.quantise_into`'s arguments."""
 
     @abc.abstractmethod
@@ -79,11 +79,13 @@ class BlockCodec(Codec):
         start = None if before is None else to_float32(before, dtype)
         planned = self.parts(values.size)
         codes, scales = (slot_array(slot, part) for part in planned)
-        self.quantise_into(values, codes, scales, before=start, rooted=rooted, residual=residual, threads=threads)
+        found = self.quantise_into(
+            values, codes, scales, before=start, rooted=rooted, residual=residual, threads=threads
+        )
         if residual is not None and dtype != "F32":
             decoded = self.dequantise(codes, scales, values.size, threads)
             lose_rounding(residual, decoded, dtype, threads=threads)
-        scalars = {"nonfinite": self.nonfinite(codes, scales, values.size)}
+        scalars = {"nonfinite": self.nonfinite(codes, scales, values.size) if found else 0}
         return Encoding(self.name, dtype, tuple(array.shape), tuple(part.suffix for part in planned), scalars)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
