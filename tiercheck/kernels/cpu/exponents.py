@@ -63,10 +63,13 @@ def pack_blocks(
         largest = np.uint8(0)
         for i in range(EXPONENT_BLOCK):
             largest = max(largest, block[i])
-        chosen, fewest = largest, number_stored(block, largest)
+        chosen, fewest, above = largest, number_below(block, largest, CODED), 0
         for lower in range(1, CODED):
             candidate = np.uint8(largest - np.uint8(lower))
-            number = number_stored(block, candidate)
+            above += EXPONENT_BLOCK - number_below(block, np.uint8(candidate + np.uint8(1)), 1)
+            if above >= fewest:  # so many have no code with this one, nor with any lower: mostly the first
+                break
+            number = number_below(block, candidate, CODED)
             if number < fewest:
                 chosen, fewest = candidate, number
         highest[index] = chosen
@@ -98,11 +101,12 @@ def load(exponents: NDArray[np.uint8], at: Any, block: NDArray[np.uint8]) -> Non
 
 
 @compiled
-def number_stored(block: NDArray[np.uint8], highest: np.uint8) -> Any:
-    """How many of the block have no code with this highest exponent."""
+def number_below(block: NDArray[np.uint8], highest: np.uint8, distance: int) -> Any:
+    """How many of the block lie ``distance`` or more below this exponent, modulo 256. With a distance of :data:`CODED`
+    they are those that have no code; with one of 1, all but its equals."""
     number = 0
     for start in range(0, EXPONENT_BLOCK, GROUP):
-        number += count_ones(far_below(block, start, highest, np.uint8(CODED)))
+        number += count_ones(far_below(block, start, highest, np.uint8(distance)))
     return number
 
 
