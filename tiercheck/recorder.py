@@ -113,6 +113,8 @@ class Recorder:
         self._rank = rank
         self._generation = generation
         self._open_differential: _OpenRecord | None = None
+        self._ahead: Reservation | None = None
+        """Memory for the next version's record, where the driver gives it at once."""
         self._unrecorded: int | None = None
         """The version of which a part could not be recorded: what is left of it is worth nothing."""
         self._base: _BaseInFlight | None = None
@@ -187,8 +189,9 @@ class Recorder:
         self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
 
     def close(self) -> None:
-        """Wait for the copy of a base that still runs. Idempotent."""
+        """Wait for the copy of a base that still runs, and give back what no record needs. Idempotent."""
         self._copier.shutdown(wait=True, cancel_futures=True)
+        self._drop_ahead()
 
     def _rest_on_base(self) -> bool:
         """Let the stream know the newest base, once it is in the first tier; ``False`` where there is none."""
@@ -208,8 +211,8 @@ class Recorder:
         if self._stream.supersedes and not self._rest_on_base():
             self._give_up(version)
             return
-        key = self._stream.key(self._generation, version, self._rank)
-        reservation = self._reserve(key, self._stream.nbytes_max)
+        key, nbytes = self._stream.key(self._generation, version, self._rank), self._stream.nbytes_max
+        reservation = self._take_ahead(key, nbytes) or self._reserve(key, nbytes)
         self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation)
 
     def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
@@ -223,6 +226,7 @@ class Recorder:
                     nbytes = opened.capture.finish(skipped=skipped)
                     self._publish(opened.reservation, nbytes, f"publishing differential {version}")
                     self._count(differentials=1, captured_bytes=nbytes)
+                    self._reserve_ahead(version + 1)
         finally:
             # The optimizer has stepped, recorded or not: the next step must not take this version's place.
             self._open_differential = None
@@ -325,8 +329,31 @@ class Recorder:
         try:
             return self._reserved(key, nbytes)
         except CapacityExceeded:
+            self._drop_ahead()
             self._call_mover(self._mover.cycle(), "making room in the first tier")
             return self._reserved(key, nbytes)
+
+    def _reserve_ahead(self, version: int) -> None:
+        """Reserve the memory of the version that comes, right after a record was published: what both run through is
+        in the processor's caches then, and after the next forward and backward pass it is not."""
+        key = self._stream.key(self._generation, version, self._rank)
+        try:
+            self._ahead = self._first.driver.reserve_at_once(str(key), self._stream.nbytes_max)
+        except TierError as error:
+            log.debug("version %d finds no memory yet: %s", version, error)  # it asks again, and tells
+
+    def _take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
+        """What was reserved ahead for this record, if it still suffices."""
+        if self._ahead is not None and self._ahead.key == str(key) and len(self._ahead.buffer) >= nbytes:
+            ahead, self._ahead = self._ahead, None
+            return ahead
+        self._drop_ahead()
+        return None
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._call(ahead.drop(), "giving back memory of the first tier")
 
     def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
         driver = self._first.driver

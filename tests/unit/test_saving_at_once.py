@@ -1,4 +1,7 @@
-"""Training's own thread reserves and publishes where the first tier lets it, and awaits the tier where it does not."""
+"""Training's own thread reserves and publishes where the first tier lets it, and awaits the tier where it does not.
+
+The memory of the next version is reserved right after a record was published, and when it is needed where that failed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.training import FULL, Training, memory, recovered
 from tiercheck.errors import CapacityExceeded, SaveError, Transient
@@ -51,15 +55,18 @@ class Watched:
             found = original(*arguments, **options)
             if isinstance(found, Reservation):
                 self._replace(found, "publish_at_once", lambda *_, **__: key)
+                self._replace(found, "drop", lambda: key)
             return found
 
         setattr(of, name, watched)
 
 
-def once(call: str, error: Exception) -> Callable[[str, str], Exception | None]:
-    """Version 2's first such call fails."""
-    left = [error]
-    return lambda called, key: left.pop() if left and called == call and VERSION_2 in key else None
+def failing(
+    call: str, error: Exception, *, of: str = VERSION_2, times: int = 1
+) -> Callable[[str, str], Exception | None]:
+    """The first such calls of version 2 fail."""
+    left = [error] * times
+    return lambda called, key: left.pop() if left and called == call and of in key else None
 
 
 def test_the_thread_that_trains_reserves_and_publishes() -> None:
@@ -81,26 +88,76 @@ def test_a_tier_that_has_nothing_at_once_is_awaited() -> None:
     assert recovered(url) == (3, training.states[3])
 
 
-def test_where_there_is_no_room_the_step_makes_some() -> None:
-    tier, training = Watched(once("reserve_at_once", CapacityExceeded(FULL))), Training()
+@pytest.mark.parametrize("times", [1, 2])
+def test_where_there_is_no_room_the_step_makes_some(times: int) -> None:
+    """It may be there by then (once), or the mover makes it (twice: ahead, and in the step)."""
+    tier, training = Watched(failing("reserve_at_once", CapacityExceeded(FULL), times=times)), Training()
     with training.attach(tier.hierarchy) as checkpointer:
         for version in (1, 2, 3):
             training.step(version)
-        assert tier.of(VERSION_2) == [("reserve_at_once", True), ("reserve_at_once", True), ("publish_at_once", True)]
+        assert tier.of(VERSION_2) == [*[("reserve_at_once", True)] * (times + 1), ("publish_at_once", True)]
         assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 3)
     assert recovered(tier.url) == (3, training.states[3])
 
 
-@pytest.mark.parametrize("call", ["reserve_at_once", "publish_at_once"])
-def test_what_fails_at_once_is_a_failed_save(call: str) -> None:
-    tier, training = Watched(once(call, Transient("the tier is busy"))), Training()
+def test_each_version_s_memory_is_reserved_when_the_one_before_is_published() -> None:
+    tier, training = Watched(), Training()
+    with training.attach(tier.hierarchy):
+        for version in (1, 2):
+            training.step(version)
+        calls = [(call, key.partition("differential/")[2][:12]) for call, key, _ in tier.seen if "differential" in key]
+        one, two, three = (f"{version:012d}" for version in (1, 2, 3))
+        assert calls == [
+            ("reserve_at_once", one),
+            ("publish_at_once", one),
+            ("reserve_at_once", two),
+            ("publish_at_once", two),
+            ("reserve_at_once", three),
+        ]
+    assert tier.of("differential/000000000003")[1:] == [("drop", True)], "nobody needs it any more"
+
+
+def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it() -> None:
+    tier, training = Watched(), Training()
+    with training.attach(tier.hierarchy) as checkpointer:
+        training.step(1)
+        training.model.register_buffer("table", torch.arange(2.0**18))
+        training.step(2)
+        assert tier.of(VERSION_2) == [
+            ("reserve_at_once", True),
+            ("drop", True),
+            ("reserve_at_once", True),
+            ("publish_at_once", True),
+        ]
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 2)
+
+
+def test_what_was_reserved_goes_back_where_a_base_finds_no_room() -> None:
+    tier, training = Watched(failing("reserve_at_once", CapacityExceeded(FULL), of="base/000000000002")), Training()
+    with training.attach(tier.hierarchy, base_every=2) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        checkpointer.flush()
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials, checkpointer.stats.bases) == (
+            0,
+            3,
+            2,
+        )
+        ahead = [call for call, _ in tier.of("differential/000000000003")]
+        assert ahead == ["reserve_at_once", "drop", "reserve_at_once", "publish_at_once"]
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+@pytest.mark.parametrize(("call", "times"), [("reserve_at_once", 2), ("publish_at_once", 1)])
+def test_what_fails_at_once_is_a_failed_save(call: str, times: int) -> None:
+    tier, training = Watched(failing(call, Transient("the tier is busy"), times=times)), Training()
     with training.attach(tier.hierarchy, on_save_error="warn") as checkpointer:
         for version in (1, 2, 3):
             training.step(version)
         checkpointer.flush()
         assert checkpointer.stats.failed_saves == 1
     assert recovered(tier.url) == (3, training.states[3])
-    tier, training = Watched(once(call, Transient("the tier is busy"))), Training()
+    tier, training = Watched(failing(call, Transient("the tier is busy"), times=times)), Training()
     with training.attach(tier.hierarchy, on_save_error="fail"):
         training.step(1)
         with pytest.raises(SaveError, match="the tier is busy"):
