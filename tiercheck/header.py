@@ -248,6 +248,9 @@ def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes:
     return bytes(header)
 
 
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
+
+
 def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
     if len(extents) > TENSORS_MAX:
         raise ValueError(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
@@ -263,7 +266,7 @@ def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
             dtype, trailing = STORED_AS[dtype]
             shape.append(trailing)
         document[extent.spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [extent.start, extent.stop]}
-    return json.dumps(document, separators=(",", ":"))
+    return _COMPACT.encode(document)
 
 
 def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], notes: Mapping[str, str]) -> int:
