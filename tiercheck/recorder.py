@@ -189,7 +189,7 @@ class Recorder:
         self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
 
     def close(self) -> None:
-        """Wait for the copy of a base that still runs, and give back what no record needs. Idempotent."""
+        """Wait for the copy of a base that still runs, and give back memory that no record needs. Idempotent."""
         self._copier.shutdown(wait=True, cancel_futures=True)
         self._drop_ahead()
 
@@ -226,11 +226,12 @@ class Recorder:
                     nbytes = opened.capture.finish(skipped=skipped)
                     self._publish(opened.reservation, nbytes, f"publishing differential {version}")
                     self._count(differentials=1, captured_bytes=nbytes)
-                    self._reserve_ahead(version + 1)
         finally:
             # The optimizer has stepped, recorded or not: the next step must not take this version's place.
             self._open_differential = None
             self.version = version
+        if opened is not None and version != self._unrecorded:
+            self._reserve_ahead(version + 1)
         self._count(differential_stall_s=time.perf_counter() - began)
         if self._placement.completes(version, self._roles):
             self._nudge()
@@ -353,7 +354,14 @@ class Recorder:
     def _drop_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            self._call(ahead.drop(), "giving back memory of the first tier")
+            self._drop(ahead, f"giving back the memory for {ahead.key}")
+
+    def _drop(self, reservation: Reservation, what: str) -> None:
+        """Nothing is lost where that fails, but memory until the tier is closed."""
+        try:
+            self._call(reservation.drop(), what)
+        except TierCheckError as error:
+            log.warning("%s: %s", what, error)
 
     def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
         driver = self._first.driver
@@ -381,10 +389,8 @@ class Recorder:
         self._base_due = True  # the chain has a gap: only a base makes what follows reachable
         opened, self._open_differential = self._open_differential, None
         if opened is not None:
-            try:
-                self._call(opened.reservation.drop(), "dropping a differential")
-            except TierCheckError as error:
-                log.warning("dropping differential %d: %s", version, error)
+            self._drop(opened.reservation, f"dropping differential {version}")
+        self._drop_ahead()  # the base needs room, and perhaps the next version is no differential either
 
     def _leave_out(self, version: int) -> None:
         """No differential leads to this version: it gets a base instead."""

@@ -83,6 +83,25 @@ def test_what_changes_is_noticed(change: str) -> None:
     check(model, tensors)
 
 
+class Scripted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.steps
+
+
+def test_modules_that_are_compiled_to_torchscript() -> None:
+    """They have no dictionaries, but something like them."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.jit.script(Scripted()))
+    tensors = ModuleTensors(model)
+    assert list(tensors.parameters()) == [name for name, _ in model.named_parameters()]
+    assert list(tensors.buffers()) == ["1.steps"]
+    assert all(ours is theirs for ours, theirs in zip(tensors.parameters().values(), model.parameters(), strict=True))
+
+
 def test_a_module_without_any() -> None:
     tensors = ModuleTensors(torch.nn.Identity())
     assert tensors.parameters() == {}

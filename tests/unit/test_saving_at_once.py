@@ -117,8 +117,10 @@ def test_each_version_s_memory_is_reserved_when_the_one_before_is_published() ->
     assert tier.of("differential/000000000003")[1:] == [("drop", True)], "nobody needs it any more"
 
 
-def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it() -> None:
-    tier, training = Watched(), Training()
+@pytest.mark.parametrize("times", [0, 1])
+def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it(times: int) -> None:
+    """And where it cannot go back, it is not the version that suffers."""
+    tier, training = Watched(failing("drop", Transient("the tier is busy"), times=times)), Training()
     with training.attach(tier.hierarchy) as checkpointer:
         training.step(1)
         training.model.register_buffer("table", torch.arange(2.0**18))

@@ -34,7 +34,7 @@ from tiercheck.header import round_up
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
-from tiercheck.streams.iteration import SPARE_BYTES, IterationCapture, IterationStream
+from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.records import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
 from tiercheck.streams.tensors import dtype_name, tensor_in, tensor_of
@@ -118,21 +118,23 @@ class DifferentialCapture(IterationCapture):
         That is done for all of them even where that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
-        version = self._key.first
         for name, gradient in gradients.items():
             self._check(name, gradient)
         failures: list[TierError] = []
         for name, gradient in gradients.items():
-            written: dict[str, memoryview] = {}
-            slot = partial(self._slot, name, written, failures)
-            encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
-            self._encodings[name] = encoding.to_object()
-            # Now, while the parts are in the cache: at the end of the step they would be read from memory.
-            for suffix, memory in written.items():
-                checksum = encoding.checksums.get(suffix) or checksum_of(memory)
-                self._checksums[gradient_name(version, name, suffix)] = checksum
+            self._encode(name, gradient, failures)
         if failures:
             raise failures[0]
+
+    def _encode(self, name: str, gradient: torch.Tensor, failures: list[TierError]) -> None:
+        written: dict[str, memoryview] = {}
+        version, slot = self._key.first, partial(self._slot, name, written, failures)
+        encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
+        self._encodings[name] = encoding.to_object()
+        # Now, while the parts are in the cache: at the end of the step they would be read from memory.
+        for suffix, memory in written.items():
+            checksum = encoding.checksums.get(suffix) or checksum_of(memory)
+            self._checksums[gradient_name(version, name, suffix)] = checksum
 
     def _slot(
         self,
@@ -260,7 +262,7 @@ class DifferentialStream(IterationStream):
         """Bytes, at most, of what a record holds beside the gradients: buffers, two objects, and their header."""
         buffers = self._buffers()
         if record_nbytes is None:
-            record_nbytes = SPARE_BYTES + 512 * (self._gradients + len(buffers))
+            record_nbytes = RECORD_SPARE_BYTES + 512 * (self._gradients + len(buffers))
         sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes]
         return header_beside(buffers) + sum(map(round_up, sizes))
 

@@ -14,11 +14,11 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.tensors import array_of, counters
 
-__all__ = ["SPARE_BYTES", "IterationCapture", "IterationStream"]
+__all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
 
-SPARE_BYTES = 32 << 10
+HOST_SPARE_BYTES, RECORD_SPARE_BYTES = 64 << 10, 32 << 10
 """Room beyond what an object of a record was the last time. Little: what a reservation has too much is allocated afresh
-each time."""
+each time, and of both together (:mod:`tiercheck.tiers.mapping`) nobody makes a file of its own."""
 
 
 class IterationCapture(abc.ABC):
@@ -86,7 +86,7 @@ class IterationStream(abc.ABC):
     @property
     def host_nbytes_max(self) -> int:
         """Room for the next host state, which may grow from one version to the next."""
-        return SPARE_BYTES + 2 * self.host_nbytes
+        return HOST_SPARE_BYTES + 2 * self.host_nbytes
 
     def packed_host_state(self) -> PackedObject:
         """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""

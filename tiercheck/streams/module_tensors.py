@@ -8,7 +8,7 @@ there, in loops that are not Python's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_, methodcaller
 from typing import Generic, TypeVar
 
@@ -19,8 +19,9 @@ __all__ = ["ModuleTensors"]
 
 T = TypeVar("T")
 
-# By values: under ZeRO-3 looking up a name may fetch the parameter from the other ranks.
-_values = methodcaller("values")
+# Under ZeRO-3 looking up a name may fetch the parameter from the other ranks, and what a scripted module has for a
+# dictionary cannot be iterated over.
+_keys, _values = methodcaller("keys"), methodcaller("values")
 
 
 class ModuleTensors:
@@ -56,7 +57,7 @@ class ModuleTensors:
         saved = {
             prefix + name
             for prefix, module in self._with_buffers
-            for name in module._buffers.keys() - _not_persistent(module)
+            for name in set(module._buffers.keys()) - _not_persistent(module)
         }
         return {name: buffer.detach() for name, buffer in self._named_buffers.items() if name in saved}
 
@@ -77,7 +78,7 @@ class ModuleTensors:
         self._buffers: _Held[torch.Tensor] = _Held(self._modules, "_buffers")
         self._named_buffers = dict(self._buffers.named(self._prefixes))
         owners = zip(self._prefixes, self._modules, strict=True)
-        self._with_buffers = [(prefix, module) for prefix, module in owners if module._buffers]
+        self._with_buffers = [(prefix, module) for prefix, module in owners if len(module._buffers)]
 
 
 class _Held(Generic[T]):
@@ -88,7 +89,7 @@ class _Held(Generic[T]):
         self._dictionary = attrgetter(name)
         held = self._now()
         self._sizes = [*map(len, held)]
-        self._names = [*chain.from_iterable(held)]
+        self._names = [*chain.from_iterable(map(_keys, held))]
         self._contents = [*chain.from_iterable(map(_values, held))]
 
     def changed(self) -> bool:
@@ -96,9 +97,9 @@ class _Held(Generic[T]):
         held = self._now()
         if [*map(len, held)] != self._sizes:
             return True
-        held = [*filter(None, held)]  # few modules have children, and fewer have buffers
+        held = [*compress(held, self._sizes)]  # few modules have children, and fewer have buffers
         same = map(is_, chain.from_iterable(map(_values, held)), self._contents)
-        return not all(same) or [*chain.from_iterable(held)] != self._names
+        return not all(same) or [*chain.from_iterable(map(_keys, held))] != self._names
 
     def named(self, prefixes: Iterable[str]) -> Iterator[tuple[str, T]]:
         """All of it but ``None``, by full names: each once, by the first that it has."""

@@ -45,7 +45,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseState
 from tiercheck.streams.codecs import FLOATS, Encoding, Int8, Nf4, decode
 from tiercheck.streams.codecs.floats import to_float32
-from tiercheck.streams.iteration import SPARE_BYTES, IterationCapture, IterationStream
+from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_in, tensor_of
 
@@ -274,7 +274,7 @@ def room_of(held: tuple[Held, ...], codec: Int8 | Nf4) -> Room:
     return Room(
         header_nbytes=header_room(specs, ("snapshot", "host")),
         tensors_nbytes=sum(round_up(spec.nbytes) for spec in specs),
-        record_nbytes=round_up(SPARE_BYTES + 512 * len(specs)),
+        record_nbytes=round_up(RECORD_SPARE_BYTES + 512 * len(specs)),
     )
 
 

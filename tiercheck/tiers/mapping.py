@@ -8,6 +8,7 @@ to the pool untouched, unless the object is longer than expected: then what lies
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -82,8 +83,9 @@ class MappedSegments:
                     window.show_behind(tail.fd, whole_pages(missing))
             return MappedSegment(self, head, tail, window, nbytes)
         except BaseException:
-            for segment in filter(None, (tail, head)):
-                self.directory.discard(segment.temporary)
+            with contextlib.ExitStack() as undo:
+                for segment in filter(None, (head, tail)):
+                    undo.callback(self.directory.discard, segment.temporary)
             raise
 
     def store(self, key: str, payload: Payload, mode: PutMode, check: Check) -> ObjectInfo:

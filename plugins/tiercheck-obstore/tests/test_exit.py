@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import pytest
 from tiercheck_obstore.exit import let_foreign_threads_out
 
 CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -29,11 +30,15 @@ inside.wait()
 """
 
 
-def test_a_foreign_thread_is_waited_for_until_the_deadline() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_foreign_thread_is_waited_for_until_the_deadline(known: bool) -> None:
+    """Also one that ``threading`` has heard of: whatever it logs asks for its name."""
     inside, go = threading.Event(), threading.Event()
 
     @CALLBACK
     def callback(_: object) -> None:
+        if known:
+            threading.current_thread()
         inside.set()
         go.wait()
 
