@@ -93,6 +93,7 @@ class Scripted(torch.nn.Module):
         return self.linear(x) + self.steps
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_modules_that_are_compiled_to_torchscript() -> None:
     """They have no dictionaries, but something like them."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.jit.script(Scripted()))
