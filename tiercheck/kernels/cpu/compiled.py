@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-CPointer: Any = types.CPointer
-
 LINE = 16
 """fp32 elements in a cache line."""
 
