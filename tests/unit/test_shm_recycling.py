@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import os
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +17,7 @@ from tests.shared_memory import root_of
 from tiercheck.errors import AlreadyExists, CapacityExceeded
 from tiercheck.tiers.driver import Reservation
 from tiercheck.tiers.shm import ShmDriver
-from tiercheck.types import PutMode
+from tiercheck.types import ByteRange, PutMode
 
 MIB = 1 << 20
 
@@ -105,6 +108,77 @@ async def test_a_kept_mapping_of_a_file_that_others_changed(name: str) -> None:
             assert bytes(await two.get("a")) == bytes([n]) * (nbytes - n)
             assert bytes(await one.get("a")) == bytes([n]) * (nbytes - n)
             await driver.delete(["a"])
+
+
+def mappings(name: str) -> int:
+    """How many ranges of this process's addresses show files of the namespace."""
+    return sum(str(root_of(name)) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("way", ["reserved", "put"])
+async def test_what_this_process_has_written_is_not_mapped_again(name: str, way: str) -> None:
+    async with ShmDriver(name, size=32 * MIB) as driver, ShmDriver(name, size=32 * MIB) as other:
+        for n in range(3):  # the first put writes to the file, which is new, and maps nothing
+            if way == "put":
+                await driver.put("a", [bytes([n]) * MIB])
+            else:
+                reservation = await driver.reserve("a", 2 * MIB)
+                reservation.buffer[:MIB] = bytes([n]) * MIB
+                await reservation.publish(MIB)
+        before = mappings(name)
+        with await driver.get("a") as whole, await driver.get("a", range=ByteRange(4096, 2 * 4096)) as part:
+            assert mappings(name) == before
+            assert whole == b"\2" * MIB
+            assert part == b"\2" * 4096
+            assert whole.readonly
+            assert part.readonly
+        with await other.get("a") as whole:
+            assert mappings(name) == before + 1
+            assert whole == b"\2" * MIB
+
+
+def let_go_in_a_child(held: memoryview) -> None:
+    child = os.fork()
+    if not child:
+        held.release()
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+async def test_what_its_own_writer_reads_is_left_alone(name: str) -> None:
+    """As long as a part of it is kept; a process that was forked meanwhile, and lets go of it, changes nothing."""
+    async with ShmDriver(name, size=32 * MIB) as driver:
+        await driver.put("a", [b"1" * MIB])
+        await driver.put("a", [b"2" * MIB])
+        await driver.put("a", [b"3" * MIB])
+        held = (await driver.get("a"))[100:200]
+        first = inode(name, "a")
+        await driver.delete(["a"])
+        await asyncio.to_thread(let_go_in_a_child, held)
+        for n in range(4):
+            await driver.put(f"b/{n}", [b"x" * MIB])
+            assert inode(name, f"b/{n}") != first
+        assert held == b"3" * 100
+        open_files = len(list(Path("/proc/self/fd").iterdir()))
+        held.release()
+        assert len(list(Path("/proc/self/fd").iterdir())) == open_files - 1
+        await driver.put("c", [b"4" * MIB])
+        assert inode(name, "c") == first
+
+
+async def test_what_is_read_outlives_its_driver(name: str) -> None:
+    driver = ShmDriver(name, size=32 * MIB)
+    await driver.open()
+    for n in range(3):
+        await driver.put("a", [bytes([n]) * MIB])
+    held = await driver.get("a")
+    await driver.close()
+    assert held == b"\2" * MIB
+    async with ShmDriver(name, size=32 * MIB) as other:
+        await other.put("a", [b"x" * MIB])
+        await other.put("a", [b"y" * MIB])
+    assert held == b"\2" * MIB
 
 
 @pytest.fixture

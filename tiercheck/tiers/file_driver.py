@@ -185,10 +185,13 @@ class FileDriver(TierDriver):
                 self.directory.transfer.read(fd, wanted.start, content, check)
                 self.directory.unlock_object(fd)
                 return content.toreadonly()
-            # The mapping holds the open file, and with it the lock that keeps a segment from being recycled.
-            return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ))[wanted.start : wanted.stop]
+            return self.map_object(fd, nbytes)[wanted.start : wanted.stop]
         finally:
             os.close(fd)
+
+    def map_object(self, fd: int, nbytes: int) -> memoryview:
+        """All of an open object, read-only. It holds the open file, and with it the lock that keeps it as it is."""
+        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ))
 
     def fetch_into(self, key: str, range: ByteRange | None, into: memoryview, check: Callable[[], None]) -> int:
         """Fill ``into`` with the bytes, and count them; runs in a thread."""

@@ -111,6 +111,14 @@ class MappedSegments:
                 self.cache.keep(window, segment.fd)
             self.directory.discard(segment.temporary)
 
+    def map_to_read(self, fd: int, nbytes: int) -> memoryview | None:
+        """An open object of ``nbytes``, read-only, where this process has written it: it is mapped still, to the last
+        page. The open file, and its lock, are held as long as a view is left. ``None`` for anybody else's object."""
+        window = self.cache.find(fd)
+        if window is None or window.shown_bytes < nbytes:
+            return None
+        return window.lend_to_read(nbytes, os.dup(fd))
+
     def prepare(self, sizes: Sequence[tuple[int, int]], check: Check) -> None:
         """Put segments into the pool that cost nothing to reserve: backed, mapped, and pinned where there is a GPU.
 

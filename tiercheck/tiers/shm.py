@@ -176,6 +176,9 @@ class ShmDriver(FileDriver):
         with self.mapped_errors(key):
             return self.directory.info(key)
 
+    def map_object(self, fd: int, nbytes: int) -> memoryview:
+        return self._mapped.map_to_read(fd, nbytes) or super().map_object(fd, nbytes)
+
     def measure(self) -> Usage:
         return Usage(self.segments.held_bytes(), self.segments.limit_bytes)
 

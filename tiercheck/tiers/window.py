@@ -92,14 +92,20 @@ class Window:
 
     def lend(self, nbytes: int) -> memoryview:
         """The first ``nbytes``: writable, format ``B``. The window lives for as long as any view made of it."""
-        exporter = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        exporter.window = self  # type: ignore[attr-defined]
+        exporter = self._exporter(nbytes)
         self._lent = weakref.ref(exporter)
         return memoryview(exporter).cast("B")
 
+    def lend_to_read(self, nbytes: int, fd: int) -> memoryview:
+        """The same, read-only, to any number of readers. ``fd`` is closed once no view that was made of it is left."""
+        exporter = self._exporter(nbytes)
+        # Not unlocked first: in a child that was forked meanwhile, this closes what the parent still reads.
+        weakref.finalize(exporter, os.close, fd).atexit = False
+        return memoryview(exporter).cast("B").toreadonly()
+
     @property
     def is_lent(self) -> bool:
-        """Whether somebody has the memory: the view, a slice of it, an array made of it."""
+        """Whether somebody has the memory to write to: the view, a slice of it, an array made of it."""
         return self._lent is not None and self._lent() is not None
 
     # Pinning.
@@ -115,6 +121,11 @@ class Window:
     def unpin(self) -> None:
         while self._unpin:
             self._unpin.pop()()
+
+    def _exporter(self, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+        exporter = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        exporter.window = self  # type: ignore[attr-defined]
+        return exporter
 
     def _map_at(self, at: int, nbytes: int, fd: int, offset: int) -> None:
         prot = mmap.PROT_READ | mmap.PROT_WRITE
@@ -155,9 +166,9 @@ class _Pinned:
 class WindowCache:
     """Windows on segments that this process had, for when their files come back from the pool.
 
-    Who takes a file from the pool has it alone, so that a window that was kept is as good as a new one, and
-    faster. A kept window is never touched before that. No more are kept than a quarter of the descriptors that
-    this process may have: each holds one.
+    Who takes a file from the pool has it alone, so that a window that was kept is as good as a new one, and faster.
+    A kept window is never written to before that; who has the file locked may read what it shows. No more are kept
+    than a quarter of the descriptors that this process may have: each holds one.
     """
 
     def __init__(self, kept_max: int) -> None:
@@ -186,6 +197,13 @@ class WindowCache:
                 self._forget(status.st_ino)
             self._kept[status.st_ino] = Kept(window, status.st_mtime_ns, fd)
             self._prune()
+
+    def find(self, fd: int) -> Window | None:
+        """The window on that open file, where nobody else has had the file since; it stays kept."""
+        status = os.fstat(fd)
+        with self._lock:
+            kept = self._kept.get(status.st_ino)
+        return kept.window if kept is not None and kept.mtime_ns == status.st_mtime_ns else None
 
     def take(self, inode: int) -> Kept | None:
         """The window, if there is one. Its descriptor is closed."""
