@@ -9,21 +9,20 @@ from tiercheck.types import Buffer
 __all__ = ["copy_with_xxh3"]
 
 CACHED_BYTES = 256 << 10
-"""So many are surely in the second-level cache once they were read."""
+"""So many are surely in the second-level cache once they were written."""
 
 
 def copy_with_xxh3(into: memoryview, source: Buffer) -> int:
-    """``into[:] = source``, of one length and format ``B``; returns the XXH3-64 of ``source``, which nobody may change
-    meanwhile.
+    """``into[:] = source``, of one length and format ``B``; returns the XXH3-64 of the copy.
 
-    Hashing brings it into the processor's cache, from where it is copied: both take no longer than copying alone.
+    It is hashed while it is in the processor's cache, so that both take no longer than copying alone.
     """
     digest = xxhash.xxh3_64()
     with memoryview(source) as view:
         if len(view) != len(into):
             raise ValueError(f"{len(view)} bytes cannot be copied to {len(into)}")
         for start in range(0, len(view), CACHED_BYTES):
-            with view[start : start + CACHED_BYTES] as part:
-                digest.update(part)
-                into[start : start + CACHED_BYTES] = part
+            part = into[start : start + CACHED_BYTES]
+            part[:] = view[start : start + CACHED_BYTES]
+            digest.update(part)
     return int(digest.intdigest())
