@@ -140,13 +140,27 @@ class TestThreshold:
                     )
                     assert ours == theirs
 
-    def test_positions_lie_below_any_size_and_everywhere(self) -> None:
-        for size in (reference.SAMPLES + 1, 1_000_003, 2**31, 2**32 - 1):
-            for seed in range(3):
-                positions = reference.sample_positions(size, seed)
-                assert int(positions.max()) < size
-                counts = np.bincount((positions.astype(np.int64) * 64) // size, minlength=64)
-                assert np.all(np.abs(counts - 1024) < 6 * 32)
+    @pytest.mark.parametrize("size", [reference.SAMPLES, reference.SAMPLES + 7, 1_000_003, 2**31, 2**32 - 1])
+    def test_positions_are_a_run_in_each_stratum(self, size: int) -> None:
+        together = reference.SAMPLED_TOGETHER
+        runs, places = reference.SAMPLES // together, size // together
+        for seed in range(3):
+            positions = reference.sample_positions(size, seed).astype(np.int64).reshape(runs, together)
+            starts = positions[:, 0]
+            assert np.array_equal(positions, starts[:, None] + np.arange(together))
+            assert not np.any(starts % together)
+            assert int(positions.max()) < size
+            begins = np.arange(runs + 1) * places
+            assert np.all(begins[:-1] // runs <= starts // together)
+            assert np.all(starts // together <= (begins[1:] - 1) // runs)
+
+    def test_positions_are_anywhere_in_their_strata(self) -> None:
+        size, runs = 2**31, reference.SAMPLES // reference.SAMPLED_TOGETHER
+        width = size // runs
+        for seed in range(3):
+            within = reference.sample_positions(size, seed)[:: reference.SAMPLED_TOGETHER].astype(np.int64) % width
+            counts = np.bincount(within * 16 // width, minlength=16)
+            assert np.all(np.abs(counts - runs / 16) < 6 * (runs / 16) ** 0.5)
         assert not np.array_equal(reference.sample_positions(10**6, 1), reference.sample_positions(10**6, 2))
 
     @pytest.mark.parametrize("kernel", BOTH)

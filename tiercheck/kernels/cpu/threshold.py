@@ -11,6 +11,7 @@ from tiercheck.kernels.cpu.compiled import compiled, frozen
 from tiercheck.kernels.cpu.lanes import GROUP, lane_bits, reaching, source_of, trailing_zeros
 from tiercheck.kernels.reference.compaction import (
     INFINITY,
+    SAMPLED_TOGETHER,
     SAMPLES,
     Values,
     check_ratio,
@@ -45,12 +46,16 @@ def select_threshold(
 
 @compiled
 def draw(size: Any, first: Any, second: Any, positions: Words) -> None:
-    for i in range(positions.size):
-        hashed = np.uint32(i) ^ first
+    runs, together = np.uint64(SAMPLES // SAMPLED_TOGETHER), np.uint64(SAMPLED_TOGETHER)
+    places = size // together
+    for run in range(runs):
+        hashed = np.uint32(run) ^ first
         hashed = np.uint32((hashed ^ (hashed >> np.uint32(16))) * np.uint32(0x7FEB352D))
         hashed = np.uint32((hashed ^ (hashed >> np.uint32(15)) ^ second) * np.uint32(0x846CA68B))
         hashed ^= hashed >> np.uint32(16)
-        positions[i] = np.uint32((np.uint64(hashed) * size) >> np.uint64(32))
+        start = (run * places + (np.uint64(hashed) * places >> np.uint64(32))) // runs * together
+        for i in range(together):
+            positions[run * together + i] = np.uint32(start + i)
 
 
 @compiled

@@ -12,16 +12,21 @@ struct Shared {
     u32 reach[WARPS][3];
 };
 
-// Where sample `number` lies: a hash of it, with the seed's keys, scaled to the size. Source: the constants and shifts
-// are those of lowbias32 (Wellons, hash-prospector, 2018).
-EITHER u64 position_of(u32 number, u32 first_key, u32 second_key, u64 size) {
-    u32 hashed = number ^ first_key;
+// Neighbours among the samples: a run of them lies in one stratum, of which there are as many as runs.
+constexpr u32 TOGETHER = 4;
+
+// Where sample `number` lies: a hash of its run's number, with the seed's keys, says where in its stratum that begins.
+// Source: the constants and shifts are those of lowbias32 (Wellons, hash-prospector, 2018).
+EITHER u64 position_of(u32 number, u32 first_key, u32 second_key, u32 samples, u64 size) {
+    const u32 run = number / TOGETHER;
+    const u64 places = size / TOGETHER;
+    u32 hashed = run ^ first_key;
     hashed ^= hashed >> 16;
     hashed *= 0x7FEB352Du;
     hashed ^= hashed >> 15 ^ second_key;
     hashed *= 0x846CA68Bu;
     hashed ^= hashed >> 16;
-    return u64(hashed) * size >> 32;
+    return (run * places + (hashed * places >> 32)) / (samples / TOGETHER) * TOGETHER + number % TOGETHER;
 }
 
 // The magnitudes of the samples; where there are as many samples as values, of all of them.
@@ -30,7 +35,7 @@ __device__ __forceinline__ void sample(
     const Element *values, u64 size, const float *residual, u32 first_key, u32 second_key, u32 samples,
     u32 *magnitudes) {
     for (u64 at = first_element(); at < samples; at += all_threads()) {
-        const u64 from = samples == size ? at : position_of(u32(at), first_key, second_key, size);
+        const u64 from = samples == size ? at : position_of(u32(at), first_key, second_key, samples, size);
         float element = widened(values[from]);
         if (residual) element = with_lost(element, residual[from]);
         magnitudes[at] = magnitude_of(element);
