@@ -35,6 +35,7 @@ __all__ = [
     "OBJECT_PREFIX",
     "PADDING_PREFIX",
     "Extent",
+    "RunningChecksum",
     "ShardHeader",
     "ShardMetadata",
     "TensorSpec",
@@ -88,6 +89,20 @@ def round_up(nbytes: int) -> int:
 def checksum_of(data: Buffer) -> str:
     """XXH3-64 of ``data`` as 16 lower-case hexadecimal digits."""
     return str(xxhash.xxh3_64_hexdigest(data))
+
+
+class RunningChecksum:
+    """:func:`checksum_of` of bytes that come one part after the other."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def update(self, part: Buffer) -> None:
+        self._digest.update(part)
+
+    @property
+    def text(self) -> str:
+        return str(self._digest.hexdigest())
 
 
 def copy_with_checksum(into: memoryview, source: memoryview) -> str:

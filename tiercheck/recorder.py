@@ -73,6 +73,8 @@ class Stats:
 class _OpenRecord:
     capture: IterationCapture
     reservation: Reservation
+    nbytes: int
+    """Reserved."""
 
 
 @dataclass
@@ -213,7 +215,8 @@ class Recorder:
             return
         key, nbytes = self._stream.key(self._generation, version, self._rank), self._stream.nbytes_max
         reservation = self._take_ahead(key, nbytes) or self._reserve(key, nbytes)
-        self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation)
+        memory = reservation.buffer
+        self._open_differential = _OpenRecord(self._stream.begin(key, memory), reservation, len(memory))
 
     def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something else than the optimizer has written to a master since its step."""
@@ -231,7 +234,7 @@ class Recorder:
             self._open_differential = None
             self.version = version
         if opened is not None and version != self._unrecorded:
-            self._reserve_ahead(version + 1)
+            self._reserve_ahead(version + 1, opened.nbytes)
         self._count(differential_stall_s=time.perf_counter() - began)
         if self._placement.completes(version, self._roles):
             self._nudge()
@@ -334,12 +337,13 @@ class Recorder:
             self._call_mover(self._mover.cycle(), "making room in the first tier")
             return self._reserved(key, nbytes)
 
-    def _reserve_ahead(self, version: int) -> None:
-        """Reserve the memory of the version that comes, right after a record was published: what both run through is
-        in the processor's caches then, and after the next forward and backward pass it is not."""
+    def _reserve_ahead(self, version: int, nbytes: int) -> None:
+        """Reserve as much memory for the version that comes as the record before it had, right after that was
+        published: what both run through is in the processor's caches then, and after the next forward and backward
+        pass it is not."""
         key = self._stream.key(self._generation, version, self._rank)
         try:
-            self._ahead = self._first.driver.reserve_at_once(str(key), self._stream.nbytes_max)
+            self._ahead = self._first.driver.reserve_at_once(str(key), nbytes)
         except TierError as error:
             log.debug("version %d finds no memory yet: %s", version, error)  # it asks again, and tells
 

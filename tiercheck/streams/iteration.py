@@ -19,6 +19,8 @@ __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
 HOST_SPARE_BYTES, RECORD_SPARE_BYTES = 64 << 10, 32 << 10
 """Room beyond what an object of a record was the last time. Little: what a reservation has too much is allocated afresh
 each time, and of both together (:mod:`tiercheck.tiers.mapping`) nobody makes a file of its own."""
+HOST_STEP_BYTES = 4 << 10
+"""A host state that grows by less needs no more room, so that what was reserved like the last record suffices."""
 
 
 class IterationCapture(abc.ABC):
@@ -86,7 +88,7 @@ class IterationStream(abc.ABC):
     @property
     def host_nbytes_max(self) -> int:
         """Room for the next host state, which may grow from one version to the next."""
-        return HOST_SPARE_BYTES + 2 * self.host_nbytes
+        return HOST_SPARE_BYTES + 2 * -(-self.host_nbytes // HOST_STEP_BYTES) * HOST_STEP_BYTES
 
     def packed_host_state(self) -> PackedObject:
         """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""

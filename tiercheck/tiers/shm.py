@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError
@@ -84,12 +83,13 @@ class ShmDriver(FileDriver):
         self._pool = pool
         self._alive_fd: int | None = None
         self._pinning = CudaPinning(_choice("pin", pin, PIN_MODES))
-        self._locality = Locality(_choice("numa", numa, NUMA_MODES))
+        self.locality = Locality(_choice("numa", numa, NUMA_MODES))
         if not 1 <= threads <= THREADS_MAX:
             raise ConfigurationError(f"shm:// copies with 1 to {THREADS_MAX} threads, not {threads}")
-        self._mapped = MappedSegments(directory, pinning=self._pinning, locality=self._locality, copy_threads=threads)
+        self._mapped = MappedSegments(directory, pinning=self._pinning, locality=self.locality, copy_threads=threads)
         self._reservations: set[_ShmReservation] = set()
-        self._visits = Visits()
+        self.visits = Visits()
+        """Of threads that are not the driver's own: :meth:`close` waits for them."""
         self._facts: dict[str, str] = {}
 
     @classmethod
@@ -109,7 +109,7 @@ class ShmDriver(FileDriver):
             return {}
         kept, pinned = self._mapped.cache.counts()
         pins = f"{pinned} of the segments that are mapped" if pinned else self._pinning.obstacle or "nothing yet"
-        return {**self._facts, "mapped": f"{kept} segments", "pinned": pins, "numa": self._locality.text}
+        return {**self._facts, "mapped": f"{kept} segments", "pinned": pins, "numa": self.locality.text}
 
     def prepare(self) -> None:
         segments = self.segments
@@ -137,11 +137,11 @@ class ShmDriver(FileDriver):
         segments.prepare()
         huge = huge_pages_of(segments.root)
         segments.advise_huge_pages = huge == "advise"
-        self._visits.admit()
+        self.visits.admit()
         self._facts = {"pages": pages_text(huge), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._visits.refuse)
+        await asyncio.to_thread(self.visits.refuse)
         for reservation in list(self._reservations):
             await reservation.drop()
         await super().close()
@@ -189,7 +189,7 @@ class ShmDriver(FileDriver):
 
     def reserve_at_once(self, key: str, nbytes: int) -> Reservation:
         self._check_reservation(key, nbytes)
-        with self.visit(key):
+        with self.mapped_errors(key), self.visits, self.locality.applied():
             return self._reservation(key, self._mapped.reserve(nbytes, lambda: None))
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -199,12 +199,6 @@ class ShmDriver(FileDriver):
         await self.run(lambda check: self._mapped.prepare(sizes, check))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
-
-    @contextmanager
-    def visit(self, key: str) -> Iterator[None]:
-        """What a thread that is not the driver's own does in it: :meth:`close` waits for that."""
-        with self.mapped_errors(key), self._visits, self._locality.applied():
-            yield
 
     def _check_reservation(self, key: str, nbytes: int) -> None:
         self.directory.check_key(key)
@@ -238,7 +232,8 @@ class _ShmReservation(Reservation):
             segment.give_back()
 
     def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        with self._driver.visit(self.key):
+        driver = self._driver
+        with driver.mapped_errors(self.key), driver.visits, driver.locality.applied():
             segment, wanted = self._taken(nbytes)
             try:
                 return segment.publish(self.key, wanted, mode, lambda: None)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck import kernels
+from tiercheck.container import RunningChecksum
 from tiercheck.errors import Corruption
 from tiercheck.kernels import threads as pieces
 from tiercheck.streams.codecs.checks import (
@@ -40,11 +41,12 @@ LENGTH = struct.Struct("<I")
 class ExactEntropy(Codec):
     """The tensor as it is, its exponents in fewer bits: every bit comes back, the payloads of NaNs included.
 
-    A float's exponent byte is stored apart from its sign and mantissa, which do not compress. The part ``exponents`` is
-    a sequence of frames of 256K exponents, each as :func:`tiercheck.kernels.pack_exponents` packs them, behind its
-    length (4 bytes, little endian); where that would not be shorter than the exponents themselves, it is these. Never
-    more bytes than ``exact`` takes, and as there an fp32 tensor whose values are all exactly bf16 is stored as bf16.
-    What is neither fp32 nor bf16 is stored by ``exact``.
+    A float's exponent byte is stored apart from its sign and mantissa, which do not compress, 256K elements (a frame)
+    at a time: :func:`tiercheck.kernels.split_exponents`. The part ``rest`` is what that leaves of each frame. The part
+    ``exponents`` is each frame's as :func:`tiercheck.kernels.pack_exponents` packs them, behind its length (4 bytes,
+    little endian); where that would not be shorter than the exponents themselves, it is these. Never more bytes than
+    ``exact`` takes, and as there an fp32 tensor whose values are all exactly bf16 is stored as bf16. What is neither
+    fp32 nor bf16 is stored by ``exact``.
     """
 
     name = "exact+entropy"
@@ -78,14 +80,17 @@ class ExactEntropy(Codec):
             flat = kernels.narrow(flat)
         patterns = flat.view(f"u{flat.itemsize}")
         rest, exponents = planes(flat.size, flat.itemsize)
-        rest_planes = slot_array(slot, rest).reshape(flat.itemsize - 1, flat.size)
-        frames = packed_frames(patterns, rest_planes, threads)
-        size = sum(frame.size for frame in frames)
+        others = slot_array(slot, rest)
+        packed, checksum = packed_frames(patterns, others, threads)
+        size = sum(piece.size for piece in packed)
         if size < flat.size:
-            np.concatenate(frames, out=slot_array(slot, Part(exponents.suffix, exponents.dtype, (size,))))
+            np.concatenate(packed, out=slot_array(slot, Part(exponents.suffix, exponents.dtype, (size,))))
         else:
-            kernels.split_exponents(patterns, slot_array(slot, exponents), rest_planes, threads=threads)
-        return Encoding(self.name, dtype, tuple(array.shape), ("rest", "exponents"))
+            plane = slot_array(slot, exponents)
+            for each in frames_in(slice(0, flat.size)):
+                kernels.split_exponents(patterns[each], plane[each], rest_of(others, each, flat.itemsize))
+        checksums = {} if checksum is None else {rest.suffix: checksum}
+        return Encoding(self.name, dtype, tuple(array.shape), (rest.suffix, exponents.suffix), checksums=checksums)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         check_description(encoding, CODED, ())
@@ -97,7 +102,12 @@ class ExactEntropy(Codec):
         coded = part_array(stored_exponents, "U8", tuple(stored_exponents.shape)[:1] or (-1,))
         plane = coded if coded.size == size else unpacked_frames(coded, size, threads)
         patterns = np.empty(size, f"<u{itemsize}")
-        kernels.join_exponents(plane, rest, patterns, threads=threads)
+
+        def join(piece: slice) -> None:
+            for each in frames_in(piece):
+                kernels.join_exponents(plane[each], rest_of(rest, each, itemsize), patterns[each])
+
+        pieces.run(join, pieces.split(size, threads, unit=FRAME_ELEMENTS))
         values = kernels.widen(patterns) if narrowed else patterns.view(DTYPES[encoding.dtype])
         return values.reshape(encoding.shape)
 
@@ -111,9 +121,18 @@ def frames_in(piece: slice) -> list[slice]:
     return [slice(start, min(start + FRAME_ELEMENTS, piece.stop)) for start in starts]
 
 
-def packed_frames(patterns: NDArray[Any], rest: NDArray[np.uint8], threads: int) -> list[NDArray[np.uint8]]:
-    """The exponents in frames, each behind its length; all else goes to ``rest``, by plane. A frame's exponents are
-    packed while they are in the cache."""
+def rest_of(rest: NDArray[np.uint8], frame: slice, itemsize: int) -> NDArray[np.uint8]:
+    """All but the exponents of a frame."""
+    return rest[frame.start * (itemsize - 1) : frame.stop * (itemsize - 1)]
+
+
+def packed_frames(
+    patterns: NDArray[Any], rest: NDArray[np.uint8], threads: int
+) -> tuple[list[NDArray[np.uint8]], str | None]:
+    """The exponents of each frame, packed, behind their length; all else goes to ``rest``, whose checksum is returned
+    where one thread wrote it. A frame is packed, and hashed, while it is in the cache."""
+    split = pieces.split(patterns.size, threads, unit=FRAME_ELEMENTS)
+    checksum = RunningChecksum() if len(split) == 1 else None
 
     def pack(piece: slice) -> NDArray[np.uint8]:
         frames = frames_in(piece)
@@ -123,15 +142,17 @@ def packed_frames(patterns: NDArray[Any], rest: NDArray[np.uint8], threads: int)
         )
         end = 0
         for each in frames:
-            exponents = room[: each.stop - each.start]
-            kernels.split_exponents(patterns[each], exponents, rest[:, each])
+            exponents, others = room[: each.stop - each.start], rest_of(rest, each, patterns.itemsize)
+            kernels.split_exponents(patterns[each], exponents, others)
+            if checksum is not None:
+                checksum.update(others.data)
             start = end + LENGTH.size
             nbytes = kernels.pack_exponents(exponents, packed[start:])
             LENGTH.pack_into(packed.data, end, nbytes)
             end = start + nbytes
         return packed[:end]
 
-    return pieces.run(pack, pieces.split(patterns.size, threads, unit=FRAME_ELEMENTS))
+    return pieces.run(pack, split), None if checksum is None else checksum.text
 
 
 def unpacked_frames(coded: NDArray[np.uint8], size: int, threads: int) -> NDArray[np.uint8]:
