@@ -10,8 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -86,6 +85,21 @@ class _BaseInFlight:
     """Done once the base is in the first tier: its length in bytes; ``None`` where the state changed under the copy."""
 
 
+class _Saving:
+    """See :meth:`Recorder._saving`."""
+
+    def __init__(self, recorder: Recorder, version: int, *, records: bool) -> None:
+        self._recorder = recorder
+        self._version = version
+        self._records = records
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return error is not None and self._recorder.failed(self._version, error, records=self._records)
+
+
 class Recorder:
     """Captures versions of one rank, of one generation, from ``version`` on. One thread, the training's, calls it."""
 
@@ -149,13 +163,13 @@ class Recorder:
         self._check_next(version)
         self._finish_copy()
         began = time.perf_counter()
-        with self._saving(version), self._recording(version):
+        with self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
                 if self._stream.masters_written():
                     self._leave_out(version)
                 else:
                     self._begin_differential(version)
-        with self._saving(version), self._recording(version):
+        with self._recording(version):
             if self._open_differential is not None:
                 self._open_differential.capture.add(gradients)
             else:  # the whole version or nothing of it
@@ -180,7 +194,7 @@ class Recorder:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
         self._check_next(version)
         self._finish_copy()
-        with self._saving(version), self._recording(version):
+        with self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
                 self._begin_differential(version)
         self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
@@ -223,19 +237,20 @@ class Recorder:
         if version != self._unrecorded and (written or self._stream.frozen_changed()):
             self._leave_out(version)
         self._stream.mark_stepped()
+        captured: dict[str, int] = {}
         try:
             if (opened := self._open_differential) is not None:
-                with self._saving(version), self._recording(version):
+                with self._recording(version):
                     nbytes = opened.capture.finish(skipped=skipped)
                     self._publish(opened.reservation, nbytes, f"publishing differential {version}")
-                    self._count(differentials=1, captured_bytes=nbytes)
+                    captured = {"differentials": 1, "captured_bytes": nbytes}
         finally:
             # The optimizer has stepped, recorded or not: the next step must not take this version's place.
             self._open_differential = None
             self.version = version
         if opened is not None and version != self._unrecorded:
             self._reserve_ahead(version + 1, opened.nbytes)
-        self._count(differential_stall_s=time.perf_counter() - began)
+        self._count(**captured, differential_stall_s=time.perf_counter() - began)
         if self._placement.completes(version, self._roles):
             self._nudge()
         if self._base_due or version % self._config.base_every == 0:
@@ -378,16 +393,6 @@ class Recorder:
         if reservation.publish_at_once(nbytes) is None:
             self._call(reservation.publish(nbytes), what)
 
-    @contextmanager
-    def _recording(self, version: int) -> Iterator[None]:
-        """Give up the differential as a whole where any part of it fails, for whatever reason: published without
-        that part it would be replayed as if it were all."""
-        try:
-            yield
-        except BaseException:
-            self._give_up(version)
-            raise
-
     def _give_up(self, version: int) -> None:
         self._unrecorded = version
         self._base_due = True  # the chain has a gap: only a base makes what follows reachable
@@ -408,18 +413,31 @@ class Recorder:
         self._written = True
         self._give_up(version)
 
-    @contextmanager
-    def _saving(self, version: int) -> Iterator[None]:
-        """Turn a failed save into what ``on_save_error`` asks for."""
-        try:
-            yield
-        except (TierError, GroupError, SaveError) as error:
-            self._base_due = True
-            self._count(failed_saves=1)
-            message = f"version {version} could not be saved: {error}"
-            if self._config.on_save_error == "fail":
-                raise SaveError(message) from error
-            log.error("%s; training goes on, and the next version gets a base", message)
+    def _saving(self, version: int) -> _Saving:
+        """What runs in it is a save: where it fails, ``on_save_error`` says what happens."""
+        return _Saving(self, version, records=False)
+
+    def _recording(self, version: int) -> _Saving:
+        """The same, of a part of a differential, which is given up as a whole where any part of it fails, for whatever
+        reason: published without that part it would be replayed as if it were all."""
+        return _Saving(self, version, records=True)
+
+    def failed(self, version: int, error: BaseException, *, records: bool) -> bool:
+        """A save, of a part of a differential where it ``records``, has failed. Whether training goes on all the same.
+
+        Errors: ``SaveError``.
+        """
+        if records:
+            self._give_up(version)
+        if not isinstance(error, TierError | GroupError | SaveError):
+            return False
+        self._base_due = True
+        self._count(failed_saves=1)
+        message = f"version {version} could not be saved: {error}"
+        if self._config.on_save_error == "fail":
+            raise SaveError(message) from error
+        log.error("%s; training goes on, and the next version gets a base", message)
+        return True
 
     def _check_next(self, version: int) -> None:
         if version != self.version + 1:

@@ -43,6 +43,7 @@ __all__ = [
     "scatter_add",
     "select_threshold",
     "settle",
+    "split_and_pack_exponents",
     "split_exponents",
     "to_half",
     "unpack_exponents",
@@ -124,6 +125,9 @@ class Backend(Protocol):
         self, exponents: NDArray[np.uint8], rest: NDArray[np.uint8], patterns: NDArray[Any], *, threads: int = 1
     ) -> None: ...
     def pack_exponents(self, exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> int: ...
+    def split_and_pack_exponents(
+        self, patterns: NDArray[Any], rest: NDArray[np.uint8], packed: NDArray[np.uint8]
+    ) -> int: ...
     def unpack_exponents(self, packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> None: ...
     def is_bfloat16(self, values: Floats) -> bool: ...
     def narrow_into(self, values: Floats, out: NDArray[np.uint16]) -> None: ...
@@ -308,6 +312,12 @@ def join_exponents(
 
 def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8], *, by: str | None = None) -> int:
     return implementation(exponents, by).pack_exponents(exponents, packed)
+
+
+def split_and_pack_exponents(
+    patterns: NDArray[Any], rest: NDArray[np.uint8], packed: NDArray[np.uint8], *, by: str | None = None
+) -> int:
+    return implementation(patterns, by).split_and_pack_exponents(patterns, rest, packed)
 
 
 def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8], *, by: str | None = None) -> None:

@@ -69,11 +69,12 @@ def warm_up_patterns(values: NDArray[np.float32]) -> None:
     dispatch.widen(narrowed)
     dispatch.round_bfloat16_into(values, narrowed)
     dispatch.lose_bfloat16(values, np.zeros(SIZE, np.float32))
+    packed = np.empty(packed_bytes_max(SIZE), np.uint8)
     for patterns in (narrowed, values.view(np.uint32)):
         exponents, rest = np.empty(SIZE, np.uint8), np.empty(SIZE * (patterns.itemsize - 1), np.uint8)
         dispatch.split_exponents(patterns, exponents, rest)
         dispatch.join_exponents(exponents, rest, np.empty_like(patterns))
-    packed = np.empty(packed_bytes_max(SIZE), np.uint8)
+        dispatch.split_and_pack_exponents(patterns, rest, packed)
     dispatch.unpack_exponents(packed[: dispatch.pack_exponents(exponents, packed)], exponents)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
@@ -17,6 +19,7 @@ from tiercheck.kernels.cpu.lanes import (
     spread_bytes,
     trailing_zeros,
 )
+from tiercheck.kernels.cpu.planes import part_16, part_32
 from tiercheck.kernels.reference.exponents import (
     CODE_BYTES,
     CODED,
@@ -27,39 +30,66 @@ from tiercheck.kernels.reference.exponents import (
     check_room,
     check_stored,
 )
+from tiercheck.kernels.reference.planes import check_rest, planes_of
 
-__all__ = ["pack_exponents", "unpack_exponents"]
+__all__ = ["pack_exponents", "split_and_pack_exponents", "unpack_exponents"]
 
 BLOCK_STEP, CODES_STEP, GROUP_STEP = np.uint64(EXPONENT_BLOCK), np.uint64(CODE_BYTES), np.uint64(GROUP)
 GROUPS = BLOCK_STEP // GROUP_STEP
+
+Planes = tuple[NDArray[np.uint8], ...]
 
 
 def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> int:
     """As the reference."""
     check_room(exponents.size, packed)
-    blocks = blocks_of(exponents.size)
-    codes, stored = packed[blocks : blocks * (1 + CODE_BYTES)], packed[blocks * (1 + CODE_BYTES) :]
-    return blocks * (1 + CODE_BYTES) + int(pack_blocks(frozen(exponents), packed[:blocks], codes, stored))
+    parts = parts_of(exponents.size, packed)
+    return int(pack_blocks(frozen(exponents), (), *parts)) + fixed_bytes(exponents.size)
+
+
+def split_and_pack_exponents(
+    patterns: NDArray[np.uint16] | NDArray[np.uint32], rest: NDArray[np.uint8], packed: NDArray[np.uint8]
+) -> int:
+    """As the reference. The exponents of a block go no further than the first cache."""
+    check_rest(patterns, rest)
+    check_room(patterns.size, packed)
+    parts = parts_of(patterns.size, packed)
+    planes = tuple(planes_of(rest, patterns))
+    return int(pack_blocks(frozen(patterns), planes, *parts)) + fixed_bytes(patterns.size)
 
 
 def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> None:
     """As the reference."""
-    blocks = blocks_of(exponents.size)
-    check_packed(blocks, packed)
-    packed = frozen(packed)
-    codes, stored = packed[blocks : blocks * (1 + CODE_BYTES)], packed[blocks * (1 + CODE_BYTES) :]
-    check_stored(int(unpack_blocks(packed[:blocks], codes, stored, exponents)), stored.size)
+    check_packed(blocks_of(exponents.size), packed)
+    highest, codes, stored = parts_of(exponents.size, frozen(packed))
+    check_stored(int(unpack_blocks(highest, codes, stored, exponents)), stored.size)
+
+
+def fixed_bytes(size: int) -> int:
+    """Of so many packed exponents: all but those that are stored."""
+    return blocks_of(size) * (1 + CODE_BYTES)
+
+
+def parts_of(size: int, packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
+    """Where the blocks' highest exponents, the codes and the stored exponents lie."""
+    blocks, fixed = blocks_of(size), fixed_bytes(size)
+    return packed[:blocks], packed[blocks:fixed], packed[fixed:]
 
 
 @compiled
 def pack_blocks(
-    exponents: NDArray[np.uint8], highest: NDArray[np.uint8], codes: NDArray[np.uint8], stored: NDArray[np.uint8]
+    source: NDArray[Any],
+    others: Planes,
+    highest: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    stored: NDArray[np.uint8],
 ) -> Any:
-    """Returns how many are stored."""
+    """Pack the exponents that ``source`` is, or that lie in its patterns, of which all else goes to the planes
+    ``others``. Returns how many are stored."""
     block, code = np.empty(EXPONENT_BLOCK, np.uint8), np.empty(EXPONENT_BLOCK, np.uint8)
     count = np.uint64(0)
     for index in range(np.uint64(highest.size)):
-        load(exponents, index * BLOCK_STEP, block)
+        load(source, others, index * BLOCK_STEP, block)
         largest = np.uint8(0)
         for i in range(EXPONENT_BLOCK):
             largest = max(largest, block[i])
@@ -90,14 +120,36 @@ def pack_blocks(
     return count
 
 
-@compiled
-def load(exponents: NDArray[np.uint8], at: Any, block: NDArray[np.uint8]) -> None:
-    """The block that begins there, filled up with the last exponent."""
-    here = min(np.uint64(exponents.size) - at, BLOCK_STEP)
+def load(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
+    """The block of exponents that begins there, filled up with the last one."""
+    raise NotImplementedError("compiled, by the source's dtype")
+
+
+@cast(Any, overload(load))  # type: ignore[untyped-decorator]
+def load_of(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> Any:
+    return {types.uint8: load_exponents, types.uint16: load_16, types.uint32: load_32}[cast(Any, source.dtype)]
+
+
+def load_exponents(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
+    here = min(np.uint64(source.size) - at, BLOCK_STEP)
     for i in range(here):
-        block[i] = exponents[at + i]
+        block[i] = source[at + i]
     for i in range(here, BLOCK_STEP):
-        block[i] = exponents[exponents.size - 1]
+        block[i] = source[source.size - 1]
+
+
+def load_16(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
+    here = min(np.uint64(source.size) - at, BLOCK_STEP)
+    part_16(source, at, here, block, others[0])
+    for i in range(here, BLOCK_STEP):
+        block[i] = np.uint8(source[source.size - 1] >> np.uint16(7))
+
+
+def load_32(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
+    here = min(np.uint64(source.size) - at, BLOCK_STEP)
+    part_32(source, at, here, block, others[0], others[1], others[2])
+    for i in range(here, BLOCK_STEP):
+        block[i] = np.uint8(source[source.size - 1] >> np.uint32(23))
 
 
 @compiled

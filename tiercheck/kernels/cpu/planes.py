@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.compiled import compiled, frozen
+from tiercheck.kernels.cpu.compiled import compiled, frozen, inlined
 from tiercheck.kernels.reference.planes import check_planes, planes_of
 from tiercheck.kernels.threads import run, split
 
-__all__ = ["join_exponents", "split_exponents"]
+__all__ = ["join_exponents", "part_16", "part_32", "split_exponents"]
 
 
 def split_exponents(
@@ -34,10 +34,7 @@ def split_exponents(
 
 @compiled
 def split_16(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], rest: NDArray[np.uint8]) -> None:
-    for i in range(patterns.size):
-        pattern = np.uint32(patterns[i])
-        exponents[i] = np.uint8(pattern >> np.uint32(7))
-        rest[i] = np.uint8((pattern >> np.uint32(8)) & np.uint32(0x80) | pattern & np.uint32(0x7F))
+    part_16(patterns, np.uint64(0), np.uint64(patterns.size), exponents, rest)
 
 
 @compiled
@@ -48,12 +45,38 @@ def split_32(
     middle: NDArray[np.uint8],
     highest: NDArray[np.uint8],
 ) -> None:
-    for i in range(patterns.size):
-        pattern = patterns[i]
+    part_32(patterns, np.uint64(0), np.uint64(patterns.size), exponents, lowest, middle, highest)
+
+
+@inlined
+def part_16(
+    patterns: NDArray[np.uint16], start: Any, count: Any, exponents: NDArray[np.uint8], rest: NDArray[np.uint8]
+) -> None:
+    """``count`` patterns from ``start`` on. Their exponents go to the front of ``exponents``, all else to where they
+    are."""
+    for i in range(count):
+        pattern = np.uint32(patterns[start + i])
+        exponents[i] = np.uint8(pattern >> np.uint32(7))
+        rest[start + i] = np.uint8((pattern >> np.uint32(8)) & np.uint32(0x80) | pattern & np.uint32(0x7F))
+
+
+@inlined
+def part_32(
+    patterns: NDArray[np.uint32],
+    start: Any,
+    count: Any,
+    exponents: NDArray[np.uint8],
+    lowest: NDArray[np.uint8],
+    middle: NDArray[np.uint8],
+    highest: NDArray[np.uint8],
+) -> None:
+    """As :func:`part_16`."""
+    for i in range(count):
+        pattern = patterns[start + i]
         exponents[i] = np.uint8(pattern >> np.uint32(23))
-        lowest[i] = np.uint8(pattern)
-        middle[i] = np.uint8(pattern >> np.uint32(8))
-        highest[i] = np.uint8(
+        lowest[start + i] = np.uint8(pattern)
+        middle[start + i] = np.uint8(pattern >> np.uint32(8))
+        highest[start + i] = np.uint8(
             (pattern >> np.uint32(24)) & np.uint32(0x80) | (pattern >> np.uint32(16)) & np.uint32(0x7F)
         )
 

@@ -16,7 +16,12 @@ from tiercheck.kernels.reference.compaction import (
     select_threshold,
     threshold_bits,
 )
-from tiercheck.kernels.reference.exponents import pack_exponents, packed_bytes_max, unpack_exponents
+from tiercheck.kernels.reference.exponents import (
+    pack_exponents,
+    packed_bytes_max,
+    split_and_pack_exponents,
+    unpack_exponents,
+)
 from tiercheck.kernels.reference.halves import from_half, to_half
 from tiercheck.kernels.reference.nf4 import dequantise_nf4, quantise_nf4_into
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK, dequantise_onebit, quantise_onebit_into
@@ -51,6 +56,7 @@ __all__ = [
     "scatter_add",
     "select_threshold",
     "settle",
+    "split_and_pack_exponents",
     "split_exponents",
     "threshold_bits",
     "to_half",

@@ -19,7 +19,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CODED", "EXPONENT_BLOCK", "STORED", "blocks_of", "pack_exponents", "packed_bytes_max", "unpack_exponents"]
+from tiercheck.kernels.reference.planes import check_rest, split_exponents
+
+__all__ = [
+    "CODED",
+    "EXPONENT_BLOCK",
+    "STORED",
+    "blocks_of",
+    "pack_exponents",
+    "packed_bytes_max",
+    "split_and_pack_exponents",
+    "unpack_exponents",
+]
 
 EXPONENT_BLOCK = 256
 CODE_BYTES = EXPONENT_BLOCK * 3 // 8
@@ -55,6 +66,20 @@ def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> i
     found = np.concatenate([highest, packed_codes(codes).reshape(-1), stored])
     packed[: found.size] = found
     return found.size
+
+
+def split_and_pack_exponents(
+    patterns: NDArray[np.uint16] | NDArray[np.uint32], rest: NDArray[np.uint8], packed: NDArray[np.uint8]
+) -> int:
+    """Part ``patterns`` as :func:`split_exponents` does, and pack the exponents as :func:`pack_exponents` does.
+
+    (A device does the one after the other, which are two launches.) Errors: as theirs; nothing is written then.
+    """
+    check_rest(patterns, rest)
+    check_room(patterns.size, packed)
+    exponents = np.empty(patterns.size, np.uint8)
+    split_exponents(patterns, exponents, rest)
+    return pack_exponents(exponents, packed)
 
 
 def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> None:

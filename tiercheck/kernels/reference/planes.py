@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.reference.blocks import check_size
 
-__all__ = ["check_planes", "join_exponents", "planes_of", "split_exponents"]
+__all__ = ["check_planes", "check_rest", "join_exponents", "planes_of", "split_exponents"]
 
 
 def split_exponents(
@@ -64,9 +64,13 @@ def planes_of(rest: NDArray[np.uint8], patterns: NDArray[Any]) -> NDArray[np.uin
 
 
 def check_planes(patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8]) -> None:
+    check_rest(patterns, rest)
+    check_size("exponents", exponents, patterns.size, patterns.size)
+
+
+def check_rest(patterns: NDArray[Any], rest: NDArray[np.uint8]) -> None:
     if patterns.dtype not in (np.uint16, np.uint32):
         raise TypeError(f"patterns are uint16 or uint32, not {patterns.dtype}")
-    check_size("exponents", exponents, patterns.size, patterns.size)
     planes = patterns.dtype.itemsize - 1
     check_size("bytes of the rest", rest, patterns.size * planes, patterns.size)
     if rest.ndim != 1 and rest.shape != (planes, patterns.size):

@@ -42,7 +42,7 @@ class ExactEntropy(Codec):
     """The tensor as it is, its exponents in fewer bits: every bit comes back, the payloads of NaNs included.
 
     A float's exponent byte is stored apart from its sign and mantissa, which do not compress, 256K elements (a frame)
-    at a time: :func:`tiercheck.kernels.split_exponents`. The part ``rest`` is what that leaves of each frame. The part
+    at a time. The part ``rest`` is what :func:`tiercheck.kernels.split_exponents` leaves of each frame. The part
     ``exponents`` is each frame's as :func:`tiercheck.kernels.pack_exponents` packs them, behind its length (4 bytes,
     little endian); where that would not be shorter than the exponents themselves, it is these. Never more bytes than
     ``exact`` takes, and as there an fp32 tensor whose values are all exactly bf16 is stored as bf16. What is neither
@@ -130,24 +130,21 @@ def packed_frames(
     patterns: NDArray[Any], rest: NDArray[np.uint8], threads: int
 ) -> tuple[list[NDArray[np.uint8]], str | None]:
     """The exponents of each frame, packed, behind their length; all else goes to ``rest``, whose checksum is returned
-    where one thread wrote it. A frame is packed, and hashed, while it is in the cache."""
+    where one thread wrote it. A frame is hashed while it is in the cache."""
     split = pieces.split(patterns.size, threads, unit=FRAME_ELEMENTS)
     checksum = RunningChecksum() if len(split) == 1 else None
 
     def pack(piece: slice) -> NDArray[np.uint8]:
         frames = frames_in(piece)
-        room = np.empty(FRAME_ELEMENTS, np.uint8)
         packed = np.empty(
             sum(LENGTH.size + kernels.packed_bytes_max(each.stop - each.start) for each in frames), np.uint8
         )
         end = 0
         for each in frames:
-            exponents, others = room[: each.stop - each.start], rest_of(rest, each, patterns.itemsize)
-            kernels.split_exponents(patterns[each], exponents, others)
+            others, start = rest_of(rest, each, patterns.itemsize), end + LENGTH.size
+            nbytes = kernels.split_and_pack_exponents(patterns[each], others, packed[start:])
             if checksum is not None:
                 checksum.update(others.data)
-            start = end + LENGTH.size
-            nbytes = kernels.pack_exponents(exponents, packed[start:])
             LENGTH.pack_into(packed.data, end, nbytes)
             end = start + nbytes
         return packed[:end]
