@@ -26,6 +26,8 @@ from tiercheck.types import Buffer
 __all__ = ["DEPTH_MAX", "Unstorable", "pack", "unpack"]
 
 DEPTH_MAX = 64
+MANY = 16
+"""Of fewer values each is looked at by itself: that is faster."""
 
 
 class Unstorable(UnsupportedSetup, TypeError):
@@ -94,14 +96,14 @@ def lower(value: object, path: Path, depth: int) -> object:
     if depth > DEPTH_MAX:
         raise Unstorable(f"{render(path)[:200]}... is nested over {DEPTH_MAX} levels deep, or contains itself")
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _ATOMS or (kind is int and value in _PLAIN_INTEGERS):
         return value
+    lowering = _LOWERINGS.get(kind)
+    if lowering is not None:
+        return lowering(value, path, depth + 1)
     if isinstance(value, np.generic) and kind is value.dtype.type:
         return lower_scalar(value, path)
-    lowering = _LOWERINGS.get(kind)
-    if lowering is None:
-        raise Unstorable(f"{render(path)} is {describe(value)}")
-    return lowering(value, path, depth + 1)
+    raise Unstorable(f"{render(path)} is {describe(value)}")
 
 
 def describe(value: object) -> str:
@@ -147,7 +149,7 @@ def lower_complex(value: complex, path: Path, depth: int) -> object:
 
 def lower_list(value: Collection[object], path: Path, depth: int) -> list[object]:
     atoms = atoms_at(depth)
-    if atoms and is_plain(value):
+    if atoms and len(value) >= MANY and is_plain(value):
         return list(value)
     return [
         item if type(item) in atoms else lower(item, (path, f"[{index}]"), depth) for index, item in enumerate(value)
@@ -171,7 +173,7 @@ def lower_deque(value: deque[object], path: Path, depth: int) -> object:
 
 def lower_dict(value: dict[object, object], path: Path, depth: int) -> dict[object, object]:
     atoms = atoms_at(depth)
-    if atoms and is_plain(value) and is_plain(value.values()):
+    if atoms and len(value) >= MANY and is_plain(value) and is_plain(value.values()):
         return dict(value)
     lowered: dict[object, object] = {}
     for key, item in value.items():

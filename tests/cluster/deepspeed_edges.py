@@ -24,7 +24,7 @@ from torch import nn
 
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
 from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider, supported
-from tiercheck.streams.providers import random_state
+from tiercheck.streams.generators import random_state
 
 __all__ = ["EDGES"]
 

@@ -28,6 +28,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.streams.deepspeed_layouts import Layout, Master, layout_of
 from tiercheck.streams.deepspeed_support import refuse_unsupported
+from tiercheck.streams.generators import random_state, restore_random_state
 from tiercheck.streams.module_tensors import ModuleTensors
 from tiercheck.streams.providers import (
     Identity,
@@ -38,8 +39,6 @@ from tiercheck.streams.providers import (
     describe_tensor,
     digest,
     plain_options,
-    random_state,
-    restore_random_state,
     set_options,
     to_plain,
 )

@@ -9,7 +9,6 @@ the next step, and a replay in place needs no copy.
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,10 +18,11 @@ import numpy as np
 import torch
 
 from tiercheck.errors import Mismatch, UnsupportedSetup
+from tiercheck.streams.generators import random_state, restore_random_state
 from tiercheck.streams.module_tensors import ModuleTensors
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_of
 
-__all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider", "random_state", "restore_random_state"]
+__all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider"]
 
 TENSOR = "tiercheck.tensor"
 """The key that tells a stored tensor from other dictionaries; its value is the dtype."""
@@ -435,27 +435,6 @@ def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.T
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(sources[name])
-
-
-def random_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, those of every visible GPU included."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),
-        "torch": torch.get_rng_state().numpy(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = [each.numpy() for each in torch.cuda.get_rng_state_all()]
-    return state
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([torch.from_numpy(np.array(each)) for each in state["cuda"]])
 
 
 def _states(objects: Mapping[str, Any]) -> dict[str, Any]:
