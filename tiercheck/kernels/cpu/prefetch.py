@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import LINE, compiled, inlined
 
-__all__ = ["BLOCK", "block_between_requests", "lines_wanted", "prefetch_lines", "prefetch_span"]
+__all__ = ["BLOCK", "block_between_requests", "lines_wanted", "prefetch", "prefetch_lines", "prefetch_span"]
 
 BLOCK = 512
 """Elements of a step between two requests for memory, at most."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
 from tiercheck.kernels.cpu.lanes import GROUP, lane_bits, reaching, source_of, trailing_zeros
+from tiercheck.kernels.cpu.prefetch import prefetch
 from tiercheck.kernels.reference.compaction import (
     INFINITY,
     SAMPLED_TOGETHER,
@@ -23,6 +24,9 @@ from tiercheck.kernels.reference.compaction import (
 __all__ = ["select_threshold"]
 
 Words = NDArray[np.uint32]
+
+AHEAD = 32 * SAMPLED_TOGETHER
+"""Samples whose memory is on its way."""
 
 
 def select_threshold(
@@ -60,12 +64,24 @@ def draw(size: Any, first: Any, second: Any, positions: Words) -> None:
 
 @compiled
 def look(source: NDArray[Any], residual: Any, positions: Words, magnitudes: Words) -> None:
-    """The magnitudes, as patterns, of the elements at these positions."""
-    for i in range(positions.size):
+    """The magnitudes, as patterns, of the elements at these positions, which are runs of neighbours.
+
+    Lines are asked for long before they are needed: most lie in pages of their own, and finding those takes longer.
+    """
+    exact = magnitudes.view(np.float32)
+    last, whole = positions.size - 1, positions.size // SAMPLED_TOGETHER * SAMPLED_TOGETHER
+    for start in range(0, whole, SAMPLED_TOGETHER):
+        position, coming = np.int64(positions[start]), np.uintp(positions[min(start + AHEAD, last)])
+        prefetch(np.uintp(source.ctypes.data) + np.uintp(source.itemsize) * coming)
+        for i in range(SAMPLED_TOGETHER):
+            magnitudes[start + i] = lane_bits(source, None, position + i)
+        if residual is not None:
+            prefetch(np.uintp(residual.ctypes.data) + np.uintp(4) * coming)
+            for i in range(SAMPLED_TOGETHER):
+                exact[start + i] += residual[position + i]
+    for i in range(whole, positions.size):
         magnitudes[i] = lane_bits(source, None, np.int64(positions[i]))
-    if residual is not None:
-        exact = magnitudes.view(np.float32)
-        for i in range(positions.size):
+        if residual is not None:
             exact[i] += residual[positions[i]]
     for i in range(magnitudes.size):
         magnitudes[i] &= np.uint32(0x7FFFFFFF)
