@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck import kernels
+from tiercheck.container import checksum_of
 from tiercheck.errors import ConfigurationError
 from tiercheck.streams.codecs import CODECS, DTYPES, FLOATS, Encoding, codec, decode
 from tiercheck.types import Fidelity
@@ -76,6 +77,8 @@ def encode(
     memory = Memory()
     residual = residual_for(name, array, dtype) if residual is None else residual
     encoding = codec(name).encode(array, dtype, seed=seed, slot=memory.slot, residual=residual, threads=threads)
+    for suffix, checksum in encoding.checksums.items():
+        assert checksum == checksum_of(memory.parts[suffix].data), "what a codec hashed is not what it wrote"
     return encoding, memory.parts
 
 

@@ -138,8 +138,7 @@ def is_plain(values: Collection[object]) -> bool:
 
 
 def lower_int(value: int, path: Path, depth: int) -> object:
-    if value in _PLAIN_INTEGERS:
-        return value
+    """Of one that msgpack has no room for."""
     return msgpack.ExtType(Extension.INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 

@@ -73,7 +73,7 @@ class _OpenRecord:
     capture: IterationCapture
     reservation: Reservation
     nbytes: int
-    """Reserved."""
+    """Needed at most; what is reserved may be more."""
 
 
 @dataclass
@@ -229,8 +229,7 @@ class Recorder:
             return
         key, nbytes = self._stream.key(self._generation, version, self._rank), self._stream.nbytes_max
         reservation = self._take_ahead(key, nbytes) or self._reserve(key, nbytes)
-        memory = reservation.buffer
-        self._open_differential = _OpenRecord(self._stream.begin(key, memory), reservation, len(memory))
+        self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation, nbytes)
 
     def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something else than the optimizer has written to a master since its step."""
@@ -353,7 +352,7 @@ class Recorder:
             return self._reserved(key, nbytes)
 
     def _reserve_ahead(self, version: int, nbytes: int) -> None:
-        """Reserve as much memory for the version that comes as the record before it had, right after that was
+        """Reserve as much memory for the version that comes as the record before it needed, right after that was
         published: what both run through is in the processor's caches then, and after the next forward and backward
         pass it is not."""
         key = self._stream.key(self._generation, version, self._rank)

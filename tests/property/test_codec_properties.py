@@ -169,7 +169,9 @@ plausible: dict[str, st.SearchStrategy[Any]] = {
     "codec": st.sampled_from(sorted(CODECS)),
     "dtype": st.sampled_from(["F32", "BF16", "F16", "I32", "F8_E4M3"]),
     "shape": st.lists(integers, max_size=3),
-    "parts": st.lists(st.sampled_from(["", "indices", "values", "counts", "codes", "scales", "rest", "exponents"])),
+    "parts": st.lists(
+        st.sampled_from(["", "indices", "values", "counts", "codes", "scales", "fractions", "exponents"])
+    ),
     "scalars": st.dictionaries(st.sampled_from(["exponent", "nonfinite", "chunk_elements"]), integers),
     "trained_on": st.booleans(),
 }

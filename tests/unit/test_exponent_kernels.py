@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,6 +50,47 @@ def test_all_come_back_and_both_pack_alike(size: int) -> None:
         assert pack(exponents, "numba").tobytes() == packed.tobytes()
         for by in BACKENDS:
             assert unpack(packed, size, by).tobytes() == exponents.tobytes()
+
+
+def split_and_pack(patterns: NDArray[Any], by: str) -> tuple[bytes, bytes]:
+    """The rest, and the packed exponents; both lie between bytes that nobody may write to."""
+    rest_bytes, margin = patterns.size * (patterns.itemsize - 1), 512
+    rest = np.full(rest_bytes + 2 * margin, 0xA5, np.uint8)
+    packed = np.full(kernels.packed_bytes_max(patterns.size) + 2 * margin, 0xA5, np.uint8)
+    inner = rest[margin:-margin], packed[margin:-margin]
+    nbytes = kernels.split_and_pack_exponents(patterns, *inner, by=by)
+    assert all(np.all(each[:margin] == 0xA5) and np.all(each[-margin:] == 0xA5) for each in (rest, packed))
+    return inner[0].tobytes(), inner[1][:nbytes].tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_in_one_pass_they_are_what_they_are_in_two(size: int, dtype: type) -> None:
+    generator = np.random.default_rng(size)
+    shift = 8 * np.dtype(dtype).itemsize - 9
+    for exponents in samples(size):
+        noise = generator.integers(0, np.iinfo(dtype).max, size, dtype, endpoint=True)
+        patterns = (noise & ~dtype(0xFF << shift) | exponents.astype(dtype) << dtype(shift)).astype(dtype)
+        rest = np.empty(size * (patterns.itemsize - 1), np.uint8)
+        parted = np.empty(size, np.uint8)
+        kernels.split_exponents(patterns, parted, rest, by="reference")
+        assert parted.tobytes() == exponents.tobytes()
+        for by in BACKENDS:
+            assert split_and_pack(patterns, by) == (rest.tobytes(), pack(exponents, "reference").tobytes())
+
+
+@pytest.mark.parametrize("by", BACKENDS)
+def test_in_one_pass_too_little_room_is_refused(by: str) -> None:
+    patterns, packed = np.zeros(300, np.uint32), np.full(706, 0xA5, np.uint8)
+    rest = np.full(900, 0xA5, np.uint8)
+    with pytest.raises(ValueError, match="there is room for 705"):
+        kernels.split_and_pack_exponents(patterns, rest, packed[:705], by=by)
+    with pytest.raises(ValueError, match="300 values need"):
+        kernels.split_and_pack_exponents(patterns, rest[:899], packed, by=by)
+    with pytest.raises(TypeError, match="not float32"):
+        kernels.split_and_pack_exponents(patterns.view(np.float32), rest, packed, by=by)
+    assert np.all(packed == 0xA5)
+    assert np.all(rest == 0xA5)
 
 
 @given(st.binary(max_size=700))

@@ -56,22 +56,27 @@ def test_what_is_not_entered_is(view: memoryview, asked: list[tuple[int, int]]) 
     assert resident_pages(address) >= 4
 
 
-@pytest.mark.parametrize(("touched", "times"), [([0], 1), ([PAGES - 1], 1), ([0, PAGES - 1], 0)])
-def test_its_ends_tell(view: memoryview, asked: list[tuple[int, int]], touched: list[int], times: int) -> None:
+@pytest.mark.parametrize(
+    ("touched", "times"), [([0], 1), ([0, PAGES - 1], 1), ([0, PAGES // 2], 1), ([0, PAGES // 2, PAGES - 1], 0)]
+)
+def test_its_ends_and_its_middle_tell(
+    view: memoryview, asked: list[tuple[int, int]], touched: list[int], times: int
+) -> None:
     for page in touched:
         view[page * mmap.PAGESIZE] = 1  # a fault of a write enters one page
     populate_to_read(address_of(view), view.nbytes)
     assert len(asked) == times
 
 
-def test_without_proc_everything_is(
-    view: memoryview, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_where_nobody_may_look_everything_is(
+    view: memoryview, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    view[0] = view[-1] = 1
+    view[0] = view[len(view) // 2] = view[-1] = 1
 
-    def missing(*arguments: object) -> int:
-        raise FileNotFoundError
+    def refused(*arguments: object) -> int:
+        raise PermissionError
 
-    monkeypatch.setattr(populate.os, "open", missing)
+    monkeypatch.setattr(populate.os, call, refused)
     populate_to_read(address_of(view), view.nbytes)
     assert len(asked) == 1

@@ -134,6 +134,28 @@ def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it(times: int) 
         assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 2)
 
 
+def test_after_a_large_record_less_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: dict[str, int] = {}
+    original = MemoryDriver.reserve_at_once
+
+    def recording(driver: MemoryDriver, key: str, nbytes: int) -> Reservation | None:
+        if "differential" in key:
+            reserved[key.partition("differential/")[2][:12]] = nbytes
+        return original(driver, key, nbytes)
+
+    monkeypatch.setattr(MemoryDriver, "reserve_at_once", recording)
+    training = Training()
+    training.model.register_buffer("table", torch.arange(2.0**18))
+    with training.attach(Hierarchy.of(memory())) as checkpointer:
+        training.step(1)
+        del training.model.table
+        for version in (2, 3):
+            training.step(version)
+        assert checkpointer.stats.differentials == 3
+    one, two, three, four = (reserved[f"{version:012d}"] for version in (1, 2, 3, 4))
+    assert min(one, two) > 2**20 > max(three, four)
+
+
 def test_what_was_reserved_goes_back_where_a_base_finds_no_room() -> None:
     tier, training = Watched(failing("reserve_at_once", CapacityExceeded(FULL), of="base/000000000002")), Training()
     with training.attach(tier.hierarchy, base_every=2) as checkpointer:

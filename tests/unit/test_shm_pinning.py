@@ -72,6 +72,22 @@ async def test_what_is_made_ready_is_pinned_once(cuda: ctypes.CDLL, name: str) -
     assert calls(cuda) == ["unregister", "unregister", "release"]
 
 
+async def test_whoever_reads_a_pinned_segment_does_not_keep_it_pinned(cuda: ctypes.CDLL, name: str) -> None:
+    driver = ShmDriver(name, size=64 * MIB)
+    await driver.open()
+    await driver.prepare_reservations([(4 * MIB, 1)])
+    reservation = await driver.reserve("a", 4 * MIB)
+    reservation.buffer[:] = b"x" * (4 * MIB)
+    await reservation.publish()
+    held = await driver.get("a")
+    calls(cuda)
+    await driver.close()
+    assert calls(cuda) == ["unregister", "release"]
+    assert held == b"x" * (4 * MIB)
+    held.release()
+    assert calls(cuda) == []
+
+
 async def test_a_pinned_segment_is_never_cut(cuda: ctypes.CDLL, name: str) -> None:
     """The GPU would go on writing to the pages that were there before. What it wrote is copied instead."""
     async with ShmDriver(name, size=64 * MIB) as driver:

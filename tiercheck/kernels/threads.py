@@ -26,7 +26,7 @@ def split(size: int, threads: int, *, unit: int = 64) -> list[slice]:
     """
     if threads < 1:
         raise ValueError(f"a kernel runs on at least one thread, not {threads}")
-    count = max(1, min(threads, size // PIECE_MIN))
+    count = max(1, min(threads, size // max(PIECE_MIN, unit)))
     edges = [size * index // count // unit * unit for index in range(count)] + [size]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 

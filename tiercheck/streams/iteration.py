@@ -20,7 +20,7 @@ HOST_SPARE_BYTES, RECORD_SPARE_BYTES = 64 << 10, 32 << 10
 """Room beyond what an object of a record was the last time. Little: what a reservation has too much is allocated afresh
 each time, and of both together (:mod:`tiercheck.tiers.mapping`) nobody makes a file of its own."""
 HOST_STEP_BYTES = 4 << 10
-"""A host state that grows by less needs no more room, so that what was reserved like the last record suffices."""
+"""The room grows in such steps, so that what was reserved like the last record mostly suffices."""
 
 
 class IterationCapture(abc.ABC):

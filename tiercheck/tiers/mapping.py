@@ -113,9 +113,13 @@ class MappedSegments:
 
     def map_to_read(self, fd: int, nbytes: int) -> memoryview | None:
         """An open object of ``nbytes``, read-only, where this process has written it: it is mapped still, to the last
-        page. The open file, and its lock, are held as long as a view is left. ``None`` for anybody else's object."""
+        page. The open file, and its lock, are held as long as a view is left.
+
+        ``None`` for anybody else's object, and for memory that is pinned: that must be unpinned when the driver is
+        closed, whoever still reads.
+        """
         window = self.cache.find(fd)
-        if window is None or window.shown_bytes < nbytes:
+        if window is None or window.is_pinned or window.shown_bytes < nbytes:
             return None
         return window.lend_to_read(nbytes, os.dup(fd))
 

@@ -97,7 +97,11 @@ class Window:
         return memoryview(exporter).cast("B")
 
     def lend_to_read(self, nbytes: int, fd: int) -> memoryview:
-        """The same, read-only, to any number of readers. ``fd`` is closed once no view that was made of it is left."""
+        """The same, to any number of readers. ``fd`` is closed once no view that was made of it is left.
+
+        Read-only for whoever respects that: the pages can be written to, and what ignores it, as ``torch.frombuffer``
+        does, would write to the object.
+        """
         exporter = self._exporter(nbytes)
         # Not unlocked first: in a child that was forked meanwhile, this closes what the parent still reads.
         weakref.finalize(exporter, os.close, fd).atexit = False

@@ -42,7 +42,7 @@ class ExactEntropy(Codec):
     """The tensor as it is, its exponents in fewer bits: every bit comes back, the payloads of NaNs included.
 
     A float's exponent byte is stored apart from its sign and mantissa, which do not compress, 256K elements (a frame)
-    at a time. The part ``rest`` is what :func:`tiercheck.kernels.split_exponents` leaves of each frame. The part
+    at a time. The part ``fractions`` is what :func:`tiercheck.kernels.split_exponents` leaves of each frame. The part
     ``exponents`` is each frame's as :func:`tiercheck.kernels.pack_exponents` packs them, behind its length (4 bytes,
     little endian); where that would not be shorter than the exponents themselves, it is these. Never more bytes than
     ``exact`` takes, and as there an fp32 tensor whose values are all exactly bf16 is stored as bf16. What is neither
@@ -86,15 +86,13 @@ class ExactEntropy(Codec):
         if size < flat.size:
             np.concatenate(packed, out=slot_array(slot, Part(exponents.suffix, exponents.dtype, (size,))))
         else:
-            plane = slot_array(slot, exponents)
-            for each in frames_in(slice(0, flat.size)):
-                kernels.split_exponents(patterns[each], plane[each], rest_of(others, each, flat.itemsize))
+            split_frames_of(patterns, slot_array(slot, exponents), others, threads)
         checksums = {} if checksum is None else {rest.suffix: checksum}
         return Encoding(self.name, dtype, tuple(array.shape), (rest.suffix, exponents.suffix), checksums=checksums)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         check_description(encoding, CODED, ())
-        stored_rest, stored_exponents = check_parts(encoding, parts, ("rest", "exponents"))
+        stored_rest, stored_exponents = check_parts(encoding, parts, ("fractions", "exponents"))
         size, itemsize = math.prod(encoding.shape), DTYPES[encoding.dtype].itemsize
         narrowed = encoding.dtype == "F32" and size > 0 and tuple(stored_rest.shape) == (size,)
         itemsize = 2 if narrowed else itemsize
@@ -113,7 +111,7 @@ class ExactEntropy(Codec):
 
 
 def planes(size: int, itemsize: int) -> tuple[Part, Part]:
-    return Part("rest", "U8", (size * (itemsize - 1),)), Part("exponents", "U8", (size,))
+    return Part("fractions", "U8", (size * (itemsize - 1),)), Part("exponents", "U8", (size,))
 
 
 def frames_in(piece: slice) -> list[slice]:
@@ -124,6 +122,18 @@ def frames_in(piece: slice) -> list[slice]:
 def rest_of(rest: NDArray[np.uint8], frame: slice, itemsize: int) -> NDArray[np.uint8]:
     """All but the exponents of a frame."""
     return rest[frame.start * (itemsize - 1) : frame.stop * (itemsize - 1)]
+
+
+def split_frames_of(
+    patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8], threads: int
+) -> None:
+    """The exponents as they are, in one plane; all else to ``rest``, frame by frame."""
+
+    def split(piece: slice) -> None:
+        for each in frames_in(piece):
+            kernels.split_exponents(patterns[each], exponents[each], rest_of(rest, each, patterns.itemsize))
+
+    pieces.run(split, pieces.split(patterns.size, threads, unit=FRAME_ELEMENTS))
 
 
 def packed_frames(
