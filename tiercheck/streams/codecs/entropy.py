@@ -86,7 +86,7 @@ class ExactEntropy(Codec):
         if size < flat.size:
             np.concatenate(packed, out=slot_array(slot, Part(exponents.suffix, exponents.dtype, (size,))))
         else:
-            split_frames_of(patterns, slot_array(slot, exponents), others, threads)
+            part_frames(patterns, slot_array(slot, exponents), others, threads)
         checksums = {} if checksum is None else {rest.suffix: checksum}
         return Encoding(self.name, dtype, tuple(array.shape), (rest.suffix, exponents.suffix), checksums=checksums)
 
@@ -124,7 +124,7 @@ def rest_of(rest: NDArray[np.uint8], frame: slice, itemsize: int) -> NDArray[np.
     return rest[frame.start * (itemsize - 1) : frame.stop * (itemsize - 1)]
 
 
-def split_frames_of(
+def part_frames(
     patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8], threads: int
 ) -> None:
     """The exponents as they are, in one plane; all else to ``rest``, frame by frame."""
