@@ -124,9 +124,7 @@ def rest_of(rest: NDArray[np.uint8], frame: slice, itemsize: int) -> NDArray[np.
     return rest[frame.start * (itemsize - 1) : frame.stop * (itemsize - 1)]
 
 
-def part_frames(
-    patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8], threads: int
-) -> None:
+def part_frames(patterns: NDArray[Any], exponents: NDArray[np.uint8], rest: NDArray[np.uint8], threads: int) -> None:
     """The exponents as they are, in one plane; all else to ``rest``, frame by frame."""
 
     def split(piece: slice) -> None:
