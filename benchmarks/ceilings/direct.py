@@ -32,7 +32,7 @@ class DirectFile:
     """A file in ``directory``. ``buffer`` is page-aligned, a multiple of 4096 bytes long, and not empty."""
 
     def __init__(self, directory: Path, buffer: memoryview) -> None:
-        self._path = directory / "raw"
+        self._path = self._read_path = directory / "raw"
         self._buffer = buffer
         self.write_shape = Shape(BLOCKS[-1], 1)
         self.read_shape = Shape(BLOCKS[-1], 1)
@@ -55,12 +55,16 @@ class DirectFile:
             itertools.starmap(Shape, itertools.product(BLOCKS, DEPTHS)), self._read, repetitions
         )
 
+    def read_from(self, path: Path) -> None:
+        """Read that file from now on, of the same length: where on the disk a file lies decides how fast it is read."""
+        self._read_path = path
+
     async def write(self) -> float:
         """Seconds to write and fdatasync a new file; the old one is removed before."""
         return await asyncio.to_thread(self._write, self.write_shape)
 
     async def read(self) -> float:
-        """Seconds to read it."""
+        """Seconds to read it, or the file of :meth:`read_from`."""
         return await asyncio.to_thread(self._read, self.read_shape)
 
     def _write(self, shape: Shape) -> float:
@@ -78,7 +82,7 @@ class DirectFile:
 
     def _read(self, shape: Shape) -> float:
         begun = time.perf_counter()
-        fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(self._read_path, os.O_RDONLY | os.O_DIRECT)
         try:
             self._in_blocks(shape, lambda part, offset: os.preadv(fd, [part], offset))
         finally:
