@@ -33,7 +33,7 @@ class DirectFile:
 
     def __init__(self, directory: Path, buffer: memoryview) -> None:
         self._path = self._read_path = directory / "raw"
-        self._buffer = buffer
+        self._buffer = self._into = buffer
         self.write_shape = Shape(BLOCKS[-1], 1)
         self.read_shape = Shape(BLOCKS[-1], 1)
 
@@ -51,20 +51,28 @@ class DirectFile:
         self.write_shape = await best(
             itertools.starmap(Shape, itertools.product(BLOCKS, DEPTHS, (False, True))), self._write, repetitions
         )
+        await self._calibrate_reads(repetitions)
+
+    async def read_as(self, path: Path, into: memoryview, repetitions: int) -> None:
+        """Read that file into that buffer from now on, both of the same length as ours, by the shape that does best.
+
+        Of two buffers one may take a disk's reads half as fast again as the other, whatever the file: it depends on
+        the pages that they got.
+        """
+        self._read_path, self._into = path, into
+        await self._calibrate_reads(repetitions)
+
+    async def _calibrate_reads(self, repetitions: int) -> None:
         self.read_shape = await best(
             itertools.starmap(Shape, itertools.product(BLOCKS, DEPTHS)), self._read, repetitions
         )
-
-    def read_from(self, path: Path) -> None:
-        """Read that file from now on, of the same length: where on the disk a file lies decides how fast it is read."""
-        self._read_path = path
 
     async def write(self) -> float:
         """Seconds to write and fdatasync a new file; the old one is removed before."""
         return await asyncio.to_thread(self._write, self.write_shape)
 
     async def read(self) -> float:
-        """Seconds to read it, or the file of :meth:`read_from`."""
+        """Seconds to read it, or what :meth:`read_as` has named."""
         return await asyncio.to_thread(self._read, self.read_shape)
 
     def _write(self, shape: Shape) -> float:
@@ -74,7 +82,7 @@ class DirectFile:
         try:
             if shape.preallocate:
                 os.posix_fallocate(fd, 0, self._buffer.nbytes)
-            self._in_blocks(shape, lambda part, offset: os.pwrite(fd, part, offset))
+            self._in_blocks(shape, self._buffer, lambda part, offset: os.pwrite(fd, part, offset))
             os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -84,12 +92,12 @@ class DirectFile:
         begun = time.perf_counter()
         fd = os.open(self._read_path, os.O_RDONLY | os.O_DIRECT)
         try:
-            self._in_blocks(shape, lambda part, offset: os.preadv(fd, [part], offset))
+            self._in_blocks(shape, self._into, lambda part, offset: os.preadv(fd, [part], offset))
         finally:
             os.close(fd)
         return time.perf_counter() - begun
 
-    def _in_blocks(self, shape: Shape, move: Callable[[memoryview, int], int]) -> None:
+    def _in_blocks(self, shape: Shape, buffer: memoryview, move: Callable[[memoryview, int], int]) -> None:
         def move_all(part: memoryview, offset: int) -> None:
             while part.nbytes:
                 moved = move(part, offset)
@@ -98,13 +106,13 @@ class DirectFile:
                 part, offset = part[moved:], offset + moved
 
         step = shape.block_bytes
-        offsets = range(0, self._buffer.nbytes, step)
+        offsets = range(0, buffer.nbytes, step)
         if shape.depth == 1:
             for offset in offsets:
-                move_all(self._buffer[offset : offset + step], offset)
+                move_all(buffer[offset : offset + step], offset)
             return
         with ThreadPoolExecutor(shape.depth, thread_name_prefix="direct") as pool:
-            list(pool.map(lambda offset: move_all(self._buffer[offset : offset + step], offset), offsets))
+            list(pool.map(lambda offset: move_all(buffer[offset : offset + step], offset), offsets))
 
 
 async def best(shapes: Iterable[Shape], measure: Callable[[Shape], float], repetitions: int) -> Shape:

@@ -56,13 +56,13 @@ async def measure_put(settings: Settings) -> Measured:
 
 
 async def measure_get(settings: Settings) -> Measured:
-    """From the disk into the caller's aligned buffer, of one file on both sides; what the page cache has of it is
-    dropped before."""
+    """From the disk into the caller's aligned buffer, one file and one buffer on both sides; what the page cache has of
+    it is dropped before."""
     source = filled_buffer(whole_pages(settings.size_bytes))
     into = empty_buffer(source.nbytes)
     async with prepared(settings, source) as (driver, raw, root):
         await driver.put(KEY, [source])
-        raw.read_from(root / KEY)
+        await raw.read_as(root / KEY, into, CALIBRATIONS)
 
         async def get() -> float:
             drop_from_cache(root / KEY)
