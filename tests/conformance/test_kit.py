@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from test_memory_conformance import TestMemory as MemoryTests
 from tests.plain_driver import PlainDriver
 from tiercheck.errors import Unsupported
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.testing.elsewhere import InAnotherProcess, create_all, found, named, path_of, written
+from tiercheck.testing.elsewhere import InAnotherProcess, create_all, found, move_to, named, path_of, written
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
@@ -254,6 +255,13 @@ async def test_a_driver_without_atomicity_is_found_by_clients_elsewhere(
     async with await kit.make_driver() as driver:
         with pytest.raises((AssertionError, ValueError)):
             await getattr(kit, name)(driver)
+
+
+def test_a_client_that_moved_may_be_moved_again() -> None:
+    processors = os.sched_getaffinity(0)
+    for processor in (0, -1):
+        move_to(processor)
+        assert os.sched_getaffinity(0) == processors
 
 
 async def test_clients_that_take_turns_do_not_find_it(tmp_path: Path) -> None:

@@ -263,16 +263,17 @@ def is_whole(content: bytes | memoryview, nbytes: int) -> bool:
 
 
 async def create_all(
-    driver: TierDriver, tell: Tell, name: str, rounds_min: int, seconds: float, begin: float
+    driver: TierDriver, tell: Tell, name: str, processor: int, rounds_min: int, seconds: float, begin: float
 ) -> list[bool]:
     """CREATE ``race/0``, ``race/1``... with ``name`` in them, until the time is over; whether each was won.
 
     Each round begins a tick after the former, from ``begin`` on (by ``time.monotonic``, which is the machine's). Where
     rounds take longer than that, who lags behind finds objects there, which is faster than to write them: so the
-    clients stay side by side.
+    clients stay side by side. Each keeps to a ``processor`` of its own.
     """
     won: list[bool] = []
     while len(won) < rounds_min or (time.monotonic() < begin + seconds and len(won) < CREATES_MAX):
+        move_to(processor)
         while time.monotonic() < begin + len(won) * TICK_S:
             pass  # a sleep would not end at the same moment in both
         try:
@@ -282,6 +283,15 @@ async def create_all(
         else:
             won.append(True)
     return won
+
+
+def move_to(processor: int) -> None:
+    """Let this thread go on upon one of its processors, 0 the first and -1 the last of them, from where the system may
+    take it again. Two clients on the same one take turns, and on a busy machine they are left there for a second.
+    """
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(processors)[processor]})
+    os.sched_setaffinity(0, processors)
 
 
 async def increment(driver: TierDriver, tell: Tell, key: str, seconds: float) -> list[str]:

@@ -56,10 +56,10 @@ class ElsewhereTests(TierKit):
             return
         names = ("here", "elsewhere")
         limits = (self.races, self.race_s)
-        async with self.doing(driver, elsewhere.create_all, names[1], *limits) as other:
+        async with self.doing(driver, elsewhere.create_all, names[1], -1, *limits) as other:
             begin = time.monotonic() + 0.01  # when the word has arrived
             other.go(begin)
-            won_here = await elsewhere.create_all(driver, no_word, names[0], *limits, begin)
+            won_here = await elsewhere.create_all(driver, no_word, names[0], 0, *limits, begin)
             won_there = await other.result()
         for n, won in enumerate(itertools.zip_longest(won_here, won_there, fillvalue=False)):
             winners = [name for name, it_won in zip(names, won, strict=True) if it_won]
