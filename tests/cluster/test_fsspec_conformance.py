@@ -27,7 +27,7 @@ __all__ = ["azurite", "sshd"]
 
 pytestmark = pytest.mark.cluster
 
-SLOW = settings(max_examples=4, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=4, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 
 
 class TestSftp(FileTierTests):

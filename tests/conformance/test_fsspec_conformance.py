@@ -76,7 +76,7 @@ class MemoryMachine(DriverMachine):
             fs.rm_file(path)
 
 
-FAST = settings(max_examples=10, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=10, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 TestLocalMachine = LocalMachine.TestCase
 TestLocalMachine.settings = FAST

@@ -122,7 +122,7 @@ class LocklessMachine(LustreMachine):
     traits = Traits(True, False, True)
 
 
-SETTINGS = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=15, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestLustreStateful = LustreMachine.TestCase
 TestLustreStateful.settings = SETTINGS
 TestRememberingStateful = RememberingMachine.TestCase

@@ -185,7 +185,7 @@ class AllAroundNvmeMachine(DriverMachine):
         self.folder.cleanup()
 
 
-FAST = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=20, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 TestThrottledMachine = ThrottledMachine.TestCase
 TestThrottledMachine.settings = FAST

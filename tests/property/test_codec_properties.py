@@ -15,7 +15,7 @@ from tests.encoding import APPROXIMATE, EXACT, FEEDBACK, encode
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.streams.codecs import CODECS, decode, decode_sparse
 
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=150)
 
 
 def bit_patterns(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[NDArray[np.uint32]]:

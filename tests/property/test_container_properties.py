@@ -122,13 +122,13 @@ def same(one, other):
 
 
 @given(values)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_objects_come_back_with_their_types_and_bits(value):
     assert same(unpack(pack(value)), value)
 
 
 @given(values, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_damaged_objects_are_refused_or_are_objects(value, data):
     packed = bytearray(pack(value))
     position = data.draw(st.integers(0, len(packed) - 1))
@@ -142,7 +142,7 @@ def test_damaged_objects_are_refused_or_are_objects(value, data):
 
 
 @given(st.binary(max_size=40))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @example(b"\xdd\x00\x00\x00\x01\xc0")
 def test_the_bounds_checker_agrees_with_msgpack(data):
     """What msgpack alone can read is refused only for a reason of ours; what it cannot is refused."""
@@ -166,7 +166,7 @@ def content(shard):
 
 
 @given(metadatas(), entries, st.dictionaries(names, values, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_payload_reads_back_here_and_in_safetensors(metadata, entries, objects):
     file = b"".join(payload(metadata, entries, objects))
     shard = parse(file, key=str(metadata.key))
@@ -184,7 +184,7 @@ def test_a_payload_reads_back_here_and_in_safetensors(metadata, entries, objects
 
 
 @given(metadatas(), entries, st.dictionaries(names, values, max_size=3), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_writer_never_outgrows_its_reservation_and_agrees_with_the_payload(metadata, entries, objects, data):
     """Slots and objects in any order, filled in any order, each slot the last one may be shrunk."""
     sizes = {name: len(pack(value)) + data.draw(st.integers(0, 99)) for name, value in objects.items()}
@@ -214,7 +214,7 @@ def test_the_writer_never_outgrows_its_reservation_and_agrees_with_the_payload(m
 
 
 @given(metadatas(), entries, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_damage_is_refused(metadata, entries, data):
     file = bytearray(b"".join(payload(metadata, entries, {"host": list(range(50))})))
     original = bytes(file)
@@ -237,7 +237,7 @@ def test_any_damage_is_refused(metadata, entries, data):
 
 
 @given(metadatas(), entries.filter(len), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_header_forged_at_random_is_refused_or_consistent(metadata, entries, data):
     """Edits under a recomputed checksum: whatever is accepted is in bounds and safetensors agrees with it."""
     file = b"".join(payload(metadata, entries))

@@ -12,7 +12,7 @@ from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.nvme import NvmeDriver
 from tiercheck.tiers.shm import ShmDriver, remove_namespace
 
-FAST = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+FAST = settings(max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
 class MemoryMachine(DriverMachine):

@@ -35,7 +35,7 @@ from tiercheck.tiers.peer.work import Reply
 from tiercheck.types import PutMode
 
 CHUNK = 1 << 16
-MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 transfers = st.sampled_from([bytes([n]) * 16 for n in range(4)])
 keys = st.sampled_from(["a", "b/c", "", "../up", "/abs", "k" * 600, "\0"])

@@ -20,7 +20,7 @@ from tiercheck.tiers.peer.putting import Putting
 from tiercheck.types import ByteRange, ObjectInfo, PutMode
 
 CHUNK = 1 << 16
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 seeds = st.integers(0, 1 << 32)
 TROUBLE = ("cut", "swallow", "flip", "replay")

@@ -53,6 +53,4 @@ class PeerMachine(DriverMachine):
 
 
 TestPeer = PeerMachine.TestCase
-TestPeer.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestPeer.settings = settings(max_examples=25, stateful_step_count=30, suppress_health_check=list(HealthCheck))

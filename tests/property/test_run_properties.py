@@ -44,7 +44,7 @@ def merged(tree: object) -> Run:
 
 
 @given(tree=trees(0, VERSIONS), threads=st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_tree_gives_the_same_bits(tree: object, threads: int) -> None:
     provider = fresh()
     replay_runs(provider, lambda granted: (run for run in [merged(tree)]), threads=threads)
@@ -52,7 +52,7 @@ def test_any_tree_gives_the_same_bits(tree: object, threads: int) -> None:
 
 
 @given(cuts=st.sets(st.integers(1, VERSIONS - 1)), threads=st.integers(1, 7))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_runs_and_any_number_of_threads_give_the_same_bits(cuts: set[int], threads: int) -> None:
     differentials, expected = chain()
     edges = [0, *sorted(cuts), VERSIONS]

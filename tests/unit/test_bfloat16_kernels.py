@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 
 BACKENDS = ("reference", "numba")
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=80)
 patterns = hnp.arrays(np.uint32, st.integers(0, 700), elements=st.integers(0, 2**32 - 1))
 near_ties = st.builds(
     lambda upper, lower: np.array([(high << 16) + low for high, low in zip(upper, lower, strict=False)], np.uint32),

@@ -18,7 +18,7 @@ from tiercheck import kernels
 from tiercheck.kernels.reference.nf4 import BOUNDARIES, LEVELS
 
 BACKENDS = ("reference", "numba")
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=80)
 LARGEST = np.finfo(np.float32).max
 Floats = NDArray[np.float32]
 

@@ -19,7 +19,6 @@ ENOUGH = settings(
     max_examples=1000,  # the first that fails is the last
     report_multiple_bugs=False,
     stateful_step_count=40,
-    deadline=None,
     database=None,
     derandomize=True,
     phases=[Phase.generate],

@@ -117,7 +117,7 @@ class TestThreshold:
         assert kernel.select_threshold(values, 0.01, 0) == 991.0
 
     @given(patterns, st.floats(0, 1, exclude_min=True), st.data())
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_of_a_small_tensor_is_the_same_by_numba(
         self, bits: NDArray[np.uint32], ratio: float, data: st.DataObject
     ) -> None:
@@ -206,7 +206,7 @@ class TestCompact:
         assert kernel.compact(SPECIAL.view(np.float32), float("inf"))[0].tolist() == [9, 10, 11, 12, 13, 14]
 
     @given(patterns, st.integers(0, 0x7F800000), threads)
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     def test_is_what_a_loop_finds(self, bits: NDArray[np.uint32], threshold: int, count: int) -> None:
         least = float(np.uint32(threshold).view(np.float32))
         for kernel in BOTH:
@@ -214,7 +214,7 @@ class TestCompact:
             assert found == expected(bits, least)
 
     @given(hnp.arrays(np.uint32, st.integers(1, 150), elements=words))
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     def test_a_threshold_that_occurs_is_reached_and_the_next_one_is_not(self, bits: NDArray[np.uint32]) -> None:
         for threshold in thresholds_at(bits):
             for kernel in BOTH:
@@ -301,7 +301,7 @@ class TestBuffers:
             assert all(np.all(each[:100] == 7) and np.all(each[100 + capacity :] == 7) for each in space)
 
     @given(st.integers(0, 300), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 2999), st.integers(0, 300))))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_clusters_anywhere_fill_them_in_order(
         self, capacity: int, count: int, clusters: list[tuple[int, int]]
     ) -> None:
@@ -344,7 +344,7 @@ class TestBuffers:
 
 class TestResidual:
     @given(patterns, st.data(), threads, floats)
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_is_added_first_and_becomes_the_sum(
         self, bits: NDArray[np.uint32], data: st.DataObject, count: int, threshold: float
     ) -> None:
@@ -398,7 +398,7 @@ class TestResidual:
 
 class TestHalves:
     @given(hnp.arrays(np.uint32, st.integers(0, 200), elements=words), st.integers(0, 255))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def test_numba_equals_the_reference(self, bits: NDArray[np.uint32], top: int) -> None:
         finite = (bits & 0x7F800000) != 0x7F800000
         bits = np.where(finite & ((bits >> 23) & 0xFF > top), bits & np.uint32(0x80FFFFFF), bits)
@@ -444,7 +444,7 @@ class TestHalves:
 
 class TestScatter:
     @given(hnp.arrays(np.uint32, st.integers(0, 60), elements=st.integers(0, 49)), st.integers(0, 2**32))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_numba_equals_the_reference(self, indices: NDArray[np.uint32], seed: int) -> None:
         generator = np.random.default_rng(seed)
         values, decoded, start = (generator.standard_normal(n, dtype=np.float32) for n in (indices.size,) * 2 + (50,))

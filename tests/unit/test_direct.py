@@ -61,7 +61,7 @@ lengths = st.one_of(
 pieces = st.lists(st.tuples(lengths, st.sampled_from([0, 0, 0, 1, 512])), max_size=8)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(pieces=pieces, seed=st.integers(0, 255), is_direct=st.booleans())
 def test_any_payload_arrives(disk: Path, pieces: list[tuple[int, int]], seed: int, is_direct: bool) -> None:
     payload, expected = [], b""
@@ -82,7 +82,7 @@ def test_any_payload_arrives(disk: Path, pieces: list[tuple[int, int]], seed: in
         blocks.close()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     start=st.integers(0, 2 * BLOCK),
     nbytes=st.integers(1, 4 * BLOCK),

@@ -94,7 +94,7 @@ def test_in_one_pass_too_little_room_is_refused(by: str) -> None:
 
 
 @given(st.binary(max_size=700))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_come_back(content: bytes) -> None:
     exponents = np.frombuffer(content, np.uint8)
     packed = pack(exponents, "reference")
@@ -104,7 +104,7 @@ def test_any_bytes_come_back(content: bytes) -> None:
 
 
 @given(st.integers(0, 600), st.binary(max_size=700))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_of_the_right_number_are_exponents(size: int, content: bytes) -> None:
     """And both backends agree which number is right, and which exponents they are."""
     found: list[bytes | None] = []

@@ -33,7 +33,7 @@ def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
 
 class TestNarrowing:
     @given(hnp.arrays(np.uint16, st.integers(0, 300), elements=st.integers(0, 2**16 - 1)))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_every_bfloat16_survives(self, bits: NDArray[np.uint16]) -> None:
         for by in BACKENDS:
             widened = kernels.widen(bits, by=by)
@@ -57,7 +57,7 @@ class TestNarrowing:
 
 class TestFma:
     @given(*(st.floats(width=32, allow_nan=False, allow_infinity=False) for _ in range(3)))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     def test_rounds_once(self, a: float, b: float, c: float) -> None:
         exact = Fraction(a) * Fraction(b) + Fraction(c)
         result = reference.fma(*(np.array([each], np.float32) for each in (a, b, c)))[0]

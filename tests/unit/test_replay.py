@@ -148,7 +148,7 @@ class TestSameBits:
         assert differing(replayed(replay, start, gradients, schedule, batch=3), expected) == 0
 
     @given(data=st.data())
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     def test_any_options(self, kind: str, implementation: str, choose: str | None, data: st.DataObject) -> None:
         replay = certain(kind, implementation, choose)
         options = {

@@ -105,7 +105,7 @@ class TestVariants:
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_sparse_is_dense_with_zeros_on_any_threads(data: st.DataObject) -> None:
     """Also over the pieces that threads take, and past the end of a tile."""
     replay = certain(ADAMW, "fused", "numba")

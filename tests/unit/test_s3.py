@@ -340,7 +340,7 @@ class TestListing:
     @given(
         keys=some_keys, prefix=st.sampled_from(["", "a", "a/", "a-", "a/a", "/", "a//", ".."]), shards=st.integers(1, 3)
     )
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @pytest.mark.parametrize("flat", [True, False])
     def test_order_and_completeness(self, flat: bool, keys: list[str], prefix: str, shards: int) -> None:
         names = Names(S3Settings("bucket", "run", shards=shards))
