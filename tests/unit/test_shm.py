@@ -6,9 +6,13 @@ import asyncio
 import errno
 import os
 import secrets
+import select
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -56,6 +60,46 @@ class Child:
         os.close(self.end_end)
         os.close(self.wait_end)
         os.waitpid(self.pid, 0)
+
+
+class DeadTrainer:
+    """A process that died with memory of the tier ``url`` reserved; a worker that it had forked lives on."""
+
+    PROGRAM = """
+import asyncio, os, sys
+from tiercheck.tiers.registry import make_driver
+
+async def die(url, nbytes):
+    driver = make_driver(url)
+    await driver.open()
+    reservation = await driver.reserve("a", int(nbytes))
+    if worker := os.fork():
+        print(worker, flush=True)
+    else:
+        sys.stdin.read()
+    os._exit(0)
+
+asyncio.run(die(*sys.argv[1:]))
+"""
+
+    def __init__(self, url: str, nbytes: int) -> None:
+        command = [sys.executable, "-c", self.PROGRAM, url, str(nbytes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._worker = os.pidfd_open(int(self._process.stdout.readline()))
+        self._process.wait(timeout=30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end_worker()
+        os.close(self._worker)
+
+    def end_worker(self) -> None:
+        with self._process:  # closes its standard input
+            pass
+        assert select.select([self._worker], [], [], 30)[0], "the worker has not ended"
 
 
 def inode(name: str, key: str) -> int:
@@ -348,6 +392,17 @@ class TestDebris:
             assert ours.exists()
             await living.publish()
             assert bytes((await driver.get("a"))[:4]) == b"live"
+
+    async def test_what_dies_while_the_tier_is_open_makes_room_where_it_is_needed(self, name: str) -> None:
+        """Not as long as a data loader's worker lives, which was forked while memory was reserved and shares it."""
+        async with ShmDriver(name, size=4 * MIB) as driver:
+            with DeadTrainer(f"shm://{name}?size=4MiB", 3 * MIB) as trainer:
+                with pytest.raises(CapacityExceeded, match="3145728 of 4194304 are in use"):
+                    await driver.put("b", [bytes(2 * MIB)])
+                trainer.end_worker()
+                await driver.put("b", [bytes(2 * MIB)])
+            assert list((root_of(name) / ".tiercheck/tmp").iterdir()) == []
+            assert (await driver.usage()).used_bytes == 2 * MIB
 
 
 class TestNamespaces:

@@ -23,7 +23,8 @@ class Reservation(abc.ABC):
     """Writable memory inside a tier, not yet an object.
 
     Fill ``buffer``, then ``publish`` it or ``drop`` it, once. A reservation that its process leaves behind
-    (a crash, ``kill -9``) is no object, and its memory is reclaimed by the next process that opens the tier.
+    (a crash, ``kill -9``) is no object, and its memory is reclaimed by the next process that opens the tier, if not
+    before.
     """
 
     key: str

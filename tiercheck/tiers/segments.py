@@ -271,6 +271,7 @@ class SegmentDirectory(ObjectDirectory):
                 if error.errno != errno.ENOSPC:
                     raise
                 with self.locked():
+                    self.reclaim()
                     if self.empty_pool():
                         continue
                 free = os.statvfs(self.root)
@@ -285,6 +286,8 @@ class SegmentDirectory(ObjectDirectory):
         """The bytes left under the limit, ``nbytes`` at least. Errors: ``CapacityExceeded``."""
         room = self.limit_bytes - self._ledger.read().charged
         if room < nbytes:
+            # What died since the tier was opened makes room now; what it had counted is counted again.
+            self.reclaim()
             used = self._ledger.set(charged=self.held_bytes(locked=True)).charged
             room = self.limit_bytes - used
         if room < nbytes:
