@@ -89,7 +89,11 @@ def pack_blocks(
     block, code = np.empty(EXPONENT_BLOCK, np.uint8), np.empty(EXPONENT_BLOCK, np.uint8)
     count = np.uint64(0)
     for index in range(np.uint64(highest.size)):
-        load(source, others, index * BLOCK_STEP, block)
+        at = index * BLOCK_STEP
+        here = min(np.uint64(source.size) - at, BLOCK_STEP)
+        load(source, others, at, here, block)
+        for i in range(here, BLOCK_STEP):
+            block[i] = block[here - np.uint64(1)]
         largest = np.uint8(0)
         for i in range(EXPONENT_BLOCK):
             largest = max(largest, block[i])
@@ -120,36 +124,27 @@ def pack_blocks(
     return count
 
 
-def load(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
-    """The block of exponents that begins there, filled up with the last one."""
+def load(source: NDArray[Any], others: Planes, start: Any, count: Any, block: NDArray[np.uint8]) -> None:
+    """The exponents of so many elements from there on."""
     raise NotImplementedError("compiled, by the source's dtype")
 
 
 @cast(Any, overload(load))  # type: ignore[untyped-decorator]
-def load_of(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> Any:
+def load_of(source: NDArray[Any], others: Planes, start: Any, count: Any, block: NDArray[np.uint8]) -> Any:
     return {types.uint8: load_exponents, types.uint16: load_16, types.uint32: load_32}[cast(Any, source.dtype)]
 
 
-def load_exponents(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
-    here = min(np.uint64(source.size) - at, BLOCK_STEP)
-    for i in range(here):
-        block[i] = source[at + i]
-    for i in range(here, BLOCK_STEP):
-        block[i] = source[source.size - 1]
+def load_exponents(source: NDArray[Any], others: Planes, start: Any, count: Any, block: NDArray[np.uint8]) -> None:
+    for i in range(count):
+        block[i] = source[start + i]
 
 
-def load_16(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
-    here = min(np.uint64(source.size) - at, BLOCK_STEP)
-    part_16(source, at, here, block, others[0])
-    for i in range(here, BLOCK_STEP):
-        block[i] = np.uint8(source[source.size - 1] >> np.uint16(7))
+def load_16(source: NDArray[Any], others: Planes, start: Any, count: Any, block: NDArray[np.uint8]) -> None:
+    part_16(source, start, count, block, others[0])
 
 
-def load_32(source: NDArray[Any], others: Planes, at: Any, block: NDArray[np.uint8]) -> None:
-    here = min(np.uint64(source.size) - at, BLOCK_STEP)
-    part_32(source, at, here, block, others[0], others[1], others[2])
-    for i in range(here, BLOCK_STEP):
-        block[i] = np.uint8(source[source.size - 1] >> np.uint32(23))
+def load_32(source: NDArray[Any], others: Planes, start: Any, count: Any, block: NDArray[np.uint8]) -> None:
+    part_32(source, start, count, block, others[0], others[1], others[2])
 
 
 @compiled
