@@ -310,6 +310,24 @@ class TestLimits:
             await driver.put("b", [bytes(20 * MIB)])
             assert driver.segments.pooled_bytes() == 0
 
+    async def test_the_dead_make_room_before_a_full_mount_is_an_error(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with ShmDriver(name, size=64 * MIB) as driver:
+            with DeadTrainer(f"shm://{name}?size=64MiB", 4 * MIB):
+                pass
+            (left,) = (root_of(name) / ".tiercheck/tmp").iterdir()
+            allocate = os.posix_fallocate
+
+            def full_while_it_is_there(fd: int, start: int, nbytes: int) -> None:
+                if left.exists() or driver.segments.pooled_bytes():
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                allocate(fd, start, nbytes)
+
+            monkeypatch.setattr(os, "posix_fallocate", full_while_it_is_there)
+            await driver.put("a", [bytes(20 * MIB)])
+            assert (await driver.usage()).used_bytes == 20 * MIB
+
 
 class TestPrivacy:
     async def test_nobody_else_may_look(self, name: str) -> None:

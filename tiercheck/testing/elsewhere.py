@@ -269,7 +269,7 @@ async def create_all(
 
     Each round begins a tick after the former, from ``begin`` on (by ``time.monotonic``, which is the machine's). Where
     rounds take longer than that, who lags behind finds objects there, which is faster than to write them: so the
-    clients stay side by side. Each keeps to a ``processor`` of its own.
+    clients stay side by side. Each begins them on a ``processor`` of its own, as :func:`move_to` numbers it.
     """
     won: list[bool] = []
     while len(won) < rounds_min or (time.monotonic() < begin + seconds and len(won) < CREATES_MAX):
@@ -287,7 +287,7 @@ async def create_all(
 
 def move_to(processor: int) -> None:
     """Let this thread go on upon one of its processors, 0 the first and -1 the last of them, from where the system may
-    take it again. Two clients on the same one take turns, and on a busy machine they are left there for a second.
+    take it again. Two clients on the same one take turns, and a busy machine may leave them there for a second.
     """
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(processors)[processor]})

@@ -286,7 +286,7 @@ class SegmentDirectory(ObjectDirectory):
         """The bytes left under the limit, ``nbytes`` at least. Errors: ``CapacityExceeded``."""
         room = self.limit_bytes - self._ledger.read().charged
         if room < nbytes:
-            # What died since the tier was opened makes room now; what it had counted is counted again.
+            # What has died since the tier was opened makes room now, and may have left the count too high.
             self.reclaim()
             used = self._ledger.set(charged=self.held_bytes(locked=True)).charged
             room = self.limit_bytes - used
