@@ -71,6 +71,8 @@ class Checkpointer:
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
             raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
+        if config is not None and not isinstance(config, CheckpointConfig):
+            raise ConfigurationError(f"config= must be a CheckpointConfig, not {type(config).__name__}")
         self.config = config or CheckpointConfig()
         self._provider = provider
         self._group = group or SingleProcess()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.keys import VERSION_MAX
 
 __all__ = ["CheckpointConfig"]
 
 ON_SAVE_ERROR = ("fail", "warn")
 MOVERS = ("auto", "trainer", "agent")
+DEADLINE_S_MAX = 30 * 86_400.0
+THREADS_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,24 @@ class CheckpointConfig:
     """The longest any single wait may take: for other ranks, for a tier, for a base to drain, for reading a whole
     checkpoint. Make it longer than your slowest tier needs for that."""
 
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        refuse_unknown(options, [each.name for each in fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for each in fields(self):
             value, wanted = getattr(self, each.name), type(each.default)
             accepted = (int, float) if wanted is float else wanted
             if isinstance(value, bool) != (wanted is bool) or not isinstance(value, accepted):
-                raise ConfigurationError(f"{each.name} must be {wanted.__name__}, not {value!r}")
-        for name in ("base_every", "batch", "keep_last", "encode_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.keep_every < 0:
-            raise ConfigurationError(f"keep_every must not be negative, not {self.keep_every}")
-        if self.deadline_s <= 0:
-            raise ConfigurationError(f"deadline_s must be positive, not {self.deadline_s}")
+                raise ConfigurationError(f"{each.name} must be {wanted.__name__}, not {shown(value)}")
+        for name, least, most in BOUNDS:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigurationError(f"{name} must be at least {least} and at most {most}, not {shown(value)}")
+        if not 0 < self.deadline_s <= DEADLINE_S_MAX:  # a NaN is neither
+            raise ConfigurationError(
+                f"deadline_s must be positive, and at most {DEADLINE_S_MAX:.0f} (30 days), not {shown(self.deadline_s)}"
+            )
         if self.mover not in MOVERS:
             raise ConfigurationError(f"mover is one of {', '.join(MOVERS)}, not {self.mover!r}")
         if self.on_save_error not in ON_SAVE_ERROR:
@@ -72,10 +81,30 @@ class CheckpointConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """A configuration from plain values. Errors: ``ConfigurationError`` for an unknown key or a wrong type."""
-        kinds = [each.name for each in fields(cls)]
-        for key in options:
-            if key not in kinds:
-                close = difflib.get_close_matches(key, kinds, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(kinds)}"
-                raise ConfigurationError(f"unknown key {key!r} in the TierCheck configuration: {hint}")
+        refuse_unknown(options, [each.name for each in fields(cls)])
         return cls(**options)
+
+
+BOUNDS = (
+    ("base_every", 1, VERSION_MAX),
+    ("batch", 1, VERSION_MAX),
+    ("keep_last", 1, VERSION_MAX),
+    ("keep_every", 0, VERSION_MAX),
+    ("encode_threads", 1, THREADS_MAX),
+)
+
+
+def refuse_unknown(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Errors: ``ConfigurationError`` for an option of another name; it says which one may be meant."""
+    for key in options:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise ConfigurationError(f"unknown key {key!r} in the TierCheck configuration: {hint}")
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long; of an integer that Python refuses to print, the size."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return reprlib.repr(value)

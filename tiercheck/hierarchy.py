@@ -37,6 +37,8 @@ class Tier:
     codec: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.url, str):
+            raise ConfigurationError(f"a tier is a URL, such as shm://NAME, or a Tier of one, not {self.url!r}")
         if "://" not in self.url:
             # Not repeated whole: it may hold a password.
             raise ConfigurationError(
@@ -108,7 +110,7 @@ class Hierarchy:
                 must_survive = Survives.parse(must_survive)
             except ValueError as error:
                 raise ConfigurationError(f"must_survive: {error}") from None
-        return cls(tuple(Tier(tier) if isinstance(tier, str) else tier for tier in tiers), must_survive)
+        return cls(tuple(tier if isinstance(tier, Tier) else Tier(tier) for tier in tiers), must_survive)
 
     @property
     def needs_peer(self) -> bool:

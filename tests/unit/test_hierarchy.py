@@ -40,6 +40,8 @@ def test_an_empty_hierarchy_and_no_url_are_refused() -> None:
         Hierarchy(())
     with pytest.raises(ConfigurationError, match="has no scheme"):
         Hierarchy.of("/mnt/ssd")
+    with pytest.raises(ConfigurationError, match=r"a tier is a URL, such as shm://NAME.*PosixPath\('/mnt'\)"):
+        Hierarchy.of(Path("/mnt"))  # type: ignore[arg-type]  # that is the mistake
     with pytest.raises(ConfigurationError, match=r"must_survive: unknown failure class 'rock': choose one of .*rack"):
         Hierarchy.of("memory://", must_survive="rock")
 

@@ -50,3 +50,11 @@ def test_importing_the_package_imports_no_dependency_at_all() -> None:
 def test_the_front_door_does_import_torch() -> None:
     """Else the tests above could not fail."""
     assert "torch" in modules_after("from tiercheck import Checkpointer")
+
+
+@pytest.mark.parametrize("framework", ["torch", "deepspeed"])
+def test_an_integration_without_its_framework_says_what_to_install(framework: str) -> None:
+    statement = f"import sys; sys.modules[{framework!r}] = None; import tiercheck.integrations.{framework}"
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: tiercheck.integrations")
+    assert f"pip install 'tiercheck[{framework}]'" in done.stderr.splitlines()[-1]

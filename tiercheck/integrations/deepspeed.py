@@ -29,8 +29,16 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.group import Group, TorchGroup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.hooks import StepHooks
-from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
-from tiercheck.streams.deepspeed_support import refuse_ranks_that_share_parameters
+
+try:
+    from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
+    from tiercheck.streams.deepspeed_support import refuse_ranks_that_share_parameters
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "deepspeed":
+        raise
+    raise ModuleNotFoundError(
+        "tiercheck.integrations.deepspeed needs DeepSpeed: pip install 'tiercheck[deepspeed]'", name="deepspeed"
+    ) from error
 
 __all__ = ["attach"]
 
