@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import Any
 
-from tiercheck import keys, objects
+from tiercheck import keys
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ClaimKey, LineageKey
 from tiercheck.policy.lineage import Branch
+from tiercheck.records import read_record, seal
 from tiercheck.types import PutMode
 
 __all__ = ["open_generation", "propose"]
@@ -54,15 +54,15 @@ async def open_generation(hierarchy: OpenHierarchy, branch: Branch) -> None:
 
 
 async def _create(tier: OpenTier, branch: Branch) -> None:
-    key = str(LineageKey(branch.generation))
+    key = LineageKey(branch.generation)
     try:
-        await tier.driver.put(key, [objects.pack(branch.to_object())], mode=PutMode.CREATE)
+        await tier.driver.put(str(key), [seal(key, branch.to_object())], mode=PutMode.CREATE)
     except AlreadyExists:
-        value: Any = objects.unpack(await tier.driver.get(key))
+        value = await read_record(tier.driver, key)
         try:
             found = Branch.from_object(value)
         except ValueError as error:
-            raise Corruption(str(error), tier=tier.name, key=key) from error
+            raise Corruption(str(error), tier=tier.name, key=str(key)) from error
         if found != branch:
             raise _conflict(tier, branch) from None
 
@@ -70,14 +70,13 @@ async def _create(tier: OpenTier, branch: Branch) -> None:
 async def _claim(tier: OpenTier, branch: Branch) -> None:
     own = ClaimKey(branch.generation, branch.token)
     record = LineageKey(branch.generation)
-    content = [objects.pack(branch.to_object())]
-    await tier.driver.put(str(own), content)
+    await tier.driver.put(str(own), [seal(own, branch.to_object())])
     found = [keys.parse(info.key) async for info in tier.driver.list(str(record))]
     rivals = [key for key in found if isinstance(key, ClaimKey) and key != own]
     if rivals:
         await tier.driver.delete([str(own)])
         raise _conflict(tier, branch)
-    await tier.driver.put(str(record), content)
+    await tier.driver.put(str(record), [seal(record, branch.to_object())])
 
 
 def _conflict(tier: OpenTier, branch: Branch) -> JobConflict:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from tiercheck import container, objects
+from tiercheck import container
 from tiercheck.attempts import RETRY_FIRST_S, Attempts
 from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobConflict, NotFound
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
@@ -30,6 +30,7 @@ from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, Transfer, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
+from tiercheck.records import read_record, seal
 from tiercheck.streams.merge import Contents, as_stored, merge
 from tiercheck.types import ByteRange, Payload, PutMode
 
@@ -332,18 +333,18 @@ class Mover:
     async def _mark(self, tier: OpenTier, key: MarkerKey) -> None:
         shard = ShardKey.base(key.generation, key.version, key.rank)
         marker = await self._marker_of(tier, shard)
-        info = await tier.driver.put(str(key), [objects.pack(marker.to_object())])
+        info = await tier.driver.put(str(key), [seal(key, marker.to_object())])
         self._observer.put(tier.index, key, info.nbytes)
 
     async def _commit(self, tier: OpenTier, key: CommitKey) -> None:
         """Check each rank's marker against the shard it speaks of, then publish the record."""
         markers: list[Marker] = []
         for rank in range(self._world_size):
-            name = str(MarkerKey(key.generation, key.version, rank))
+            marker = MarkerKey(key.generation, key.version, rank)
             try:
-                said = Marker.from_object(objects.unpack(await tier.driver.get(name)))
+                said = Marker.from_object(await read_record(tier.driver, marker))
             except ValueError as error:
-                raise Corruption(str(error), tier=tier.name, key=name) from error
+                raise Corruption(str(error), tier=tier.name, key=str(marker)) from error
             shard = ShardKey.base(key.generation, key.version, rank)
             found = await self._marker_of(tier, shard)
             if said != found:
@@ -352,7 +353,7 @@ class Mover:
         record = CommitRecord(key.generation, key.version, tuple(markers))
         # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
-        content = objects.pack(record.to_object())
+        content = seal(key, record.to_object())
         try:
             await tier.driver.put(str(key), [content], mode=mode)
         except AlreadyExists:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -23,11 +24,35 @@ import numpy as np
 from tiercheck.errors import Corruption, UnsupportedSetup
 from tiercheck.types import Buffer
 
-__all__ = ["DEPTH_MAX", "Unstorable", "pack", "unpack"]
+__all__ = ["DEPTH_MAX", "HOST_STATE", "Limits", "Unstorable", "pack", "unpack"]
 
 DEPTH_MAX = 64
+INTEGER_NBYTES_MAX = 1 << 10
+"""Of one integer. Python refuses to print one that is much longer, so that it could not even be named in a message."""
+TAG_NBYTES_MAX = 6
+"""Before the content of a string, an array or an extension value."""
+SAME_HASHES_MAX = 64
+"""Keys of one dictionary, or elements of one set, that may have the same hash: each is compared with all the others."""
 MANY = 16
 """Of fewer values each is looked at by itself: that is faster."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What :func:`unpack` refuses before it builds anything, and :func:`pack` refuses to write."""
+
+    nbytes: int
+    values: int
+    """All values, those inside of containers included."""
+    depth: int = DEPTH_MAX
+    text_nbytes: int | None = None
+    """Of one string, or one ``bytes``."""
+    extensions: bool = True
+    """Whether there may be other values than those any msgpack reader shows."""
+
+
+HOST_STATE = Limits(nbytes=1 << 30, values=4 << 20)
+"""What a process keeps beside its tensors. It takes seconds to unpack at the very most."""
 
 
 class Unstorable(UnsupportedSetup, TypeError):
@@ -61,12 +86,20 @@ _PLAIN_INTEGERS = range(-(2**63), 2**64)
 _PLAIN = _ATOMS | {int}
 
 
-def pack(value: object, *, name: str = "value") -> bytes:
+def pack(value: object, *, name: str = "value", limits: Limits = HOST_STATE) -> bytes:
     """``value`` as bytes that :func:`unpack` turns back into an equal value of equal types.
 
-    ``name`` is what the root is called in messages. Errors: :class:`Unstorable`, naming the path to the value.
+    ``name`` is what the root is called in messages. Errors: :class:`Unstorable`, naming the path to the value, or the
+    limit that it passes.
     """
-    return packb(lower(value, (None, name), 0), (None, name))
+    packed = packb(lower(value, (None, name), 0), (None, name))
+    # A value takes a byte at least, so that few bytes are within the usual limits.
+    if limits is not HOST_STATE or len(packed) > limits.values:
+        try:
+            unpack(packed, limits=limits)
+        except Corruption as error:
+            raise Unstorable(f"{name} cannot be stored, since it could not be read again: {error}") from error
+    return packed
 
 
 def packb(lowered: object, path: Path) -> bytes:
@@ -139,6 +172,8 @@ def is_plain(values: Collection[object]) -> bool:
 
 def lower_int(value: int, path: Path, depth: int) -> object:
     """Of one that msgpack has no room for."""
+    if value.bit_length() >= 8 * INTEGER_NBYTES_MAX:
+        raise Unstorable(f"{render(path)} is an integer of {value.bit_length()} bits: store it as bytes")
     return msgpack.ExtType(Extension.INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
@@ -160,6 +195,8 @@ def lower_tuple(value: tuple[object, ...], path: Path, depth: int) -> object:
 
 
 def lower_set(value: set[object] | frozenset[object], path: Path, depth: int) -> object:
+    if not is_plain(value):
+        check_hashes_of(value, path)
     packed = [(packb(lowered, path), lowered) for lowered in (lower(item, (path, "{...}"), depth) for item in value)]
     packed.sort(key=lambda pair: pair[0])
     code = Extension.SET if type(value) is set else Extension.FROZENSET
@@ -181,7 +218,16 @@ def lower_dict(value: dict[object, object], path: Path, depth: int) -> dict[obje
             plain = isinstance(key, str) and key.isidentifier()
             item = lower(item, (path, f".{key}" if plain else f"[{show(key)}]"), depth)
         lowered[lowered_key] = item
+    if not is_plain(value):
+        check_hashes_of(value, path)
     return lowered
+
+
+def check_hashes_of(values: Collection[object], path: Path) -> None:
+    try:
+        check_hashes(values)
+    except ValueError as error:
+        raise Unstorable(f"{render(path)} cannot be stored: {error}") from error
 
 
 def lower_ordered_dict(value: OrderedDict[object, object], path: Path, depth: int) -> object:
@@ -237,49 +283,80 @@ _LOWERINGS: dict[type, Callable[[Any, Path, int], object]] = {
 # Reading
 
 
-def unpack(data: Buffer) -> Any:
+def unpack(data: Buffer, *, limits: Limits = HOST_STATE) -> Any:
     """The value that :func:`pack` packed.
 
-    Nesting is bounded by ``DEPTH_MAX`` and every length by the bytes that are there, before anything is
-    allocated for it. Errors: ``Corruption`` for bytes that ``pack`` did not write.
+    Nesting, the number of values and every length are within ``limits`` before anything is built. Errors:
+    ``Corruption`` for bytes that ``pack`` did not write.
     """
+    content = memoryview(data).cast("B")
     try:
-        return unpack_at(memoryview(data).cast("B"), 0)
+        if content.nbytes > limits.nbytes:
+            raise ValueError(f"there are {content.nbytes} bytes, and at most {limits.nbytes} are allowed")
+        return Unpacking(limits).value(content, 0)
     except (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException) as error:
         raise Corruption(f"the bytes are no packed object: {error}") from error
 
 
-def unpack_at(data: memoryview, depth: int) -> Any:
-    depths = iter(check_skeleton(data, depth))
-    return msgpack.unpackb(
-        data,
-        strict_map_key=False,
-        unicode_errors="surrogatepass",
-        object_pairs_hook=restore_dict,
-        ext_hook=lambda code, content: restore(code, memoryview(content), next(depths)),
-    )
+class Unpacking:
+    """One object on its way from bytes to a value."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._values = 0
+
+    def value(self, data: memoryview, depth: int) -> Any:
+        skeleton = check_skeleton(data, depth, self._limits, values_max=self._limits.values - self._values)
+        self._values += skeleton.values
+        depths = iter(skeleton.extensions)
+        return msgpack.unpackb(
+            data,
+            strict_map_key=False,
+            unicode_errors="surrogatepass" if self._limits.extensions else "strict",
+            object_pairs_hook=restore_dict,
+            ext_hook=lambda code, content: self._extension(code, memoryview(content), next(depths)),
+        )
+
+    def _extension(self, code: int, content: memoryview, depth: int) -> object:
+        if code == Extension.INTEGER:
+            if content.nbytes > INTEGER_NBYTES_MAX:
+                raise ValueError(f"an integer has {content.nbytes} bytes")
+            return int.from_bytes(content, "little", signed=True)
+        if code == Extension.COMPLEX:
+            return complex(*struct.unpack("<dd", content))
+        return restore(code, self.value(content, depth))
 
 
 def restore_dict(pairs: list[tuple[object, object]]) -> dict[object, object]:
+    if not is_plain([key for key, _ in pairs]):
+        check_hashes([key for key, _ in pairs])
     restored = dict(pairs)
     if len(restored) != len(pairs):
         raise ValueError("a dictionary has a key twice")
     return restored
 
 
-def restore(code: int, content: memoryview, depth: int) -> object:
-    if code == Extension.INTEGER:
-        return int.from_bytes(content, "little", signed=True)
-    if code == Extension.COMPLEX:
-        return complex(*struct.unpack("<dd", content))
-    inner = unpack_at(content, depth)
+def restore_set(items: list[object]) -> set[object]:
+    if not is_plain(items):
+        check_hashes(items)
+    return set(items)
+
+
+def check_hashes(keys: Iterable[object]) -> None:
+    """Errors: ``ValueError`` where so many keys have the same hash that a table of them would take for ever."""
+    _, count = max(Counter(map(hash, keys)).items(), key=lambda each: each[1], default=(0, 0))
+    if count > SAME_HASHES_MAX:
+        raise ValueError(f"{count} of the keys have the same hash; at most {SAME_HASHES_MAX} may")
+
+
+def restore(code: int, inner: Any) -> object:
     match Extension(code), inner:
         case Extension.TUPLE, list():
             return tuple(inner)
         case Extension.SET, list():
-            return set(inner)
+            return restore_set(inner)
         case Extension.FROZENSET, list():
-            return frozenset(inner)
+            return frozenset(restore_set(inner))
         case Extension.ORDERED_DICT, dict():
             return OrderedDict(inner)
         case Extension.COUNTER, dict():
@@ -308,25 +385,38 @@ def restore_array(dtype: str, shape: list[int], raw: bytes) -> np.ndarray[Any, A
     return array.copy()
 
 
-def check_skeleton(data: memoryview, depth: int) -> list[int]:
-    """Walk the values without building any; return the depths of the extension values, in order.
+class Skeleton(NamedTuple):
+    values: int
+    extensions: list[int]
+    """The depths of the extension values, in order."""
+
+
+def check_skeleton(data: memoryview, depth: int, limits: Limits, *, values_max: int) -> Skeleton:
+    """Walk the values without building any.
 
     msgpack allocates for as many elements as a header claims. Here every element claimed is found first, of at
     least one byte each, so that the claims of all headers together are bounded by the length of ``data``.
     """
-    position = 0
+    position = values = 0
     extensions: list[int] = []
     counts = [1]  # elements still due, by level
     while counts:
         level = depth + len(counts) - 1
-        if level > DEPTH_MAX + 1:  # the content of an array or a scalar is one level below it
-            raise ValueError(f"it is nested over {DEPTH_MAX} levels deep")
+        if level > limits.depth + 1:  # the content of an array or a scalar is one level below it
+            raise ValueError(f"it is nested over {limits.depth} levels deep")
         if position >= len(data):
             raise ValueError("it ends in the middle of a value")
         if (code_offset := _CODE_OFFSETS.get(data[position])) is not None:
             check_code(data, position + code_offset)
+            if not limits.extensions:
+                raise ValueError(f"byte {position} begins a value of an extension type")
             extensions.append(level)
         nbytes, children = measure(data, position)
+        values += 1
+        if values + children > values_max:
+            raise ValueError(f"it has over {limits.values} values")
+        if limits.text_nbytes is not None and nbytes > limits.text_nbytes + TAG_NBYTES_MAX:
+            raise ValueError(f"it has a string of {nbytes} bytes; at most {limits.text_nbytes} are allowed")
         position += nbytes
         counts[-1] -= 1
         if children:
@@ -337,7 +427,7 @@ def check_skeleton(data: memoryview, depth: int) -> list[int]:
         raise ValueError("it ends in the middle of a value")
     if position < len(data):
         raise ValueError(f"{len(data) - position} bytes follow it")
-    return extensions
+    return Skeleton(values, extensions)
 
 
 def check_code(data: memoryview, position: int) -> None:

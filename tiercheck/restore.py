@@ -31,6 +31,7 @@ from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.recovery import Availability, Source, availability
 from tiercheck.reader import Lost, Part, Reader
+from tiercheck.records import read_record
 from tiercheck.streams.base import BaseState
 from tiercheck.streams.fidelity import reached
 from tiercheck.streams.providers import StateProvider
@@ -234,7 +235,7 @@ class Restorer:
                     claims.add(key)
                 elif isinstance(key, LineageKey):
                     try:
-                        branches.add(Branch.from_object(objects.unpack(await tier.driver.get(info.key))))
+                        branches.add(Branch.from_object(await read_record(tier.driver, key, nbytes=info.nbytes)))
                     except (Corruption, ValueError) as error:
                         log.warning("the lineage record %s in tier %s is ignored: %s", info.key, tier.name, error)
         return Survey(frozenset(sources), frozenset(branches), frozenset(claims))

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from tests.cluster.dying import die_before_event, lives_through
 from tests.servers.agents import Node, base, capture, fake_peer, open_generation, record
-from tiercheck import container, objects
+from tiercheck import container
 from tiercheck.agent.service import Agent
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, MarkerKey, NominationKey, ShardKey, parse
 from tiercheck.nomination import Nomination
+from tiercheck.records import seal
 
 BASES = (0, 6, 12)
 LAST = 17
@@ -27,7 +28,7 @@ NBYTES = 150_000
 async def prepare(node: Node, nomination: Nomination) -> None:
     async with node.open(nomination) as hierarchy:
         await open_generation(hierarchy)
-        await hierarchy.first.driver.put(str(NominationKey(0)), [objects.pack(nomination.to_object())])
+        await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), nomination.to_object())])
         await capture(hierarchy, *(base(version) for version in BASES), nbytes=NBYTES)
         await capture(hierarchy, *(record(version) for version in range(1, LAST + 1)), nbytes=NBYTES)
 

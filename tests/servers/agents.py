@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck import container, objects
+from tiercheck import container
 from tiercheck.agent.neighbours import OpenNamespace
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.container import ShardMetadata, TensorEntry
@@ -21,6 +21,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
+from tiercheck.records import seal
 from tiercheck.tiers.namespaces import remove_namespace
 
 __all__ = ["FakePeer", "Node", "fake_peer", "node", "shard"]
@@ -100,7 +101,7 @@ class Node:
 async def open_generation(hierarchy: OpenHierarchy, generation: int = 1, parent: int = 0, left_at: int = 0) -> None:
     branch = Branch(generation, parent, left_at, 1, "ab" * 8)
     for tier in hierarchy.tiers:
-        await tier.driver.put(str(LineageKey(generation)), [objects.pack(branch.to_object())])
+        await tier.driver.put(str(LineageKey(generation)), [seal(LineageKey(generation), branch.to_object())])
 
 
 async def capture(hierarchy: OpenHierarchy, *keys: ShardKey, nbytes: int = 64) -> None:

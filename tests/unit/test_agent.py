@@ -20,7 +20,6 @@ from tests.servers.agents import (
     record,
     shard,
 )
-from tiercheck import objects
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.messages import Look, RankReply
 from tiercheck.agent.moving import AgentMover
@@ -31,6 +30,7 @@ from tiercheck.keys import CommitKey, LineageKey, NominationKey, ShardKey
 from tiercheck.mover import Moving
 from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
+from tiercheck.records import seal
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
@@ -163,7 +163,7 @@ async def test_each_agent_takes_up_only_what_is_meant_for_it(node: Node) -> None
     mine, other = node.nomination(node.shm()), node.nomination(node.shm(), node="n1")
     for nomination in (mine, other):
         async with node.open(nomination) as hierarchy:
-            await hierarchy.first.driver.put(str(NominationKey(0)), [objects.pack(nomination.to_object())])
+            await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), nomination.to_object())])
     async with running(node) as agent:
         assert [each.nomination for each in agent.roster] == [mine]
         async with await connect_agent(node.name) as client:
@@ -177,7 +177,7 @@ async def test_a_store_that_is_down_stops_nobody_else_and_is_shown(node: Node) -
     good = node.nomination(node.shm())
     async with running(node) as agent, trainer(node, good) as (sound, _, client):
         async with make_driver(bad.tiers[0][1]) as first:
-            await first.put(str(LineageKey(1)), [objects.pack(Branch(1, 0, 0, 1, "ab" * 8).to_object())])
+            await first.put(str(LineageKey(1)), [seal(LineageKey(1), Branch(1, 0, 0, 1, "ab" * 8).to_object())])
             troubled = AgentMover(client, first, bad)
             await troubled.nominate()
             await sound.nominate()
@@ -221,7 +221,8 @@ async def test_a_chain_that_nobody_knows_to_its_beginning_is_waited_for(node: No
     async with node.open(nomination) as hierarchy:
         await open_generation(hierarchy)
         await hierarchy.first.driver.delete([str(LineageKey(1))])
-        await hierarchy.first.driver.put(str(LineageKey(2)), [objects.pack(Branch(2, 1, 7, 1, "ab" * 8).to_object())])
+        newer = LineageKey(2)
+        await hierarchy.first.driver.put(str(newer), [seal(newer, Branch(2, 1, 7, 1, "ab" * 8).to_object())])
     node.durable.rename(node.folder / "aside")
     node.durable.write_text("in the way")
     async with running(node) as agent, await connect_agent(node.name) as client, make_driver(first) as driver:
@@ -240,11 +241,11 @@ async def test_a_chain_that_nobody_knows_to_its_beginning_is_waited_for(node: No
 async def test_a_record_that_cannot_be_read_is_shown_and_stops_nobody(node: Node) -> None:
     first, good = node.shm(), node.nomination(node.shm())
     async with node.open(good) as hierarchy:
-        await hierarchy.first.driver.put(str(NominationKey(0)), [objects.pack(good.to_object())])
+        await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), good.to_object())])
     async with node.open(node.nomination(first)) as hierarchy:
         await hierarchy.first.driver.put(str(NominationKey(0)), [b"\xc1 nonsense"])
-        await hierarchy.first.driver.put(str(NominationKey(1)), [objects.pack({"tiers": []})])
-        await hierarchy.first.driver.put(str(NominationKey(2)), [objects.pack(good.to_object())])
+        await hierarchy.first.driver.put(str(NominationKey(1)), [seal(NominationKey(1), {"tiers": []})])
+        await hierarchy.first.driver.put(str(NominationKey(2)), [seal(NominationKey(2), good.to_object())])
     async with running(node) as agent:
         assert [each.nomination for each in agent.roster] == [good]
         name = first.partition("?")[0]
@@ -266,7 +267,7 @@ async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Cloc
         await hierarchy.first.driver.put(str(NominationKey(0)), [b"half of it"])
         odd = node.nomination(unknown, durable="nonsense://x")
     async with make_driver(unknown) as driver:
-        await driver.put(str(NominationKey(0)), [objects.pack(odd.to_object())])
+        await driver.put(str(NominationKey(0)), [seal(NominationKey(0), odd.to_object())])
     async with running(node) as agent:
         serving = asyncio.create_task(agent.serve())
         (troubled,) = agent.roster
@@ -274,7 +275,7 @@ async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Cloc
         assert "no driver for nonsense://" in str(troubled.trouble)
         assert len(agent.roster.unreadable) == 1
         async with make_driver(first) as driver:
-            await driver.put(str(NominationKey(0)), [objects.pack(nomination.to_object())])
+            await driver.put(str(NominationKey(0)), [seal(NominationKey(0), nomination.to_object())])
         clock.ahead_s += 60
         await until(lambda: len(agent.roster) == 2 and not agent.roster.unreadable, "another look")
         agent.drain_first = False

@@ -12,7 +12,6 @@ import pytest
 
 from tests.servers.agents import Node, base, capture, held, node, open_generation
 from tests.unit.test_agent import brisk, running, trainer, until
-from tiercheck import objects
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.messages import RankReply
 from tiercheck.agent.moving import AGENT, AgentMover
@@ -21,6 +20,7 @@ from tiercheck.agent.rundir import RunDirectory
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, LineageKey, NominationKey
+from tiercheck.records import seal
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["brisk", "node"]
@@ -102,7 +102,7 @@ async def test_a_record_that_changes_under_the_writer_is_looked_at_again(node: N
 
         async def late_put(key: str, *args: object, **options: object) -> object:
             if between:
-                await put(key, [objects.pack(between.pop().to_object())])
+                await put(key, [seal(NominationKey(0), between.pop().to_object())])
             return await put(key, *args, **options)  # type: ignore[arg-type]
 
         await open_generation(hierarchy)
@@ -115,7 +115,7 @@ async def test_a_record_that_changes_under_the_writer_is_looked_at_again(node: N
 async def test_what_cannot_be_read_is_written_over(node: Node) -> None:
     nomination = node.nomination(node.shm())
     async with node.open(nomination) as hierarchy:
-        for content in (b"\xc1 nonsense", objects.pack({"tiers": []})):
+        for content in (b"\xc1 nonsense", seal(NominationKey(0), {"tiers": []})):
             await hierarchy.first.driver.put(str(NominationKey(0)), [content])
             await write_nomination(hierarchy.first.driver, nomination)
             assert await read_nomination(hierarchy.first.driver, 0) == nomination

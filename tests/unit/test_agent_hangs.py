@@ -12,10 +12,10 @@ import pytest
 
 from tests.servers.agents import Node, base, capture, node
 from tests.unit.test_agent import brisk, running, trainer, until
-from tiercheck import objects
 from tiercheck.agent.moving import AgentMover
 from tiercheck.keys import LineageKey
 from tiercheck.policy.lineage import Branch
+from tiercheck.records import seal
 from tiercheck.tiers.nvme import NvmeDriver
 
 __all__ = ["brisk", "node"]
@@ -93,7 +93,7 @@ async def test_a_newer_generation_is_taken_up(node: Node, store: Store) -> None:
         store.answers.clear()
         await capture(hierarchy, base(0))
         await until(lambda: store.waiting > 0, "a call that hangs")
-        record = objects.pack(Branch(2, 1, 0, 1, "ab" * 8).to_object())
+        record = seal(LineageKey(2), Branch(2, 1, 0, 1, "ab" * 8).to_object())
         await hierarchy.first.driver.put(str(LineageKey(2)), [record])
         newer = AgentMover(client, hierarchy.first.driver, node.nomination(first, generation=2))
         async with asyncio.timeout(10):

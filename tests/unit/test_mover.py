@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck import container, objects
+from tiercheck import container
 from tiercheck.attempts import Attempts
 from tiercheck.container import ShardMetadata, TensorEntry
 from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, JobConflict, Transient
@@ -21,6 +21,7 @@ from tiercheck.observer import Observer
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
+from tiercheck.records import seal
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ObjectInfo, Payload, PutMode
@@ -182,7 +183,7 @@ async def test_a_marker_that_lies_is_not_committed(plain: OpenHierarchy) -> None
     await capture(plain, base(0))
     driver = plain.tiers[-1].driver
     await driver.put(str(base(0)), shard(base(0)))
-    await driver.put(str(MarkerKey(1, 0, 0)), [objects.pack({"nbytes": 1, "digest": "0" * 16})])
+    await driver.put(str(MarkerKey(1, 0, 0)), [seal(MarkerKey(1, 0, 0), {"nbytes": 1, "digest": "0" * 16})])
     mover = mover_of(plain)
     await mover.cycle()
     assert str(CommitKey(1, 0)) not in await held(plain)

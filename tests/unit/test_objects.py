@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from tiercheck import objects
 from tiercheck.errors import Corruption
-from tiercheck.objects import DEPTH_MAX, Extension, Unstorable, pack, unpack
+from tiercheck.objects import DEPTH_MAX, HOST_STATE, Extension, Limits, Unstorable, pack, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -51,7 +52,7 @@ def nested(make, levels, core=0):
         ((1,), [2], ({},)),
         {1: "a", "1": "b", None: 0, b"1": 1, 2.5: 2, (1, (2, "x")): 3, 1j: 4, frozenset({1}): 5},
         {True: 1},
-        {10**5000: 1},
+        {10**2000: 1},
         {1, "a", None, (1, 2)},
         frozenset(),
         OrderedDict([("b", 1), ("a", 2)]),
@@ -201,8 +202,65 @@ def test_deep_siblings_do_not_add_up():
 
 
 def test_a_path_through_a_key_too_long_to_print_is_still_named():
-    with pytest.raises(Unstorable, match=r"state\[<int>\] is a builtin"):
+    with pytest.raises(Unstorable, match=r"state's key <int> is an integer of 16610 bits"):
         pack({10**5000: print}, name="state")
+
+
+def test_an_integer_that_python_would_not_print_is_refused_on_both_sides():
+    with pytest.raises(Unstorable, match=r"state\.seed is an integer of 16610 bits"):
+        pack({"seed": 10**5000}, name="state")
+    with pytest.raises(Corruption, match="integer"):
+        unpack(extension(Extension.INTEGER, (10**5000).to_bytes(2077, "little")))
+
+
+P = 2**61 - 1
+"""Integers of one remainder by it have one hash."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {2**70 + n * P: 0 for n in range(5000)},
+        {2**70 + n * P for n in range(5000)},
+        {(n % 8 * P, n // 8 % 8 * P, n // 64 % 8 * P, n // 512 * P): 0 for n in range(4096)},
+        OrderedDict.fromkeys(complex(-1000003 * n, n) for n in range(5000)),
+    ],
+    ids=["integers", "set", "tuples", "complex"],
+)
+def test_keys_of_one_hash_are_refused_on_both_sides(value, monkeypatch):
+    with pytest.raises(Unstorable, match="same hash"):
+        pack(value)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "check_hashes", lambda keys: None)
+        packed = pack(value)
+    with pytest.raises(Corruption, match="same hash"):
+        unpack(packed)
+
+
+def test_what_passes_a_limit_is_neither_read_nor_written():
+    limits = Limits(nbytes=100, values=10, depth=2, text_nbytes=20, extensions=False)
+    for value in ([0] * 9, {"a": [1]}, "x" * 20):
+        assert unpack(pack(value, limits=limits), limits=limits) == value
+    for value in ([0] * 10, {"a": {"b": {"c": {"d": 0}}}}, "x" * 40, ["x" * 20] * 6, 2**70, (1,)):
+        with pytest.raises(Unstorable):
+            pack(value, limits=limits)
+        with pytest.raises(Corruption):
+            unpack(pack(value), limits=limits)
+    with pytest.raises(Corruption):
+        unpack(pack("\ud800"), limits=limits)
+
+
+def test_millions_of_values_are_refused_before_any_is_built():
+    many = b"\xdd" + (HOST_STATE.values + 1).to_bytes(4, "big") + bytes(HOST_STATE.values + 1)
+    hidden = extension(Extension.TUPLE, many)
+    for data in (many, hidden):
+        tracemalloc.start()
+        try:
+            with pytest.raises(Corruption, match="values"):
+                unpack(data)
+            assert tracemalloc.get_traced_memory()[1] < 2 * len(data)
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_value_that_contains_itself_is_refused():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from tiercheck import keys, objects
+from tiercheck import keys
 from tiercheck.agent.patient import PatientDriver
 from tiercheck.agent.record import as_agent_opens
 from tiercheck.agent.throughput import Throughput
@@ -26,6 +26,7 @@ from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
+from tiercheck.records import read_record
 
 __all__ = ["Assignment", "State"]
 
@@ -419,9 +420,9 @@ async def read_branches(tier: OpenTier) -> list[Branch]:
     """The lineage records of one tier. Errors: ``TierError``."""
     branches = []
     for name in [info.key async for info in tier.driver.list("lineage/")]:
-        if isinstance(keys.parse(name), LineageKey):
+        if isinstance(key := keys.parse(name), LineageKey):
             try:
-                branches.append(Branch.from_object(objects.unpack(await tier.driver.get(name))))
+                branches.append(Branch.from_object(await read_record(tier.driver, key)))
             except ValueError as error:
                 raise Corruption(str(error), tier=tier.name, key=name) from error
     return branches

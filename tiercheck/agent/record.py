@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tiercheck import objects
 from tiercheck.errors import (
     AlreadyExists,
     ConfigurationError,
@@ -21,6 +20,7 @@ from tiercheck.errors import (
 )
 from tiercheck.keys import LineageKey, NominationKey
 from tiercheck.nomination import Nomination
+from tiercheck.records import read_record, seal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.url import TierURL, parse_size
@@ -65,7 +65,7 @@ async def first_tier(namespace: str) -> AsyncIterator[TierDriver]:
 
 async def read_nomination(first: TierDriver, rank: int) -> Nomination:
     """Errors: ``NotFound``; ``ConfigurationError`` for a record that cannot be; ``TierError``."""
-    value = objects.unpack(await first.get(str(NominationKey(rank))))
+    value = await read_record(first, NominationKey(rank))
     try:
         nomination = Nomination.from_object(value)
     except ValueError as error:
@@ -83,12 +83,12 @@ async def write_nomination(first: TierDriver, nomination: Nomination) -> None:
 
     Errors: ``JobConflict`` where a newer generation is nominated, whose record stays; ``TierError``.
     """
-    key = str(NominationKey(nomination.rank))
-    content = objects.pack(nomination.to_object())
+    key = NominationKey(nomination.rank)
+    content = seal(key, nomination.to_object())
     for _ in range(WRITES_MAX):
         mode = PutMode.CREATE
         try:
-            etag = (await first.stat(key)).etag
+            etag = (await first.stat(str(key))).etag
             found = await nominated(first, nomination.rank)
             if found is not None:
                 await check_newest(first, found, nomination)
@@ -96,11 +96,11 @@ async def write_nomination(first: TierDriver, nomination: Nomination) -> None:
         except NotFound:
             pass  # it is created
         try:
-            await first.put(key, [content], mode=mode)
+            await first.put(str(key), [content], mode=mode)
             return
         except (AlreadyExists, PreconditionFailed):
             continue
-    raise Transient("the nomination is changed by others all the time", tier=first.url, key=key)
+    raise Transient("the nomination is changed by others all the time", tier=first.url, key=str(key))
 
 
 async def remove_nomination(first: TierDriver, rank: int, generation: int) -> None:
