@@ -171,6 +171,14 @@ def test_commits_of_an_abandoned_future_do_not_count_as_kept_ones() -> None:
     assert gone == [CommitKey(1, 20), MarkerKey(1, 20, 0), base(20)]
 
 
+@pytest.mark.parametrize("lineage", [Lineage(()), Lineage(((1, 5),))])
+def test_nothing_goes_from_the_durable_tier_while_the_lineage_has_no_commit(lineage: Lineage) -> None:
+    durable = [*committed(10), *committed(20), *committed(30)]
+    contents = (Contents(), Contents.of((key, 1) for key in durable))
+    observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=1, lineage=lineage)
+    assert Retention(keep_last=1).reclaimable(observation)[1] == []
+
+
 def test_restarts_from_one_version_do_not_use_up_what_is_kept() -> None:
     durable = [*committed(10), *committed(20), *committed(20, generation=2), *committed(20, generation=3)]
     contents = (Contents(), Contents.of((key, 1) for key in durable))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
-from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, NominationKey, ShardKey, Stream
 from tiercheck.policy.lineage import Lineage
 from tiercheck.types import Survives
 
@@ -27,49 +27,109 @@ class Role:
         return self.survives >= Survives.RACK
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The objects of one tier: TierCheck's keys and their sizes in bytes."""
+class _Held:
+    """What one tier holds of one rank; of no rank: commit records and the lineage."""
 
-    nbytes: Mapping[Key, int] = field(default_factory=dict)
+    def __init__(self, nbytes: Mapping[Key, int]) -> None:
+        self.nbytes = nbytes
+
+    @cached_property
+    def bases(self) -> tuple[ShardKey, ...]:
+        return self._of(Stream.BASE)
+
+    @cached_property
+    def differentials(self) -> tuple[ShardKey, ...]:
+        return self._of(Stream.DIFFERENTIAL)
+
+    @cached_property
+    def snapshots(self) -> tuple[ShardKey, ...]:
+        return tuple(sorted(self._of(Stream.SNAPSHOT), key=lambda key: (key.generation, key.last, key.first)))
+
+    def _of(self, stream: Stream) -> tuple[ShardKey, ...]:
+        found = [key for key in self.nbytes if isinstance(key, ShardKey) and key.stream is stream]
+        return tuple(sorted(found, key=lambda key: (key.generation, key.first, key.last)))
+
+
+class Contents:
+    """The objects of one tier: TierCheck's keys and their sizes in bytes.
+
+    A value, kept by rank: what one rank asks costs what that rank has there, however many others there are, and
+    :meth:`changed` shares with the contents before whatever has not changed.
+    """
+
+    def __init__(self, held: Mapping[int | None, _Held] | None = None) -> None:
+        self._held = {} if held is None else held
 
     @classmethod
     def of(cls, objects: Iterable[tuple[Key, int]]) -> Contents:
-        return cls(dict(objects))
+        return cls().changed(dict(objects))
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.nbytes
+    def changed(self, changes: Mapping[Key, int | None]) -> Contents:
+        """The contents with these objects put (their sizes), or gone (``None``)."""
+        by_rank: dict[int | None, dict[Key, int]] = {}
+        for key, nbytes in changes.items():
+            rank = _rank_of(key)
+            if rank not in by_rank:
+                before = self._held.get(rank)
+                by_rank[rank] = dict(before.nbytes) if before else {}
+            if nbytes is None:
+                by_rank[rank].pop(key, None)
+            else:
+                by_rank[rank][key] = nbytes
+        held = {**self._held, **{rank: _Held(each) for rank, each in by_rank.items()}}
+        return Contents({rank: each for rank, each in held.items() if each.nbytes})
+
+    def __contains__(self, key: Key) -> bool:
+        held = self._held.get(_rank_of(key))
+        return held is not None and key in held.nbytes
+
+    def __iter__(self) -> Iterator[Key]:
+        """Every key, in no particular order."""
+        for held in self._held.values():
+            yield from held.nbytes
 
     @cached_property
-    def shards(self) -> tuple[ShardKey, ...]:
-        return tuple(sorted(key for key in self.nbytes if isinstance(key, ShardKey)))
+    def nbytes(self) -> Mapping[Key, int]:
+        """Every object of every rank, and its size in bytes."""
+        return {key: nbytes for held in self._held.values() for key, nbytes in held.nbytes.items()}
 
-    @cached_property
-    def markers(self) -> frozenset[MarkerKey]:
-        return frozenset(key for key in self.nbytes if isinstance(key, MarkerKey))
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that have objects here."""
+        return [rank for rank in self._held if rank is not None]
 
     @cached_property
     def commits(self) -> tuple[CommitKey, ...]:
         """Oldest first."""
-        return tuple(sorted(key for key in self.nbytes if isinstance(key, CommitKey)))
+        return tuple(sorted(key for key in self._of_no_rank.nbytes if isinstance(key, CommitKey)))
 
     @cached_property
     def newest_generation(self) -> int:
         """The newest generation that opened here; 0 for none."""
-        return max((key.generation for key in self.nbytes if isinstance(key, LineageKey)), default=0)
+        return max((key.generation for key in self._of_no_rank.nbytes if isinstance(key, LineageKey)), default=0)
 
-    def bases(self, rank: int) -> list[ShardKey]:
+    def bases(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's bases, oldest first."""
-        return [key for key in self.shards if key.stream is Stream.BASE and key.rank == rank]
+        return self._held.get(rank, _NOTHING).bases
 
-    def differentials(self, rank: int) -> list[ShardKey]:
+    def differentials(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's batches, oldest first."""
-        return [key for key in self.shards if key.stream is Stream.DIFFERENTIAL and key.rank == rank]
+        return self._held.get(rank, _NOTHING).differentials
 
-    def snapshots(self, rank: int) -> list[ShardKey]:
+    def snapshots(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's snapshots, oldest first; of one version that of the newest base last."""
-        found = [key for key in self.shards if key.stream is Stream.SNAPSHOT and key.rank == rank]
-        return sorted(found, key=lambda key: (key.generation, key.last, key.first))
+        return self._held.get(rank, _NOTHING).snapshots
+
+    @property
+    def _of_no_rank(self) -> _Held:
+        return self._held.get(None, _NOTHING)
+
+
+_NOTHING = _Held({})
+
+
+def _rank_of(key: Key) -> int | None:
+    return key.rank if isinstance(key, ShardKey | MarkerKey | NominationKey) else None
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ class Retention:
         if not contents.commits or contents.commits[-1].generation != seen.generation:
             return []
         commits = [commit for commit in contents.commits if seen.lineage.admits(commit.generation, commit.version)]
+        if not commits:
+            return []  # the lineage, as far as it is known, has no committed base: nothing may go
         # A restart commits the version it resumed from once more: that is one version to go back to, not two.
         latest = {commit.version: commit for commit in commits}
         kept = set(sorted(latest.values())[-self.keep_last :])
@@ -125,8 +127,9 @@ def common_snapshots(seen: Observation, contents: Contents) -> dict[int, int]:
     """Per generation the newest version of which every rank has a snapshot here, and the base that it was made for."""
     usable = {
         (key.generation, key.last, key.rank)
-        for key in contents.shards
-        if key.stream is Stream.SNAPSHOT and ShardKey.base(key.generation, key.first - 1, key.rank) in contents
+        for rank in contents.ranks
+        for key in contents.snapshots(rank)
+        if ShardKey.base(key.generation, key.first - 1, rank) in contents
     }
     ranks = Counter((generation, last) for generation, last, _ in usable)
     return dict(sorted(version for version, count in ranks.items() if count == seen.world_size))
