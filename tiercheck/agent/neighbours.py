@@ -10,9 +10,17 @@ from typing import Any, Protocol
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.agent.snapshot import PeerSnapshot
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.shm import ShmDriver
+from tiercheck.tiers.shm import NamespaceKind, ShmDriver
 
-__all__ = ["MakePeerServer", "PeerService", "make_peer_server", "namespace_opener", "peer_snapshot"]
+__all__ = [
+    "MakePeerServer",
+    "PeerService",
+    "kept_for_neighbours",
+    "make_peer_server",
+    "namespace_opener",
+    "peer_snapshot",
+    "shm_name",
+]
 
 NAMESPACE_CHARACTERS_MAX = 64
 
@@ -53,11 +61,16 @@ def namespace_opener(node: str) -> OpenNamespace:
     """Opens the namespaces that neighbours ask for, each a shared-memory namespace of the agent's own."""
 
     async def open_namespace(name: str) -> TierDriver:
-        driver = ShmDriver(shm_name(node, name))
+        driver = kept_for_neighbours(shm_name(node, name))
         await driver.open()
         return driver
 
     return open_namespace
+
+
+def kept_for_neighbours(name: str) -> TierDriver:
+    """The driver of a shared-memory namespace that holds what neighbours have put."""
+    return ShmDriver(name, kind=NamespaceKind.NEIGHBOURS)
 
 
 def shm_name(node: str, name: str) -> str:

@@ -16,7 +16,7 @@ from tiercheck.agent.record import check_newest, first_tier, read_nomination, re
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.keys import NominationKey
 from tiercheck.nomination import Nomination
-from tiercheck.tiers.namespaces import SHM, namespace_path, namespaces
+from tiercheck.tiers.namespaces import SHM, NamespaceKind, namespace_path, namespaces
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["Roster"]
@@ -201,12 +201,15 @@ def place_of(namespace: str, rank: int) -> Place:
 
 
 def nominating_namespaces() -> list[str]:
-    """URLs of this user's shared-memory namespaces that hold nominations, on whatever tmpfs of this node."""
+    """URLs of the namespaces of this user's jobs that hold nominations, on whatever tmpfs of this node.
+
+    What a peer server keeps is none of them: there a neighbour could nominate.
+    """
     urls: list[str] = []
     for mount in tmpfs_mounts():
         option = "" if mount == SHM else f"?mount={quote(str(mount))}"
         with contextlib.suppress(PermissionError, Transient):
-            names = [found.name for found in namespaces(mount)]
+            names = [found.name for found in namespaces(mount) if found.kind is NamespaceKind.OWN]
             urls += [
                 f"shm://{name}{option}" for name in names if (namespace_path(name, mount) / "nominations").is_dir()
             ]

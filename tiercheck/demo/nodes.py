@@ -19,13 +19,15 @@ from pathlib import Path
 
 import psutil
 
-from tiercheck.agent.neighbours import shm_name
+from tiercheck.agent.neighbours import kept_for_neighbours, shm_name
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.demo.model_size import parameter_count
 from tiercheck.demo.settings import RANKS, TrainingSettings
 from tiercheck.errors import ConfigurationError, NotFound, Transient
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.namespaces import SHM, namespaces, remove_namespace
 from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.shm import ShmDriver
 from tiercheck.types import bytes_text
 
 __all__ = ["Nodes", "memory_bytes", "remove_orphans"]
@@ -79,9 +81,9 @@ class Nodes:
         own = [f"{self.name}-node{node}" for node in range(RANKS)]
         kept = [shm_name(self.agent(node), self.name) for node in range(RANKS)]
         return {
-            "shm": sum(asyncio.run(object_bytes(f"shm://{name}")) for name in own if name in present),
-            "peer": sum(asyncio.run(object_bytes(f"shm://{name}")) for name in kept if name in present),
-            "nvme": asyncio.run(object_bytes(f"nvme://{durable}")) if durable.exists() else 0,
+            "shm": sum(asyncio.run(object_bytes(ShmDriver(name))) for name in own if name in present),
+            "peer": sum(asyncio.run(object_bytes(kept_for_neighbours(name))) for name in kept if name in present),
+            "nvme": asyncio.run(object_bytes(make_driver(f"nvme://{durable}"))) if durable.exists() else 0,
         }
 
     def fail(self, nodes: Iterable[int]) -> None:
@@ -160,6 +162,6 @@ def memory_bytes(settings: TrainingSettings) -> int:
     return bases + differentials * (owned * DIFFERENTIAL_BYTES + DIFFERENTIAL_ROOM_BYTES)
 
 
-async def object_bytes(url: str) -> int:
-    async with make_driver(url) as driver:
+async def object_bytes(driver: TierDriver) -> int:
+    async with driver:
         return sum([info.nbytes async for info in driver.list()])

@@ -2,6 +2,9 @@
 
 Every driver that has a namespace open holds the file ``.tiercheck/alive`` in it with a shared lock, which ends
 with the process. Memory of a job that is over stays until somebody removes it: :func:`remove_namespace`.
+
+Who made a namespace is written down in ``.tiercheck/kind``, outside of what any key names: this user's jobs, or a peer
+server for its clients. Neither opens the other's.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ import shutil
 import stat
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, NotFound, Transient, Unauthorized, Unsupported
 from tiercheck.tiers.directory import CONTROL
-from tiercheck.tiers.files import map_os_errors, try_lock, unlock
+from tiercheck.tiers.files import locked, map_os_errors, try_lock, unlock
 
 __all__ = [
     "SHM",
     "NamespaceInfo",
+    "NamespaceKind",
     "hold_namespace",
     "namespace_bytes",
     "namespace_path",
@@ -36,16 +41,28 @@ HOLD_WAIT_S_MAX = 30.0
 HOLD_PAUSE_S = 0.01
 LOOK_WAIT_S_MAX = 0.5
 """Whoever lists namespaces holds the lock of each for a moment, to see whether somebody else does."""
+KIND_BYTES_MAX = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+
+
+class NamespaceKind(StrEnum):
+    """Whose objects a namespace holds, decided once, when it is made."""
+
+    OWN = "own"
+    """This user's: processes of this user write there, and nobody else."""
+    NEIGHBOURS = "neighbours"
+    """A peer server's: whatever its clients have put."""
 
 
 @dataclass(frozen=True)
 class NamespaceInfo:
-    """A namespace of this user. ``used_bytes`` counts its pool too; ``in_use``: some process has it open."""
+    """A namespace of this user. ``used_bytes`` counts its pool too; ``in_use``: some process has it open. ``kind`` is
+    ``None`` while that is not decided."""
 
     name: str
     used_bytes: int
     in_use: bool
+    kind: NamespaceKind | None = None
 
 
 def namespace_path(name: str, mount: Path = SHM) -> Path:
@@ -59,18 +76,19 @@ def namespace_path(name: str, mount: Path = SHM) -> Path:
     return mount / f"{prefix()}{name}"
 
 
-def hold_namespace(root: Path) -> int:
+def hold_namespace(root: Path, kind: NamespaceKind = NamespaceKind.OWN) -> int:
     """Make the namespace where it is missing and mark it as in use; returns what :func:`release_namespace` takes.
 
     One that another process is removing is waited for, and made anew.
 
-    Errors: ``Unauthorized`` where the directory is not this user's alone; ``Unsupported`` without the mount;
+    Errors: ``Unauthorized`` if the directory is not this user's alone, or was made for the other ``kind``;
+    ``Unsupported`` without the mount;
     ``Transient`` where the removal takes longer than :data:`HOLD_WAIT_S_MAX`.
     """
     if not root.parent.is_dir():
         raise Unsupported(f"there is no {root.parent}; mount a tmpfs there, or name another with mount=")
     deadline = time.monotonic() + HOLD_WAIT_S_MAX
-    while (fd := _held(root)) is None:
+    while (fd := _held(root, kind)) is None:
         if time.monotonic() > deadline:
             raise Transient(
                 f"another process has been removing {root} for {HOLD_WAIT_S_MAX:.0f} s; try again once it is done"
@@ -79,7 +97,7 @@ def hold_namespace(root: Path) -> int:
     return fd
 
 
-def _held(root: Path) -> int | None:
+def _held(root: Path, kind: NamespaceKind) -> int | None:
     """One try at :func:`hold_namespace`; ``None`` where somebody is removing the namespace, or just has."""
     try:
         with contextlib.suppress(FileExistsError):
@@ -89,10 +107,15 @@ def _held(root: Path) -> int | None:
         fd = open_alive(root)
     except FileNotFoundError:
         return None
-    if try_lock(fd, shared=True) and still_there(root, fd):
-        return fd
-    os.close(fd)
-    return None
+    if not (try_lock(fd, shared=True) and still_there(root, fd)):
+        os.close(fd)
+        return None
+    try:
+        check_kind(root, kind)
+    except BaseException:
+        release_namespace(fd)
+        raise
+    return fd
 
 
 def release_namespace(fd: int) -> None:
@@ -107,7 +130,8 @@ def namespaces(mount: Path = SHM) -> list[NamespaceInfo]:
     for root in sorted(mount.glob(f"{prefix()}*")):
         if root.is_symlink() or not root.is_dir() or root.lstat().st_uid != os.geteuid():
             continue
-        found.append(NamespaceInfo(root.name.removeprefix(prefix()), namespace_bytes(root), in_use(root)))
+        name = root.name.removeprefix(prefix())
+        found.append(NamespaceInfo(name, namespace_bytes(root), in_use(root), kind_of(root)))
     return found
 
 
@@ -174,6 +198,29 @@ def still_there(root: Path, fd: int) -> bool:
         return (root / CONTROL / "alive").stat().st_ino == os.fstat(fd).st_ino
     except FileNotFoundError:
         return False
+
+
+def kind_of(root: Path) -> NamespaceKind | None:
+    """``None`` if it was never decided, or cannot be read."""
+    try:
+        with (root / CONTROL / "kind").open("rb") as file:
+            return NamespaceKind(file.read(KIND_BYTES_MAX).decode())
+    except (OSError, ValueError):
+        return None
+
+
+def check_kind(root: Path, kind: NamespaceKind) -> None:
+    """Decide the kind, unless it is decided. Errors: ``Unauthorized`` if it is the other one."""
+    if (found := kind_of(root)) is None:
+        with locked(root / CONTROL / "kind") as fd:
+            if os.fstat(fd).st_size == 0:
+                os.write(fd, kind.encode())
+        found = kind_of(root)
+    if found is kind:
+        return
+    if kind is NamespaceKind.OWN:
+        raise Unauthorized(f"{root} holds what neighbours have put, which is no job's own memory; choose another name")
+    raise Unauthorized(f"{root} is the memory of a job of this user; no peer server gives it away")
 
 
 def check_private(root: Path) -> None:

@@ -20,6 +20,7 @@ from tiercheck.tiers.mapping import MappedSegment, MappedSegments
 from tiercheck.tiers.namespaces import (
     SHM,
     NamespaceInfo,
+    NamespaceKind,
     hold_namespace,
     namespace_bytes,
     namespace_path,
@@ -34,7 +35,7 @@ from tiercheck.tiers.url import TierURL, parse_size
 from tiercheck.tiers.visits import Visits
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, bytes_text
 
-__all__ = ["NamespaceInfo", "ShmDriver", "namespaces", "remove_namespace"]
+__all__ = ["NamespaceInfo", "NamespaceKind", "ShmDriver", "namespaces", "remove_namespace"]
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,9 @@ class ShmDriver(FileDriver):
         threads: int = 1,
         pin: str = "auto",
         numa: str = "auto",
+        kind: NamespaceKind = NamespaceKind.OWN,
     ) -> None:
+        """``kind``: a peer server's namespaces are of another kind than a job's, and no URL opens them."""
         directory = SegmentDirectory(namespace_path(name, mount))
         capabilities = Capabilities(survives=Survives.PROCESS, mappable=True, conditional_put=True, parts_in_flight=2)
         where = {} if mount == SHM else {"mount": str(mount)}
@@ -81,6 +84,7 @@ class ShmDriver(FileDriver):
         self.segments = directory
         self._size = size
         self._pool = pool
+        self._kind = kind
         self._alive_fd: int | None = None
         self._pinning = CudaPinning(_choice("pin", pin, PIN_MODES))
         self.locality = Locality(_choice("numa", numa, NUMA_MODES))
@@ -114,7 +118,7 @@ class ShmDriver(FileDriver):
     def prepare(self) -> None:
         segments = self.segments
         self._pinning.check()
-        self._alive_fd = hold_namespace(segments.root)
+        self._alive_fd = hold_namespace(segments.root, self._kind)
         held = namespace_bytes(segments.root)
         status = os.statvfs(segments.root)
         free = status.f_bavail * status.f_frsize
