@@ -74,6 +74,10 @@ class ByteRange:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def __bool__(self) -> bool:
+        """True, also of an empty range: ``if range`` asks whether there is one."""
+        return True
+
 
 @dataclass(frozen=True)
 class PutMode:

@@ -10,7 +10,7 @@ import pytest
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.registry import TierURL, make_driver, open_driver, parse_size, schemes
-from tiercheck.types import Survives
+from tiercheck.types import ByteRange, Survives
 
 
 def install(directory: Path, distribution: str, entry_points: str, module: str = "") -> None:
@@ -52,12 +52,50 @@ class TestURL:
             "s3://b?password=hunter2",
             "s3://b?key=hunter2",
             "s3://b?SAS_TOKEN=hunter2",
+            "s3://b?apikey=hunter2",
+            "s3://b?pwd=hunter2",
+            "s3://b?endpoint_url=https://me:hunter2@host/x",
+            "fsspec+webdav://b?fs.base_url=https://me:hunter2@host",
+            "fsspec+s3://b?fs.client_kwargs={%22aws_secret%22:%22hunter2%22}",
+            "fsspec+x://b?fs.pin=hunter2",
+            "fsspec+simplecache://ftp://me:hunter2@host/x",
         ],
     )
     def test_secrets_are_not_shown(self, text: str) -> None:
         url = TierURL.parse(text)
         assert "hunter2" not in url.text + str(url) + repr(url)
         assert "***" in url.text
+        assert url.has_secret or text == "s3://hunter2@host/bucket"
+
+    @pytest.mark.parametrize("text", ["acme://b?favourite=hunter2", "s3://b?endpoint_url=https://host/x?sig=hunter2"])
+    def test_what_is_not_known_to_be_public_is_hidden(self, text: str) -> None:
+        assert "hunter2" not in TierURL.parse(text).text
+
+    def test_what_is_known_to_be_public_is_shown(self) -> None:
+        for text in (
+            "shm://x?size=4GiB&pool=1GiB&mount=/mnt/huge",
+            "peer://x?at=%5B::1%5D:7&credit=8MiB&survives=rack&server_key=abab&keys=/home/me/keys",
+            "s3://b?endpoint_url=http://host:1/x&region=eu&part=16MiB&profile=me",
+            "fsspec+abfs://b?survives=site&fs.account_name=me",
+        ):
+            url = TierURL.parse(text)
+            assert "***" not in url.text
+            assert TierURL.parse(url.text) == url
+            assert not url.has_secret
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "shm://x?mount=%ff", "nvme:///a%ffb", "nvme:///a%00b", "nvme:///a\ud800", "shm://x?mount=/\udc80",
+            "shm://" + "x" * 9000,
+        ],
+        ids=ascii,
+    )  # fmt: skip
+    def test_what_no_name_can_hold_is_refused(self, text: str) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            TierURL.parse(text)
+        assert len(str(caught.value)) < 200
+        str(caught.value).encode()
 
     @pytest.mark.parametrize("text", ["", "shm", "shm:/x", "://x", "S3 ://x", "shm://x?size", "shm://x?a=1&a=2"])
     def test_what_is_no_url_is_refused(self, text: str) -> None:
@@ -109,6 +147,11 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|holds"):
         parse_size(text)
+
+
+def test_an_empty_range_is_a_range() -> None:
+    assert ByteRange(0, 0)
+    assert len(ByteRange(0, 0)) == 0
 
 
 class TestRegistry:

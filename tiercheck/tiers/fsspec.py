@@ -46,7 +46,7 @@ from tiercheck.tiers.fsspec_errors import first_line, map_foreign_errors
 from tiercheck.tiers.fsspec_probe import probe
 from tiercheck.tiers.fsspec_protocols import argument, known_protocol, shown_url
 from tiercheck.tiers.fsspec_workers import Ticket, Workers
-from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.tiers.url import TierURL, directory_of, number_from, seconds_from, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["FsspecDriver"]
@@ -54,6 +54,8 @@ __all__ = ["FsspecDriver"]
 T = TypeVar("T")
 
 LIST_PAGE = 256
+PART_BYTES_MAX = 5 << 30
+PARTS_IN_FLIGHT_MAX = 256
 
 
 class FsspecDriver(TierDriver):
@@ -108,8 +110,8 @@ class FsspecDriver(TierDriver):
         self._protocol = known_protocol(protocol, publish, url=self._url)
         if self._protocol.needs_path and "/" not in location:
             raise ConfigurationError(f"{self._url} names no directory; write an absolute one, as in scheme://host/dir")
-        if self._protocol.is_local and not location.startswith("/"):
-            raise ConfigurationError(f"{self._url} needs an absolute directory, such as fsspec+file:///mnt/run")
+        if self._protocol.is_local:
+            directory_of(f"fsspec+{protocol}", location)
         survives = self._protocol.survives if survives is None else survives
         if survives > self._protocol.survives_max:
             raise ConfigurationError(
@@ -133,9 +135,9 @@ class FsspecDriver(TierDriver):
         ours = {name: text for name, text in url.options.items() if not name.startswith("fs.")}
         reader = TierURL(url.scheme, url.location, MappingProxyType(ours)).reader()
         survives = reader.take("survives", Survives.parse, None)
-        part_bytes = reader.take("part", parse_size, 8 << 20)
-        parts_in_flight = reader.take("parts_in_flight", int, 4)
-        deadline_s = reader.take("deadline", float, 60.0)
+        part_bytes = reader.take("part", size_from(1, PART_BYTES_MAX), 8 << 20)
+        parts_in_flight = reader.take("parts_in_flight", number_from(1, PARTS_IN_FLIGHT_MAX), 4)
+        deadline_s = reader.take("deadline", seconds_from(0), 60.0)
         publish = reader.take("publish", str, None)
         reader.finish()
         protocol = url.scheme.partition("+")[2]

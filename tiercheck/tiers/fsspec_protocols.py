@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.fsspec_backends import Backend, ClosingBackend, MemoryBackend
@@ -20,7 +19,6 @@ __all__ = ["PROTOCOLS", "Protocol", "argument", "known_protocol", "shown_url"]
 
 THREADS = 8
 _SECRET = re.compile(r"secret|pass|token|key|credential|sas|sign|auth|connection_string|cookie|cert")
-_HIDDEN = "***"
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,8 @@ def known_protocol(protocol: str, publish: str | None, *, url: str) -> Protocol:
 
 
 def shown_url(protocol: str, location: str, options: Mapping[str, Any]) -> str:
-    """The tier's URL for messages. What may be a secret is hidden, in more options than those that surely are."""
-    hidden = {
-        name: _HIDDEN if _SECRET.search(name.lower()) else quote(str(value), safe="/:")
-        for name, value in options.items()
-    }
-    query = "&".join(f"fs.{quote(name)}={value}" for name, value in hidden.items())
-    return TierURL(f"fsspec+{protocol}", location).text + (f"?{query}" if query else "")
+    """The tier's URL for messages: of the file system's options only those are shown that are known to be public."""
+    return TierURL(f"fsspec+{protocol}", location, {f"fs.{name}": str(value) for name, value in options.items()}).text
 
 
 def argument(name: str, text: str) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from tiercheck.errors import ConfigurationError, Transient, Unsupported
+from tiercheck.errors import Transient, Unsupported
 from tiercheck.tiers.directory import HOST
 from tiercheck.tiers.file_driver import FileDriver
 from tiercheck.tiers.mounts import mount_of, traits_of
@@ -19,7 +19,7 @@ from tiercheck.tiers.remembering_directory import RememberingDirectory
 from tiercheck.tiers.shared_directory import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.striping import Striper, StripingFailed, parse_stripe_count, parse_stripe_size
 from tiercheck.tiers.transfer import Blocks
-from tiercheck.tiers.url import TierURL
+from tiercheck.tiers.url import TierURL, directory_of
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
 
 __all__ = ["LustreDriver"]
@@ -63,10 +63,7 @@ class LustreDriver(FileDriver):
         stripe_count: int | None = None,
         stripe_size: int | None = None,
     ) -> None:
-        if not root.is_absolute():
-            raise ConfigurationError(
-                f"lustre:// needs an absolute directory, such as lustre:///scratch/run, not {root}"
-            )
+        root = directory_of("lustre", root)
         self._mount = mount_of(root)
         traits = traits_of(self._mount)
         self.shared = SharedDirectory(root, traits) if traits.coherent else RememberingDirectory(root, traits)

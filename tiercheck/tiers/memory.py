@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tiercheck.errors import AlreadyExists, CapacityExceeded, Closed, NotFound, PreconditionFailed
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import Reservation, TierDriver
-from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.tiers.url import TierURL, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["MemoryDriver", "MemoryStore", "StoredObject"]
@@ -94,7 +94,7 @@ class MemoryDriver(TierDriver):
     @classmethod
     def from_url(cls, url: TierURL) -> MemoryDriver:
         options = url.reader()
-        size = options.take("size", parse_size, None)
+        size = options.take("size", size_from(1), None)
         options.finish()
         return cls(url.location, size=size)
 

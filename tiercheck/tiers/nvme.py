@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiercheck.errors import ConfigurationError, Unsupported
+from tiercheck.errors import Unsupported
 from tiercheck.tiers.direct import ALIGNMENT, direct_obstacle
 from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.file_driver import FileDriver
 from tiercheck.tiers.mounts import mount_of
 from tiercheck.tiers.probe import CANDIDATES, Geometry, measure_geometry
 from tiercheck.tiers.transfer import Blocks, Sequential
-from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.tiers.url import TierURL, directory_of, number_from, parse_size
 from tiercheck.types import Capabilities, Survives
 
-__all__ = ["NvmeDriver", "parse_block", "parse_depth", "parse_io"]
+__all__ = ["NvmeDriver", "parse_block", "parse_io"]
 
 DEPTH_MAX = 64
 BLOCK_BYTES_MAX = 256 << 20
@@ -54,10 +54,8 @@ class NvmeDriver(FileDriver):
         block: int | None = None,
         depth: int | None = None,
     ) -> None:
-        if not root.is_absolute():
-            raise ConfigurationError(f"nvme:// needs an absolute directory, such as nvme:///mnt/ssd/run, not {root}")
         super().__init__(
-            ObjectDirectory(root, durable=True),
+            ObjectDirectory(directory_of("nvme", root), durable=True),
             TierURL("nvme", str(root)).text,
             Capabilities(survives=survives, mappable=False, conditional_put=True, parts_in_flight=4),
         )
@@ -72,7 +70,7 @@ class NvmeDriver(FileDriver):
         survives = options.take("survives", Survives.parse, Survives.PROCESS)
         io = options.take("io", parse_io, "auto")
         block = options.take("block", parse_block, None)
-        depth = options.take("depth", parse_depth, None)
+        depth = options.take("depth", number_from(1, DEPTH_MAX), None)
         options.finish()
         return cls(Path(url.location), survives=survives, io=io, block=block, depth=depth)
 
@@ -121,13 +119,6 @@ def parse_io(text: str) -> str:
     if text not in ("auto", "direct", "buffered"):
         raise ValueError(f"{text!r} is none of auto, direct and buffered")
     return text
-
-
-def parse_depth(text: str) -> int:
-    """Transfers at a time, from 1 to 64."""
-    if not text.isdecimal() or not 1 <= int(text) <= DEPTH_MAX:
-        raise ValueError(f"{text!r} is no number from 1 to {DEPTH_MAX}")
-    return int(text)
 
 
 def parse_block(text: str) -> int:

@@ -31,7 +31,7 @@ from tiercheck.tiers.namespaces import (
 from tiercheck.tiers.numa import Locality
 from tiercheck.tiers.pinning import PIN_MODES, CudaPinning
 from tiercheck.tiers.segments import SegmentDirectory
-from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.tiers.url import TierURL, number_from, parse_size, size_from
 from tiercheck.tiers.visits import Visits
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, bytes_text
 
@@ -99,10 +99,10 @@ class ShmDriver(FileDriver):
     @classmethod
     def from_url(cls, url: TierURL) -> ShmDriver:
         options = url.reader()
-        size = options.take("size", parse_size, None)
+        size = options.take("size", size_from(1), None)
         pool = options.take("pool", parse_size, None)
         mount = options.take("mount", Path, SHM)
-        threads = options.take("threads", int, 1)
+        threads = options.take("threads", number_from(1, THREADS_MAX), 1)
         pin = options.take("pin", str, "auto")
         numa = options.take("numa", str, "auto")
         options.finish()

@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.types import bytes_text
 
-__all__ = ["OptionReader", "TierURL", "parse_size"]
+__all__ = [
+    "OptionReader",
+    "TierURL",
+    "directory_of",
+    "number_from",
+    "parse_size",
+    "seconds_from",
+    "shown_value",
+    "size_from",
+]
 
 T = TypeVar("T")
 
+URL_CHARS_MAX = 8192
+SIZE_MAX = 1 << 62
+SECONDS_MAX = 365 * 86400.0
+
 _SCHEME = re.compile(r"[a-z][a-z0-9.+-]*\Z")
-_SECRET = re.compile(r"secret|pass|token|credential|connection_string|sas|signature|(^|[_.])key\Z|(^|[_.])key_id\Z")
-_PUBLIC = {"server_key"}
-"""A public key: the peer server's."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\Z", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\Z", re.IGNORECASE | re.ASCII)
 _HIDDEN = "***"
+_USER_INFO = re.compile(r"(?:(?<=//)|\A)[^/?\s]*@")
+_PASSWORD = re.compile(r"(?:(?<=//)|\A)[^/?\s]*:[^/?\s]*@")
+_PLAIN = re.compile(r"\d+(?:\.\d+)?[a-z]{0,3}|true|false|null|on|off|auto", re.IGNORECASE | re.ASCII)
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_LOOKS_SECRET = re.compile(r"secret|pass|pwd|token|key|cred|connection_string|sas|sig|auth|cookie|cert|jwt|bearer")
+_PUBLIC: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        scheme: frozenset(names.split())
+        for scheme, names in {
+            "": "survives size part parts_in_flight conditional deadline timeout wait threads region endpoint",
+            "shm": "pool mount pin numa",
+            "nvme": "io block depth",
+            "lustre": "stripe_count stripe_size",
+            "peer": "at server_key keys connections credit",
+            "s3": "endpoint_url profile addressing listing access shards storage_class sse abandoned_after",
+            "fsspec": "publish fs.account_name fs.anon fs.auto_mkdir fs.endpoint_url fs.host fs.port fs.project",
+        }.items()
+    }
+)
+"""Options whose values are never secret, by scheme, and under the empty one those of every scheme. ``server_key`` is a
+public key, and ``keys`` a directory."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +71,11 @@ class TierURL:
 
     @classmethod
     def parse(cls, text: str) -> TierURL:
-        """Read ``text``; ``ConfigurationError`` where it is no tier URL or names an option twice."""
+        """Read ``text``. ``ConfigurationError`` if it is no tier URL, names an option twice, or holds what no name can
+        hold: a control character, a lone surrogate, or an escape that is no UTF-8."""
         scheme, separator, rest = text.partition("://")
+        if len(text) > URL_CHARS_MAX:
+            raise ConfigurationError(f"a tier URL has up to {URL_CHARS_MAX} characters, not {len(text)}")
         # A URL that does not parse is not repeated whole: it may hold a password.
         if not separator or not _SCHEME.match(scheme):
             raise ConfigurationError(
@@ -47,25 +84,31 @@ class TierURL:
             )
         location, _, query = rest.partition("?")
         try:
-            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+            location = unquote(location, errors="strict")
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, errors="strict") if query else []
+        except UnicodeError:
+            raise ConfigurationError(f"a {scheme}:// URL has an escape (%..) that is no UTF-8") from None
         except ValueError:
             raise ConfigurationError(f"the options of a {scheme}:// URL must look like name=value&name=value") from None
+        if _UNPRINTABLE.search(location):
+            raise ConfigurationError(f"the location of a {scheme}:// URL holds a control character or a lone surrogate")
         options: dict[str, str] = {}
         for name, value in pairs:
+            if _UNPRINTABLE.search(name + value):
+                raise ConfigurationError(
+                    f"the option {name!r} of a {scheme}:// URL holds a control character or a lone surrogate"
+                )
             if name in options:
                 raise ConfigurationError(f"the option {name!r} appears twice in a {scheme}:// URL")
             options[name] = value
-        return cls(scheme, unquote(location), MappingProxyType(options))
+        return cls(scheme, location, MappingProxyType(options))
 
     @property
     def text(self) -> str:
-        """The URL for messages: user information and options that look secret are hidden."""
-        authority, slash, path = self.location.partition("/")
-        if "@" in authority:
-            authority = f"{_HIDDEN}@{authority.rpartition('@')[2]}"
-        location = quote(authority + slash + path, safe="/:@*[]")
+        """The URL for messages: user information is hidden, and so is every option not known to be public."""
+        location = quote(_USER_INFO.sub(f"{_HIDDEN}@", self.location), safe="/:@*[]", errors="replace")
         query = "&".join(
-            f"{quote(name)}={_HIDDEN if is_secret(name) else quote(value, safe='/:')}"
+            f"{quote(name, errors='replace')}={shown_value(self.scheme, name, value)}"
             for name, value in self.options.items()
         )
         return f"{self.scheme}://{location}" + (f"?{query}" if query else "")
@@ -78,9 +121,11 @@ class TierURL:
 
     @property
     def has_secret(self) -> bool:
-        """Whether the URL itself holds a password, a token or their like."""
-        user, at, _ = self.location.partition("/")[0].rpartition("@")
-        return bool(at and ":" in user) or any(map(is_secret, self.options))
+        """Whether the URL itself may hold a password, a token or their like, by names and values."""
+        texts = [self.location, *self.options.values()]
+        return any(map(_PASSWORD.search, texts)) or any(
+            may_be_secret(self.scheme, name, value) for name, value in self.options.items()
+        )
 
     def reader(self) -> OptionReader:
         """A reader that turns the options into typed values."""
@@ -105,8 +150,8 @@ class OptionReader:
     def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
         """The option's value through ``convert``, or ``default`` where the URL does not have it.
 
-        Errors: ``ConfigurationError`` where ``convert`` raises ``ValueError``; its text is kept, unless the
-        option is a secret.
+        Errors: ``ConfigurationError`` where ``convert`` raises ``ValueError``; its text is kept if the option is
+        known to be public.
         """
         self._known.append(name)
         if name not in self._left:
@@ -115,7 +160,7 @@ class OptionReader:
         try:
             return convert(value)
         except ValueError as error:
-            reason = "" if is_secret(name) else f": {error}"
+            reason = f": {error}" if is_public(self._url.scheme, name) else ""
             message = f"the option {name!r} of {self._url.text} cannot be used{reason}"
         raise ConfigurationError(message)
 
@@ -130,9 +175,74 @@ class OptionReader:
         raise ConfigurationError(f"{self._url.scheme}:// does not know the option {unknown} (it knows: {known}){hint}")
 
 
-def is_secret(name: str) -> bool:
-    """Whether an option of this name looks like one whose value must not be shown."""
-    return name not in _PUBLIC and _SECRET.search(name.lower()) is not None
+def is_public(scheme: str, name: str) -> bool:
+    """Whether an option of this name is known to hold no secret."""
+    return name in _PUBLIC[""] or name in _PUBLIC.get(scheme.partition("+")[0], ())
+
+
+def shown_value(scheme: str, name: str, value: str) -> str:
+    """The value of an option as messages show it, quoted: hidden unless the option is known to be public. Of a URL in
+    it, user information and what follows a ``?`` are hidden in any case."""
+    if not is_public(scheme, name):
+        return _HIDDEN
+    address, question, _ = value.partition("?")
+    shown = quote(_USER_INFO.sub(f"{_HIDDEN}@", address), safe="/:*@", errors="replace")
+    return shown + (f"{quote(question)}{_HIDDEN}" if question else "")
+
+
+def may_be_secret(scheme: str, name: str, value: str) -> bool:
+    """Whether an option may be a secret, by its name; of an fsspec file system's own, also by its value."""
+    if is_public(scheme, name):
+        return False
+    if name.startswith("fs.") and not _PLAIN.fullmatch(value):
+        return True
+    return _LOOKS_SECRET.search(name.lower()) is not None
+
+
+def directory_of(scheme: str, location: str | Path) -> Path:
+    """The directory that a tier of files lies in. ``ConfigurationError`` unless it is absolute, without ``..``, and
+    below the root of the file system."""
+    path = Path(location)
+    if not path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
+        raise ConfigurationError(
+            f"{scheme}:// needs an absolute directory below /, such as {scheme}:///mnt/scratch/run, not {str(path)!r}"
+        )
+    return path
+
+
+def number_from(low: int, high: int) -> Callable[[str], int]:
+    """A conversion to a whole number within these bounds; it raises ``ValueError`` otherwise."""
+
+    def convert(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 20 or not low <= int(text) <= high:
+            raise ValueError(f"{text!r} is no number from {low} to {high}")
+        return int(text)
+
+    return convert
+
+
+def seconds_from(low: float, high: float = SECONDS_MAX) -> Callable[[str], float]:
+    """A conversion to seconds within these bounds, ``low`` excluded; it raises ``ValueError`` otherwise."""
+
+    def convert(text: str) -> float:
+        seconds = float(text)
+        if math.isnan(seconds) or not low < seconds <= high:
+            raise ValueError(f"{text!r} is no number of seconds above {low:g} and up to {high:.0f}")
+        return seconds
+
+    return convert
+
+
+def size_from(low: int, high: int = SIZE_MAX) -> Callable[[str], int]:
+    """A conversion by :func:`parse_size` within these bounds; it raises ``ValueError`` otherwise."""
+
+    def convert(text: str) -> int:
+        nbytes = parse_size(text)
+        if not low <= nbytes <= high:
+            raise ValueError(f"{text!r} is no size from {bytes_text(low)} to {bytes_text(high)}")
+        return nbytes
+
+    return convert
 
 
 def parse_size(text: str) -> int:
@@ -147,7 +257,7 @@ def parse_size(text: str) -> int:
     number, letter, binary, byte = match.groups()
     base = 1000 if byte and not binary else 1024
     scaled = float(number) * base ** " kmgtp".index(letter.lower() or " ")
-    if scaled > 2**62:
+    if scaled > SIZE_MAX:
         raise ValueError(f"{text!r} is more than any tier holds")
     # Whole numbers are computed as such: a float would round beyond 2**53.
     return int(number) * base ** " kmgtp".index(letter.lower() or " ") if number.isdigit() else int(scaled)

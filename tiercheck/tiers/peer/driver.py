@@ -21,7 +21,7 @@ from tiercheck.tiers.peer.calling import Call, ClientSettings, Operation
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.getting import Getting
 from tiercheck.tiers.peer.keys import KEYS_VARIABLE, PeerKeys, parse_public_key
-from tiercheck.tiers.peer.limits import CHUNK_BYTES, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
+from tiercheck.tiers.peer.limits import CHUNK_BYTES, CHUNK_BYTES_MIN, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
 from tiercheck.tiers.peer.link import Link
 from tiercheck.tiers.peer.messages import (
     COUNT_MAX,
@@ -41,12 +41,13 @@ from tiercheck.tiers.peer.messages import (
 )
 from tiercheck.tiers.peer.putting import Putting
 from tiercheck.tiers.peer.store import check_namespace
-from tiercheck.tiers.url import TierURL, parse_size
+from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["PeerDriver"]
 
 CONNECTIONS = 1
+CREDIT_BYTES_MAX = 4 << 30
 DEADLINE_S = 30.0
 CONNECT_S_MAX = 10.0
 """A peer that cannot be reached in that time is away: :meth:`PeerDriver.open` does not wait for its return."""
@@ -104,9 +105,9 @@ class PeerDriver(TierDriver):
         at = options.take("at", parse_at, None)
         server_key = options.take("server_key", parse_public_key, None)
         directory = options.take("keys", str, os.environ.get(KEYS_VARIABLE))
-        connections = options.take("connections", parse_count, CONNECTIONS)
-        credit_bytes = options.take("credit", parse_size, CREDIT_BYTES)
-        deadline_s = options.take("deadline", parse_seconds, DEADLINE_S)
+        connections = options.take("connections", number_from(1, 16), CONNECTIONS)
+        credit_bytes = options.take("credit", size_from(CHUNK_BYTES_MIN, CREDIT_BYTES_MAX), CREDIT_BYTES)
+        deadline_s = options.take("deadline", seconds_from(0, 86400), DEADLINE_S)
         survives = options.take("survives", Survives.parse, Survives.NODE)
         options.finish()
         try:
@@ -261,16 +262,3 @@ def parse_at(text: str) -> str:
     if match is None or not 0 < int(match[2]) < 65536:
         raise ValueError(f"{text!r} is no address; write it like 10.0.0.2:7070 or [fd00::2]:7070")
     return text
-
-
-def parse_count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 16:
-        raise ValueError(f"{text!r} is no number from 1 to 16")
-    return int(text)
-
-
-def parse_seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= 86400:
-        raise ValueError(f"{text!r} is no number of seconds above 0 (a day at most)")
-    return seconds
