@@ -170,9 +170,7 @@ class Reader:
             try:
                 base = await self._verified_base(chosen, own, until)
                 await self._verify_batches(chosen, base, own, until)
-                led = (
-                    point.by_snapshot and chosen.batches
-                )  # else the base is the point itself, or where a replay begins
+                led = point.by_snapshot  # else the base is the point itself, or where a replay begins
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
                 return Part(chosen, base, start)
             except _Failed as failed:

@@ -239,7 +239,7 @@ def test_a_version_nobody_has_is_named() -> None:
 
 def test_the_matrix_has_a_row_for_each_rank_and_tier() -> None:
     point = RecoveryPoint(1, 10, 12)
-    rows = availability(point, ["shm", "nvme"], [[Source(0, base(10)), Source(1, batch(11, 15))], []])
+    rows = availability([point, point], ["shm", "nvme"], [[Source(0, base(10)), Source(1, batch(11, 15))], []])
     assert [(row.rank, row.tier, row.anchor, row.differentials) for row in rows] == [
         (0, "shm", True, ()),
         (0, "nvme", False, (11, 12)),
