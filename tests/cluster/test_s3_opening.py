@@ -62,7 +62,7 @@ class TestOpening:
 
     async def test_an_endpoint_that_is_down(self, place: Place) -> None:
         driver = make_driver(f"s3://bucket/x?endpoint_url=http://127.0.0.1:{free_port()}&deadline=300ms")
-        await self.refused(driver, Transient, r"'bucket' at http://127.0.0.1:\d+ cannot be used: the connection was refused")
+        await self.refused(driver, Transient, r"'bucket' at http://127.0.0.1:\d+ cannot be used: .*was refused")
 
     async def test_an_endpoint_that_has_no_name(self, place: Place) -> None:
         driver = make_driver("s3://bucket/x?endpoint_url=http://nowhere.invalid:1&deadline=300ms")

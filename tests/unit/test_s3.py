@@ -503,8 +503,9 @@ class TestOpening:
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            opened = Hierarchy.of("memory://", f"s3://bucket/x?endpoint_url=http://127.0.0.1:{port}&deadline=1h").open()
-            cause = rf"the tier s3 could not be opened within 1 s: .*'bucket' at http://127.0.0.1:{port}: .*{status[:3]}"
+            endpoint = f"http://127.0.0.1:{port}"
+            opened = Hierarchy.of("memory://", f"s3://bucket/x?endpoint_url={endpoint}&deadline=1h").open()
+            cause = rf"the tier s3 could not be opened within 1 s: .*'bucket' at {endpoint}: .*{status[:3]}"
             with pytest.raises(Transient, match=cause):
                 await opened.opened(1.0)
 
