@@ -309,6 +309,7 @@ class Checkpointer:
         proposals = self._gather("choosing the generation", proposal.to_object)
         branch = Branch.from_object(proposals[0])
         self._generation = branch.generation
+        self._stream.token = branch.token
         self._gather(
             "opening the generation",
             lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),

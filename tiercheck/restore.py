@@ -200,7 +200,8 @@ class Restorer:
         every rank can read) before anything was changed; ``GroupError``.
         """
         began = time.perf_counter()
-        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads_granted(self.threads))
+        threads = threads_granted(self.threads)
+        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads, self.lineage)
         touched = False
         for _ in range(ROUNDS_MAX):
             points = decide([Readable.of(s.key for s in survey.sources) for survey in self._surveys], self.lineage)

@@ -122,7 +122,7 @@ def test_a_newer_generation_supersedes() -> None:
 
 
 def test_a_marker_comes_back_and_a_malformed_one_is_refused() -> None:
-    marker = Marker(17, "0123456789abcdef")
+    marker = Marker(17, "0123456789abcdef", "ab" * 8)
     assert Marker.from_object(marker.to_object()) == marker
     for value in (None, {}, {"nbytes": "17", "digest": "x"}, {"nbytes": 1, "digest": "x", "more": 2}):
         with pytest.raises(ValueError, match="marker"):
