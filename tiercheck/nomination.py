@@ -10,8 +10,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import GENERATION_MAX, RANK_MAX, VERSION_MAX
+from tiercheck.tiers.url import URL_CHARS_MAX
+from tiercheck.types import is_unicode, shown
 
 __all__ = ["NominatedTier", "Nomination"]
+
+
+TIERS_MAX = 16
+NAME_CHARS_MAX = 255
+_NUMBERS_MAX = {
+    "rank": RANK_MAX,
+    "world_size": RANK_MAX + 1,
+    "generation": GENERATION_MAX,
+    "batch": VERSION_MAX,
+    "keep_last": VERSION_MAX,
+    "keep_every": VERSION_MAX,
+}
 
 
 class NominatedTier(NamedTuple):
@@ -56,21 +71,26 @@ class Nomination:
     @classmethod
     def from_object(cls, value: Any) -> Nomination:
         """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
-        numbers = ("rank", "world_size", "generation", "batch", "keep_last", "keep_every")
-        if not isinstance(value, dict) or set(value) != {"tiers", "node", *numbers}:
-            raise ValueError(f"a nomination has the fields tiers, node, {', '.join(numbers)}")
-        if not isinstance(value["node"], str):
-            raise ValueError(f"the nomination's node is {value['node']!r}")
-        for name in numbers:
-            if type(value[name]) is not int or value[name] < 0:
-                raise ValueError(f"the nomination's {name} is {value[name]!r}")
-        tiers: list[NominatedTier] = []
-        for each in value["tiers"] if isinstance(value["tiers"], list | tuple) else ():
-            match each:
-                case [str(name), str(url), str(codec)]:
-                    tiers.append(NominatedTier(name, url, codec))
-                case _:
-                    raise ValueError(f"the nomination's tier {each!r} is no name, URL and codec")
-        if not tiers:
-            raise ValueError("a nomination has at least one tier")
-        return cls(tuple(tiers), value["node"], **{name: value[name] for name in numbers})
+        if not isinstance(value, dict) or set(value) != {"tiers", "node", *_NUMBERS_MAX}:
+            raise ValueError(f"a nomination has the fields tiers, node, {', '.join(_NUMBERS_MAX)}")
+        for name, maximum in _NUMBERS_MAX.items():
+            if type(value[name]) is not int or not 0 <= value[name] <= maximum:
+                raise ValueError(f"the nomination's {name} is {shown(value[name])}; it must be 0 to {maximum}")
+        if not is_text(value["node"], NAME_CHARS_MAX):
+            raise ValueError(f"the nomination's node is {shown(value['node'])}")
+        tiers = value["tiers"]
+        if not isinstance(tiers, list | tuple) or not 1 <= len(tiers) <= TIERS_MAX:
+            raise ValueError(f"a nomination has 1 to {TIERS_MAX} tiers")
+        return cls(tuple(map(tier_of, tiers)), value["node"], **{name: value[name] for name in _NUMBERS_MAX})
+
+
+def tier_of(value: Any) -> NominatedTier:
+    match value:
+        case [name, url, codec]:
+            if is_text(name, NAME_CHARS_MAX) and is_text(url, URL_CHARS_MAX) and is_text(codec, NAME_CHARS_MAX):
+                return NominatedTier(name, url, codec)
+    raise ValueError(f"the nomination's tier {shown(value)} is no name, URL and codec")
+
+
+def is_text(value: Any, chars_max: int) -> bool:
+    return isinstance(value, str) and len(value) <= chars_max and is_unicode(value)

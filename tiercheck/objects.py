@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 
 from tiercheck.errors import Corruption, UnsupportedSetup
-from tiercheck.types import Buffer
+from tiercheck.types import Buffer, shown
 
 __all__ = ["DEPTH_MAX", "HOST_STATE", "Limits", "Unstorable", "pack", "unpack"]
 
@@ -117,13 +117,6 @@ def render(path: Path) -> str:
     return "".join(reversed(steps))
 
 
-def show(key: object) -> str:
-    try:
-        return repr(key)[:80]
-    except ValueError:  # Python prints no integer of over 4300 digits
-        return f"<{type(key).__name__}>"
-
-
 def lower(value: object, path: Path, depth: int) -> object:
     """``value`` in the types msgpack has, extension types for the others."""
     if depth > DEPTH_MAX:
@@ -213,10 +206,10 @@ def lower_dict(value: dict[object, object], path: Path, depth: int) -> dict[obje
         return dict(value)
     lowered: dict[object, object] = {}
     for key, item in value.items():
-        lowered_key = key if type(key) in atoms else lower(key, (path, f"'s key {show(key)}"), depth)
+        lowered_key = key if type(key) in atoms else lower(key, (path, f"'s key {shown(key)}"), depth)
         if type(item) not in atoms:
             plain = isinstance(key, str) and key.isidentifier()
-            item = lower(item, (path, f".{key}" if plain else f"[{show(key)}]"), depth)
+            item = lower(item, (path, f".{key}" if plain else f"[{shown(key)}]"), depth)
         lowered[lowered_key] = item
     if not is_plain(value):
         check_hashes_of(value, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -18,6 +19,8 @@ __all__ = [
     "Survives",
     "Usage",
     "bytes_text",
+    "is_unicode",
+    "shown",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -155,3 +158,32 @@ def bytes_text(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable: the last unit takes every size")
+
+
+class _Shown(reprlib.Repr):
+    """Of each container a few items, of each text its ends."""
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 256:  # Python prints none of over 4300 digits, and nobody reads one of 78
+            return f"<an integer of {value.bit_length()} bits>"
+        return repr(value)
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[: self.maxstring])
+
+
+def shown(value: object, characters_max: int = 80) -> str:
+    """``repr(value)`` for a message, cut: short, quick and without an error, whatever came from outside."""
+    short = _Shown()
+    short.maxlevel, short.maxstring, short.maxother = 2, characters_max, characters_max
+    short.maxdict = short.maxlist = short.maxtuple = 4
+    return short.repr(value)[:characters_max]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` can be encoded: a lone surrogate cannot, in no log and in no file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -20,6 +20,7 @@ from tests.servers.agents import (
     record,
     shard,
 )
+from tiercheck.agent import roster
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.messages import Look, RankReply
 from tiercheck.agent.moving import AgentMover
@@ -31,6 +32,7 @@ from tiercheck.mover import Moving
 from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
 from tiercheck.records import seal
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
@@ -257,6 +259,27 @@ async def test_a_record_that_cannot_be_read_is_shown_and_stops_nobody(node: Node
                 await client.nominate(first, 1, 1)
             with pytest.raises(ConfigurationError, match="speaks of rank 0"):
                 await client.nominate(first, 2, 1)
+
+
+async def test_a_record_that_makes_a_driver_fail_keeps_nobody_from_starting(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, odd = node.nomination(node.shm()), node.nomination(node.shm())
+    for nomination in (good, odd):
+        async with node.open(nomination) as hierarchy:
+            content = seal(NominationKey(0), nomination.to_object())
+            await hierarchy.first.driver.put(str(NominationKey(0)), [content])
+    read = roster.read_nomination
+
+    async def failing(first: TierDriver, rank: int) -> Nomination:
+        if (await read(first, rank)) == odd:
+            raise OverflowError("int too large to convert to float")
+        return await read(first, rank)
+
+    monkeypatch.setattr(roster, "read_nomination", failing)
+    async with running(node) as agent:
+        assert [each.nomination for each in agent.roster] == [good]
+        assert list(agent.roster.unreadable.values()) == ["OverflowError: int too large to convert to float"]
 
 
 async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Clock) -> None:

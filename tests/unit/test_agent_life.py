@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from tests.servers.agents import (
     FakePeer,
@@ -24,6 +26,7 @@ from tests.servers.agents import (
 from tests.unit.test_agent import Clock, brisk, clock, running, trainer, until
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.life import END_S_MAX
+from tiercheck.agent.messages import Hello, pack_request
 from tiercheck.agent.moving import AgentMover
 from tiercheck.agent.service import OVERDUE_S, Agent
 from tiercheck.cli.agent import ask
@@ -42,6 +45,35 @@ async def test_two_agents_of_one_name_cannot_run(node: Node) -> None:
                 pass
     async with running(node):
         pass
+
+
+async def test_an_agent_that_no_longer_answers_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise OverflowError("a bug")
+
+    monkeypatch.setattr("tiercheck.agent.router.Router._accept", broken)
+    async with running(node) as agent:
+        serving = asyncio.create_task(agent.serve())
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(agent.run.address)
+            await stranger.send(pack_request(1, Hello(5.0)))
+            async with asyncio.timeout(20):
+                with pytest.raises(OverflowError, match="a bug"):
+                    await serving
+
+
+async def test_an_agent_whose_neighbours_nobody_serves_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(node, bind="tcp://127.0.0.1:0") as agent:
+        serving = asyncio.create_task(agent.serve())
+
+        def stopped(_: FakePeer) -> None:
+            raise RuntimeError("the peer server has stopped")
+
+        monkeypatch.setattr(FakePeer, "check", stopped)
+        async with asyncio.timeout(20):
+            with pytest.raises(RuntimeError, match="peer server has stopped"):
+                await serving
 
 
 async def test_the_platforms_agent_relieves_one_that_a_trainer_started(node: Node) -> None:

@@ -45,6 +45,7 @@ from tiercheck.agent.service import Agent
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, TierCheckError, TierError, Transient
 from tiercheck.mover import MoverStatus
+from tiercheck.types import shown
 
 __all__ = ["node"]
 
@@ -126,10 +127,55 @@ def test_what_is_wrong_is_said(parts: list[Any], reason: str) -> None:
 
 
 def test_a_request_that_is_too_long_is_not_even_read() -> None:
-    with pytest.raises(ValueError, match="has at most 65536 bytes"):
+    with pytest.raises(ValueError, match="at most 65536"):
         parse_request(b"\x00" * (REQUEST_BYTES_MAX + 1))
     with pytest.raises(ValueError, match="no packed object"):
         parse_request(msgpack.packb([1])[:1] + b"\xdd\xff\xff\xff\xff")
+
+
+HELLO = {"deadline_s": 1.0}
+LOOK = {"deadline_s": 1.0, "namespace": "shm://x", "rank": 0, "generation": 1}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [PROTOCOL, 1, "hello", {"deadline_s": 10**400}],
+        [PROTOCOL, 1, "hello", {"deadline_s": 2**64 - 1}],
+        [PROTOCOL, 10**5000, "hello", HELLO],
+        [10**5000, 1, "hello", HELLO],
+        [[[10**5000]] * 9, 1, "hello", HELLO],
+        [PROTOCOL, 1, 10**5000, HELLO],
+        [PROTOCOL, 1, "hello", {10**5000: 1.0}],
+        [PROTOCOL, 1, "look", {**LOOK, "rank": 10**5000}],
+        [PROTOCOL, 1, "look", {**LOOK, "namespace": "shm://\udc80"}],
+        [PROTOCOL, 1, "look", {**LOOK, "\udc80": 1}],
+        [PROTOCOL, 1, "hello", [[HELLO] * 2000] * 2],
+        [PROTOCOL, 1, "x" * 60_000, HELLO],
+        [["x" * 30_000] * 2, 1, "hello", HELLO],
+    ],
+    ids=shown,
+)
+def test_no_value_of_a_message_is_too_large_to_be_refused(parts: list[Any]) -> None:
+    for parse in (parse_request, parse_answer):
+        with pytest.raises(ValueError) as refusal:
+            parse(hostile(parts))
+        assert len(str(refusal.value).encode()) < 300
+
+
+def hostile(value: object) -> bytes:
+    """``value`` as no TierCheck would pack it: with integers of any length, and lone surrogates."""
+
+    def integer(value: int) -> msgpack.ExtType:
+        return msgpack.ExtType(objects.Extension.INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little"))
+
+    return bytes(msgpack.packb(value, default=integer, unicode_errors="surrogatepass"))
+
+
+@pytest.mark.parametrize("text", [f'{{"linger_s": 1{"0" * 400}}}', '{"linger_s": 1e999}', '{"node": "\\udc80"}'])
+def test_no_value_of_a_setting_is_too_large_to_be_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError):
+        AgentSettings.from_json(text)
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.peers import Place, peer_of
+from tiercheck.types import shown
 
 __all__ = ["Introduction", "peer_address"]
 
@@ -64,7 +65,7 @@ class Introduction:
                 "server_key": str() | None as server_key,
             } if len(value) == 5:
                 return cls(node, domain, host, endpoint, server_key)
-        raise ValueError(f"{value!r:.200} introduces nobody")
+        raise ValueError(f"{shown(value, 200)} introduces nobody")
 
 
 def peer_address(rank: int, ranks: Sequence[Introduction]) -> tuple[str, str | None]:

@@ -14,7 +14,8 @@ from tiercheck import errors, objects
 from tiercheck.agent.plain import from_plain, to_plain
 from tiercheck.errors import Corruption, DeadlineExceeded, TierCheckError, TierError
 from tiercheck.mover import MoverStatus
-from tiercheck.types import Buffer
+from tiercheck.objects import Limits
+from tiercheck.types import Buffer, shown
 
 __all__ = [
     "PROTOCOL",
@@ -49,6 +50,8 @@ T = TypeVar("T")
 PROTOCOL = 1
 REQUEST_BYTES_MAX = 64 << 10
 REPLY_BYTES_MAX = 16 << 20
+REQUEST_LIMITS = Limits(REQUEST_BYTES_MAX, values=1 << 10, depth=8, text_nbytes=REQUEST_BYTES_MAX, extensions=False)
+REPLY_LIMITS = Limits(REPLY_BYTES_MAX, values=1 << 20, depth=8, text_nbytes=REPLY_BYTES_MAX, extensions=False)
 DEADLINE_S_MAX = 7 * 86400.0
 ID_MAX = 2**63
 TIERS_S = 30.0
@@ -66,7 +69,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not 0 <= self.deadline_s <= DEADLINE_S_MAX:
-            raise ValueError(f"a request's deadline is 0 to {DEADLINE_S_MAX:g} s, not {self.deadline_s:g}")
+            raise ValueError(f"a request's deadline is 0 to {DEADLINE_S_MAX:g} s, not {shown(self.deadline_s)}")
 
 
 @dataclass(frozen=True)
@@ -223,9 +226,9 @@ def pack_request(identifier: int, request: Request) -> bytes:
 def parse_request(frame: Buffer) -> tuple[int, Request]:
     """Identifier and request. ``ValueError`` for anything malformed; ``ConfigurationError`` for another protocol,
     with the identifier as its ``identifier`` so that it can be answered."""
-    identifier, name, fields = _envelope(frame, REQUEST_BYTES_MAX)
+    identifier, name, fields = _envelope(frame, REQUEST_LIMITS)
     if not isinstance(name, str) or name not in _REQUESTS:
-        raise ValueError(f"there is no request {name!r:.60}")
+        raise ValueError(f"there is no request {shown(name)}")
     return identifier, from_plain(_REQUESTS[name], fields)
 
 
@@ -247,12 +250,12 @@ def pack_error(identifier: int, error: TierCheckError) -> bytes:
 
 def parse_answer(frame: Buffer) -> Answer:
     """A reply. ``ValueError`` for anything malformed, or an error that is not of ``tiercheck.errors``."""
-    identifier, name, fields = _envelope(frame, REPLY_BYTES_MAX)
+    identifier, name, fields = _envelope(frame, REPLY_LIMITS)
     if name is None:
         return Answer(identifier, fields, None)
     kind = _ERRORS.get(name) if isinstance(name, str) else None
     if kind is None or not isinstance(fields, dict) or not isinstance(fields.get("message"), str):
-        raise ValueError(f"there is no error {name!r:.60}")
+        raise ValueError(f"there is no error {shown(name)}")
     return Answer(identifier, None, _rebuilt(kind, fields))
 
 
@@ -268,19 +271,16 @@ def _rebuilt(kind: type[TierCheckError], fields: dict[str, Any]) -> TierCheckErr
     return kind(message)
 
 
-def _envelope(frame: Buffer, bytes_max: int) -> tuple[int, Any, Any]:
-    nbytes = memoryview(frame).nbytes
-    if nbytes > bytes_max:
-        raise ValueError(f"a message has at most {bytes_max} bytes, not {nbytes}")
+def _envelope(frame: Buffer, limits: Limits) -> tuple[int, Any, Any]:
     try:
-        value = objects.unpack(frame)
+        value = objects.unpack(frame, limits=limits)
     except Corruption as error:
         raise ValueError(error.message) from None
     if not isinstance(value, list) or len(value) != 4:
         raise ValueError("a message has four parts")
     protocol, identifier, name, fields = value
     if type(identifier) is not int or not 0 <= identifier < ID_MAX:
-        raise ValueError(f"{identifier!r:.40} is no identifier")
+        raise ValueError(f"{shown(identifier)} is no identifier")
     if protocol != PROTOCOL:
         raise OtherProtocol(identifier, protocol)
     return identifier, name, fields
@@ -290,5 +290,5 @@ class OtherProtocol(ValueError):
     """A message of another version of the protocol: it can be answered, and no more."""
 
     def __init__(self, identifier: int, protocol: Any) -> None:
-        super().__init__(f"it speaks protocol {protocol!r:.20}, this TierCheck speaks {PROTOCOL}")
+        super().__init__(f"it speaks protocol {shown(protocol)}, this TierCheck speaks {PROTOCOL}")
         self.identifier = identifier

@@ -10,12 +10,15 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from tiercheck.types import is_unicode, shown
+
 __all__ = ["TEXT_CHARACTERS_MAX", "from_plain", "to_plain"]
 
 T = TypeVar("T")
 
 TEXT_CHARACTERS_MAX = 16 << 10
 ITEMS_MAX = 100_000
+INTEGERS = range(-(2**63), 2**64)
 
 
 def to_plain(value: Any) -> Any:
@@ -33,14 +36,14 @@ def from_plain(kind: type[T], value: Any) -> T:
     """An instance of the dataclass ``kind``. Fields with a default may be missing.
 
     Raises:
-        ValueError: an unknown or missing field, a wrong type, a number that is not finite, or too long a text; or
-            whatever ``kind`` itself refuses.
+        ValueError: an unknown or missing field, a wrong type, a number that is not finite or has over 64 bits, or
+            a text that is too long or no Unicode; or whatever ``kind`` itself refuses.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a {kind.__name__} is made of fields, not of a {type(value).__name__}")
     hints = _hints(kind)  # type: ignore[arg-type]
-    if unknown := [str(name)[:40] for name in value if name not in hints]:
-        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}; known are {', '.join(hints)}")
+    if unknown := [shown(name, 40) for name in value if name not in hints]:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]}; known are {', '.join(hints)}")
     given = {name: _read(hints[name], each, f"{kind.__name__}.{name}") for name, each in value.items()}
     missing = [
         each.name
@@ -74,6 +77,7 @@ def _read(kind: Any, value: Any, what: str) -> Any:
 
 
 def _read_atom(kind: Any, value: Any, what: str) -> Any:
+    _check(type(value) is not int or value in INTEGERS, value, what)
     if kind is float:
         _check(type(value) in (int, float) and math.isfinite(value), value, what)
         return float(value)
@@ -81,7 +85,7 @@ def _read_atom(kind: Any, value: Any, what: str) -> Any:
         _check(value in list(kind), value, what)
         return kind(value)
     _check(kind in (str, int, bool) and type(value) is kind, value, what)
-    _check(kind is not str or len(value) <= TEXT_CHARACTERS_MAX, value, what)
+    _check(kind is not str or (len(value) <= TEXT_CHARACTERS_MAX and is_unicode(value)), value, what)
     return value
 
 
@@ -102,4 +106,4 @@ def _read_tuple(items: tuple[Any, ...], value: Any, what: str) -> Any:
 
 def _check(sound: bool, value: Any, what: str) -> None:
     if not sound:
-        raise ValueError(f"{what} cannot be {repr(value)[:60]}")
+        raise ValueError(f"{what} cannot be {shown(value, 60)}")

@@ -174,6 +174,10 @@ class Roster:
         except TierCheckError as error:
             log.warning("%s: %s", what, error)
             self.unreadable[what] = str(error)
+        except Exception as error:
+            # Whatever one record makes a driver do: it keeps no other rank from its mover.
+            log.exception("%s cannot be taken up", what)
+            self.unreadable[what] = f"{type(error).__name__}: {error}"
 
     async def _take_up(self, place: Place, nomination: Nomination) -> Assignment:
         known = self._assignments.get(place)

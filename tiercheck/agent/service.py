@@ -116,8 +116,13 @@ class Agent:
         await self.close()
 
     async def serve(self) -> None:
-        """Until told to end, or, where a trainer started it, until nobody has needed it for a while."""
+        """Until told to end, or, where a trainer started it, until nobody has needed it for a while.
+
+        Errors: whatever has ended its answers to the trainers, or its peer server: an agent that lives and no longer
+        answers would be waited for.
+        """
         while not self.ending.is_set():
+            self._check_answering()
             if self.settings.detached and self.unneeded_s() > self.settings.linger_s:
                 log.info("nobody has needed this agent for %g s: it ends", self.settings.linger_s)
                 return
@@ -130,6 +135,14 @@ class Agent:
                     await self.ending.wait()
         if self.drain_first:
             await self.drain()
+
+    def _check_answering(self) -> None:
+        """Errors: what has ended the answers to trainers or neighbours."""
+        if self._answering is not None and self._answering.done():
+            self._answering.result()
+            raise RuntimeError("the agent no longer takes requests")
+        if self._peer is not None:
+            self._peer.check()
 
     def unneeded_s(self) -> float:
         """Seconds since a trainer was heard of, something was left to move, or a neighbour stored or fetched."""

@@ -42,7 +42,7 @@ from tiercheck.tiers.peer.messages import (
 from tiercheck.tiers.peer.putting import Putting
 from tiercheck.tiers.peer.store import check_namespace
 from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, is_unicode, shown
 
 __all__ = ["PeerDriver"]
 
@@ -249,16 +249,8 @@ def new_transfer() -> bytes:
     return secrets.token_bytes(16)
 
 
-def is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def parse_at(text: str) -> str:
     match = _AT.match(text)
     if match is None or not 0 < int(match[2]) < 65536:
-        raise ValueError(f"{text!r} is no address; write it like 10.0.0.2:7070 or [fd00::2]:7070")
+        raise ValueError(f"{shown(text)} is no address; write it like 10.0.0.2:7070 or [fd00::2]:7070")
     return text

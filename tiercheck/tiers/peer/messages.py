@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgpack
 import xxhash
 
-from tiercheck.types import Buffer
+from tiercheck.types import Buffer, shown
 
 __all__ = [
     "HEAD_BYTES_MAX",
@@ -393,7 +393,7 @@ def decode(head: Buffer) -> tuple[int, Message]:
         raise BadFrame("malformed", "a head is no array")
     protocol, code, request_id, *fields = values
     if protocol != PROTOCOL:
-        raise BadFrame("protocol", f"a head speaks protocol {protocol!r}, not {PROTOCOL}")
+        raise BadFrame("protocol", f"a head speaks protocol {shown(protocol)}, not {PROTOCOL}")
     if type(request_id) is not int or not 0 <= request_id <= WORD_MAX:
         raise BadFrame("malformed", "a request id is no number")
     kind = KINDS.get(code) if type(code) is int else None

@@ -107,6 +107,11 @@ class PeerServer:
     def statistics(self) -> PeerStatistics:
         return self._running.statistics if self._running is not None else self._last
 
+    def check(self) -> None:
+        """Errors: what has ended the thread that serves, if anything has: then nobody is served any more."""
+        if self._running is not None and (error := self._running.error) is not None:
+            raise RuntimeError(f"the peer server at {self.endpoint} has stopped: {type(error).__name__}") from error
+
     async def start(self) -> None:
         """Bind and serve. Errors: ``ConfigurationError`` where the address cannot be bound; ``RuntimeError`` twice."""
         if self._running is not None:
@@ -139,6 +144,8 @@ class _Running:
     """From bind to close: the thread with its sockets, and the tasks in the loop."""
 
     def __init__(self, bind: str, keys: PeerKeys | None, limits: PeerLimits, store: NamespaceStore) -> None:
+        self.error: Exception | None = None
+        """What has ended the thread before its time."""
         self._keys = keys
         self._limits = limits
         self._store = store
@@ -263,9 +270,9 @@ class _Running:
                     self._act(self._protocol.tick(now))
                 while self._copies and self._copies[0][0].done:
                     self._protocol.gets.copied_bytes -= self._copies.popleft()[1]
-        except Exception:
+        except Exception as error:
             log.exception("the peer server at %s stopped", self.endpoint)
-            raise
+            self.error = error
         finally:
             self._close_sockets()
 

@@ -27,7 +27,7 @@ from tiercheck.tiers.peer.work import (
     Task,
     UsageOf,
 )
-from tiercheck.types import ByteRange, ObjectInfo, PutMode, Usage, bytes_text
+from tiercheck.types import ByteRange, ObjectInfo, PutMode, Usage, bytes_text, shown
 
 __all__ = ["NamespaceStore", "check_namespace"]
 
@@ -38,7 +38,7 @@ PAGE_BYTES_MAX = HEAD_BYTES_MAX // 2
 def check_namespace(name: str) -> str:
     """``name`` where it may be a namespace: one component of a key. ``ValueError`` otherwise."""
     if "/" in name:
-        raise ValueError(f"the namespace {name!r} has a slash")
+        raise ValueError(f"the namespace {shown(name)} has a slash")
     return validate_key(name, bytes_max=255)
 
 
