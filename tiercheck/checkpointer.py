@@ -231,7 +231,8 @@ class Checkpointer:
         tiers = self._placed.open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
-        self._call(tiers.__aenter__(), "opening the tiers")
+        # A little less than the deadline, so that the error names the tier.
+        self._call(tiers.opened(0.9 * self.config.deadline_s), "opening the tiers")
         self._tiers = tiers
         self._check_gaps()
         self._check_space()
@@ -308,6 +309,7 @@ class Checkpointer:
         proposals = self._gather("choosing the generation", proposal.to_object)
         branch = Branch.from_object(proposals[0])
         self._generation = branch.generation
+        self._stream.token = branch.token
         self._gather(
             "opening the generation",
             lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),

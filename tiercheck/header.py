@@ -4,7 +4,7 @@ A safetensors header is eight length bytes and a JSON object. TierCheck's is one
 it can be read with a fixed grammar instead of a general parser: nothing nests, and no length in it can make
 the reader allocate more than a small multiple of the header's own bytes. It begins::
 
-    {"__metadata__":{"format":"tiercheck/1","xxh3_64":"0123456789abcdef","stream":"base", ...
+    {"__metadata__":{"format":"tiercheck/1","xxh3_64":"0123456789abcdef","stream":"base","token":"4f0c9a17e2b85d36", ...
 
 The first checksum is that of the header itself, length bytes and padding included, taken with its own sixteen
 digits as zeros. It sits at a fixed place and is verified before anything else is believed. After it come the
@@ -76,6 +76,7 @@ DTYPES: Mapping[str, int] = MappingProxyType(
 """Bytes an element, by safetensors dtype, and of the one logical dtype that safetensors lacks."""
 
 _CHECKSUM = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
+_TOKEN = re.compile(r"(?:[0-9a-f]{16})?\Z", re.ASCII)
 
 STORED_AS = MappingProxyType({"C128": ("F64", 2)})
 """How a logical dtype is stored: another dtype, and a trailing dimension."""
@@ -149,7 +150,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """Which rank's part of which version(s) a shard is. ``notes`` are a few short free strings."""
+    """Which rank's part of which version(s) a shard is. ``notes`` are a few short free strings.
+
+    ``token``: of the generation, as its lineage record has it. Two jobs that both count a generation 3 differ in it.
+    Empty for what no job wrote.
+    """
 
     stream: keys.Stream
     generation: int
@@ -158,12 +163,19 @@ class ShardMetadata:
     rank: int
     world_size: int
     notes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    token: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", dict(self.notes))
         if not self.key.rank < self.world_size <= keys.RANK_MAX + 1:
             raise ValueError(f"rank {self.rank} does not belong to a world of {self.world_size}")
+        if not _TOKEN.match(self.token):
+            raise ValueError(f"{self.token[:80]!r} is no generation's token")
         check_notes(self.notes)
+
+    @classmethod
+    def of(cls, key: keys.ShardKey, world_size: int, token: str) -> ShardMetadata:
+        return cls(key.stream, key.generation, key.first, key.last, key.rank, world_size, token=token)
 
     @property
     def key(self) -> keys.ShardKey:
@@ -269,7 +281,7 @@ _COMPACT = json.JSONEncoder(separators=(",", ":"))
 def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
     if len(extents) > TENSORS_MAX:
         raise ValueError(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
-    strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream)}
+    strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream), "token": metadata.token}
     strings |= {name: str(getattr(metadata, name)) for name in _NUMBERS}
     strings |= {f"note:{name}": text for name, text in metadata.notes.items()}
     strings |= {f"xxh3_64:{extent.spec.name}": extent.checksum for extent in extents if extent.checksum is not None}
@@ -294,6 +306,7 @@ def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], not
         rank=keys.RANK_MAX,
         world_size=keys.RANK_MAX + 1,
         notes=notes,
+        token=_ZEROS,
     )
     extents = [Extent(spec, NBYTES_MAX, _ZEROS) for spec in tensors]
     # An object is U8: its offsets and its one dimension have at most as many digits as NBYTES_MAX.
@@ -379,7 +392,7 @@ def interpret(strings: dict[str, str]) -> tuple[ShardMetadata, dict[str, str], d
         family, separator, rest = name.partition(":")
         target = families.get(family, fields) if separator else fields
         target[rest if separator and target is not fields else name] = value
-    expected = {"format", "xxh3_64", "stream", *_NUMBERS}
+    expected = {"format", "xxh3_64", "stream", "token", *_NUMBERS}
     if fields.keys() != expected:
         wrong = sorted(fields.keys() ^ expected)
         raise ValueError(f"its metadata lacks or does not know {wrong[0][:80]!r}")
@@ -387,7 +400,8 @@ def interpret(strings: dict[str, str]) -> tuple[ShardMetadata, dict[str, str], d
         if not re.fullmatch(_INTEGER, value):
             raise ValueError(f"its metadata has {value[:80]!r} for a number")
     numbers = {name: int(fields[name]) for name in _NUMBERS}
-    return ShardMetadata(stream=keys.Stream(fields["stream"]), **numbers, notes=notes), checksums, dtypes
+    stream = keys.Stream(fields["stream"])
+    return ShardMetadata(stream=stream, **numbers, notes=notes, token=fields["token"]), checksums, dtypes
 
 
 def read_extents(text: str, position: int, checksums: dict[str, str], dtypes: dict[str, str]) -> Iterator[Extent]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, Transient
 from tiercheck.policy.observation import Role
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
@@ -223,9 +224,27 @@ class OpenHierarchy:
             )
 
     async def __aenter__(self) -> Self:
+        return await self.opened(None)
+
+    async def opened(self, deadline_s: float | None) -> Self:
+        """Connect all drivers within ``deadline_s``, or none; :meth:`__aexit__` closes them.
+
+        Errors: the drivers' own; ``Transient``, which names the tier and what it was told last, after the deadline.
+        """
+        until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         async with AsyncExitStack() as stack:
             for tier in self.tiers:
-                await stack.enter_async_context(tier.driver)
+                try:
+                    async with asyncio.timeout_at(until) as scope:
+                        await stack.enter_async_context(tier.driver)
+                except TimeoutError:
+                    if not scope.expired():
+                        raise
+                    trouble = tier.driver.facts().get("trouble", "it does not answer")
+                    raise Transient(
+                        f"the tier {tier.name} could not be opened within {deadline_s:g} s: {trouble}",
+                        tier=tier.driver.url,
+                    ) from None
             self.check()
             self._stack = stack.pop_all()
         return self

@@ -122,6 +122,7 @@ class Mover:
         self.conflict: JobConflict | None = None
         self._hierarchy = hierarchy
         self._world_size = world_size
+        self._lineage = lineage
         self._placement = placement
         self._retention = retention
         self._attempts = Attempts()
@@ -314,6 +315,7 @@ class Mover:
             try:
                 content = await source.driver.get(str(key))
                 shard = container.parse(content, key=str(key), tier=source.name)
+                self._check_token(source, key, shard.metadata.token)
                 await asyncio.to_thread(shard.verify)
                 found.append(await asyncio.to_thread(_reencoded, shard, codec) if codec else as_stored(shard))
             except NotFound:
@@ -349,8 +351,9 @@ class Mover:
             found = await self._marker_of(tier, shard)
             if said != found:
                 raise Corruption(f"the shard is {found}, its marker says {said}", tier=tier.name, key=str(shard))
+            self._check_token(tier, shard, found.token)
             markers.append(said)
-        record = CommitRecord(key.generation, key.version, tuple(markers))
+        record = CommitRecord(key.generation, key.version, markers[0].token, tuple(markers))
         # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
         content = seal(key, record.to_object())
@@ -368,8 +371,13 @@ class Mover:
         header_nbytes = container.header_length(beginning, key=name, tier=tier.name)
         if header_nbytes > len(beginning):
             beginning = await self._beginning(tier, name, min(nbytes, header_nbytes))
-        container.parse_header(beginning, nbytes, key=name, tier=tier.name)
-        return Marker(nbytes, container.checksum_of(beginning[:header_nbytes]))
+        header = container.parse_header(beginning, nbytes, key=name, tier=tier.name)
+        return Marker(nbytes, container.checksum_of(beginning[:header_nbytes]), header.metadata.token)
+
+    def _check_token(self, tier: OpenTier, shard: ShardKey, token: str) -> None:
+        """Errors: ``Corruption`` for a shard of another job's generation of this number."""
+        if (reason := self._lineage.disowns(shard.generation, token)) is not None:
+            raise Corruption(reason, tier=tier.name, key=str(shard))
 
     async def _beginning(self, tier: OpenTier, name: str, nbytes: int) -> memoryview:
         if tier.capabilities.ranged_get:

@@ -44,6 +44,7 @@ from tiercheck.errors import Corruption, DeadlineExceeded, RecoveryError, TierEr
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Plan, Source, Unreachable, batches, grouped, plan
 from tiercheck.streams.base import BaseState, read_base
 from tiercheck.streams.differential import Differential, read_differentials
@@ -105,6 +106,8 @@ class Reader:
     loop: BackgroundLoop
     deadline_s: float
     threads: int
+    lineage: Lineage
+    """The job's own past: what another job wrote is no copy of it."""
     quarantined: dict[Source, str] = field(default_factory=dict)
     """Copies that failed, and why."""
     used: list[Source] = field(default_factory=list)
@@ -170,9 +173,7 @@ class Reader:
             try:
                 base = await self._verified_base(chosen, own, until)
                 await self._verify_batches(chosen, base, own, until)
-                led = (
-                    point.by_snapshot and chosen.batches
-                )  # else the base is the point itself, or where a replay begins
+                led = point.by_snapshot  # else the base is the point itself, or where a replay begins
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
                 return Part(chosen, base, start)
             except _Failed as failed:
@@ -322,7 +323,11 @@ class Reader:
         return all(any(version in other.versions for other in others) for version in key.versions)
 
     def _parsed(self, source: Source, content: memoryview) -> container.Shard:
-        return container.parse(content, key=str(source.key), tier=self._name(source))
+        shard = container.parse(content, key=str(source.key), tier=self._name(source))
+        reason = self.lineage.disowns(source.key.generation, shard.metadata.token)
+        if reason is not None:
+            raise Corruption(reason, tier=self._name(source), key=str(source.key))
+        return shard
 
     def _quarantine(self, source: Source, cause: TierError) -> None:
         log.warning("%s is not used from tier %s: %s", source.key, self._name(source), cause)

@@ -265,7 +265,7 @@ class Recorder:
         began = time.perf_counter()
         key = ShardKey.base(self._generation, version, self._rank)
         residuals = self._stream.saved_with_bases()
-        capture = BaseCapture(self._stream.provider, key, self._stream.world_size, residuals)
+        capture = BaseCapture(self._stream.provider, key, self._stream.world_size, residuals, token=self._stream.token)
         reservation = self._reserve(key, capture.nbytes_max)
         copied: concurrent.futures.Future[bool] = concurrent.futures.Future()
         published = self._copier.submit(self._copy_base, capture, reservation, copied)

@@ -53,7 +53,7 @@ class Recovery:
     """What a recovery did, as one rank reports it."""
 
     point: RecoveryPoint
-    """The anchor, and the last differential or the snapshot, of the generation that was recovered."""
+    """The version at which the ranks met, and this rank's way to it."""
     sources: tuple[tuple[str, str], ...]
     """What this rank loaded and replayed, in order: (object, tier)."""
     quarantined: tuple[tuple[str, str, str], ...]
@@ -61,7 +61,7 @@ class Recovery:
     matrix: tuple[Availability, ...]
     """What each tier could give each rank before anything was read."""
     fidelity: Fidelity
-    """The worst of what was replayed."""
+    """The worst of what was replayed, on any rank."""
     notes: tuple[str, ...]
     """Why the fidelity is less than exact, where it is; and what else there is to know of what was replayed."""
     seconds: float
@@ -200,26 +200,26 @@ class Restorer:
         every rank can read) before anything was changed; ``GroupError``.
         """
         began = time.perf_counter()
-        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads_granted(self.threads))
+        threads = threads_granted(self.threads)
+        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads, self.lineage)
         touched = False
         for _ in range(ROUNDS_MAX):
-            point = decide([Readable.of(s.key for s in survey.sources) for survey in self._surveys], self.lineage)
-            if point is None:
+            points = decide([Readable.of(s.key for s in survey.sources) for survey in self._surveys], self.lineage)
+            if points is None:
                 self._refuse_to_lose()
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
                 return None
             matrix = availability(
-                point, [tier.name for tier in self.hierarchy.tiers], [survey.sources for survey in self._surveys]
+                points, [tier.name for tier in self.hierarchy.tiers], [survey.sources for survey in self._surveys]
             )
-            part = self._verify(reader, point)
+            part = self._verify(reader, points[self.group.rank])
             if part is None:
                 continue
             touched = True
             replayed = self._rebuild(reader, part)
             if replayed is not None:
-                self._settle(part, replayed)
-                return self._report(reader, part, replayed, matrix, began)
+                return self._report(reader, part, self._settle(part, replayed), matrix, began)
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 
     async def _look(self) -> Survey:
@@ -358,28 +358,47 @@ class Restorer:
             self._surveys[rank] = replace(survey, sources=survey.sources - damaged)
         return False
 
-    def _settle(self, part: Part, replayed: Replayed) -> None:
-        """What follows from the masters, and the host state of the last version."""
+    def _settle(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
+        """What follows from the masters, and the host state of the last version. Returns how true the recovered state
+        is, which is what the worst rank reached, and why."""
+        fidelity, notes = self._reached(part, replayed)
 
-        def settle() -> None:
+        def settle() -> str:
             self.provider.refresh()
             state = replayed.host_state
             self.provider.restore_host_state(part.start.host_state if state is None else state)
+            return str(fidelity)
 
-        gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
+        answers = gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
+        everywhere = [Fidelity(answer) for answer in answers]
+        worst = Fidelity.worst(*everywhere)
+        if worst is not fidelity:
+            notes += (f"rank {everywhere.index(worst)} reached {worst}; this rank alone would be {fidelity}",)
+        return worst, notes
 
-    def _report(
-        self, reader: Reader, part: Part, replayed: Replayed, matrix: tuple[Availability, ...], began: float
-    ) -> Recovery:
+    def _reached(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
+        """How true this rank's state is, and why."""
         fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally)
         if part.point.by_snapshot:
             fidelity = Fidelity.APPROXIMATE
-            notes += (_by_snapshot(part),)
+            last, anchor = part.point.last, part.point.anchor
+            notes += (f"version {last} is base {anchor} and a snapshot of what had changed since",)
         if self.residuals and part.point.last > part.point.anchor:
             notes += (
                 f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
                 "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
             )
+        return fidelity, notes
+
+    def _report(
+        self,
+        reader: Reader,
+        part: Part,
+        fidelity_and_notes: tuple[Fidelity, tuple[str, ...]],
+        matrix: tuple[Availability, ...],
+        began: float,
+    ) -> Recovery:
+        fidelity, notes = fidelity_and_notes
         names = [tier.name for tier in self.hierarchy.tiers]
         return Recovery(
             point=part.point,
@@ -391,13 +410,6 @@ class Restorer:
             seconds=time.perf_counter() - began,
             read_bytes=reader.read_bytes,
         )
-
-
-def _by_snapshot(part: Part) -> str:
-    last, anchor = part.point.last, part.plan.anchor.key.first
-    if last == anchor:
-        return f"version {last} is a base on this rank, and a snapshot on others"
-    return f"version {last} is base {anchor} and a snapshot of what had changed since"
 
 
 def check_identity(base: BaseState, provider: StateProvider, places: str) -> None:

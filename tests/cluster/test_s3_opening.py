@@ -62,11 +62,13 @@ class TestOpening:
 
     async def test_an_endpoint_that_is_down(self, place: Place) -> None:
         driver = make_driver(f"s3://bucket/x?endpoint_url=http://127.0.0.1:{free_port()}&deadline=300ms")
-        await self.refused(driver, Transient, r"'bucket' at http://127.0.0.1:\d+ cannot be used: the connection failed")
+        await self.refused(driver, Transient, r"'bucket' at http://127.0.0.1:\d+ cannot be used: .*was refused")
 
     async def test_an_endpoint_that_has_no_name(self, place: Place) -> None:
         driver = make_driver("s3://bucket/x?endpoint_url=http://nowhere.invalid:1&deadline=300ms")
-        await self.refused(driver, ConfigurationError, "nowhere.invalid.*is endpoint_url right")
+        # Which of the two depends on whether a name server answers.
+        with pytest.raises((ConfigurationError, Transient), match=r"nowhere.invalid.*is endpoint_url right"):
+            await driver.open()
 
     async def test_credentials_that_may_not_write(self, place: Place) -> None:
         place.proxy.fail(403, "AccessDenied", on="PutObject", times=9)

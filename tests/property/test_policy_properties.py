@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck import keys
-from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
+from tiercheck.policy.consensus import Readable, decide
 from tiercheck.policy.lineage import Branch, Lineage
 
 VERSIONS = st.integers(0, 8)
@@ -24,45 +24,43 @@ def lineages(draw: st.DrawFn) -> Lineage:
     return Lineage.of(branches)
 
 
-def reachable(point: RecoveryPoint, ranks: list[Readable], lineage: Lineage) -> bool:
-    return all(
-        (point.generation, point.anchor) in rank.bases
-        and all((point.generation, v) in rank.differentials for v in range(point.anchor + 1, point.last + 1))
-        for rank in ranks
-    ) and all(lineage.admits(point.generation, v) for v in range(point.anchor, point.last + 1))
+def reaches(rank: Readable, generation: int, anchor: int, last: int) -> bool:
+    return (generation, anchor) in rank.bases and all(
+        (generation, version) in rank.differentials for version in range(anchor + 1, last + 1)
+    )
 
 
 @given(RANKS, lineages())
 def test_the_point_is_reachable_and_none_of_its_generation_is_newer(ranks: list[Readable], lineage: Lineage) -> None:
     every = [
-        point
+        (generation, last)
         for generation in (1, 2, 3)
-        for anchor in range(9)
-        for last in range(anchor, 9)
-        if reachable(point := RecoveryPoint(generation, anchor, last), ranks, lineage)
+        for last in range(9)
+        if lineage.admits(generation, last)
+        and all(any(reaches(rank, generation, anchor, last) for anchor in range(last + 1)) for rank in ranks)
     ]
-    decided = decide(ranks, lineage)
-    if decided is None:
+    points = decide(ranks, lineage)
+    if points is None:
         assert every == []
         return
-    assert decided in every
     position = {generation: index for index, (generation, _) in enumerate(lineage.chain)}
-    newest = min(position[point.generation] for point in every)
-    assert position[decided.generation] == newest
-    same = [point for point in every if point.generation == decided.generation]
-    assert decided.last == max(point.last for point in same)
-    assert decided.anchor == max(point.anchor for point in same if point.last == decided.last)
+    newest = min(every, key=lambda version: (position[version[0]], -version[1]))
+    for rank, point in zip(ranks, points, strict=True):
+        assert (point.generation, point.last) == newest
+        usable = [anchor for anchor in range(point.last + 1) if reaches(rank, point.generation, anchor, point.last)]
+        assert point.anchor == max(usable)
 
 
 @given(st.lists(PAIRS, min_size=1, max_size=4), lineages())
 def test_more_to_read_never_moves_the_point_back(bases: list[frozenset[tuple[int, int]]], lineage: Lineage) -> None:
     fewer = [Readable(each, frozenset()) for each in bases]
     more = [Readable(each | bases[0], frozenset()) for each in bases]
+    order = [generation for generation, _ in lineage.chain]
     before, after = decide(fewer, lineage), decide(more, lineage)
     if before is not None:
         assert after is not None
-        order = [generation for generation, _ in lineage.chain]
-        assert (-order.index(after.generation), after.last) >= (-order.index(before.generation), before.last)
+        position, last = order.index(before[0].generation), before[0].last
+        assert (-order.index(after[0].generation), after[0].last) >= (-position, last)
 
 
 @given(st.text(max_size=80))

@@ -27,9 +27,13 @@ from tiercheck.tiers.namespaces import remove_namespace
 __all__ = ["FakePeer", "Node", "fake_peer", "node", "shard"]
 
 
+TOKEN = "ab" * 8
+"""Of every generation here."""
+
+
 def shard(key: ShardKey, nbytes: int = 64, world_size: int = 8) -> list[bytes | bytearray | memoryview]:
     """A sound shard with one tensor, whose content tells its version."""
-    metadata = ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, world_size)
+    metadata = ShardMetadata.of(key, world_size, TOKEN)
     content = bytes([key.last % 251]) * nbytes
     return list(container.payload(metadata, [TensorEntry(f"{key.first}/x", "U8", (nbytes,), content)]))
 
@@ -99,7 +103,7 @@ class Node:
 
 
 async def open_generation(hierarchy: OpenHierarchy, generation: int = 1, parent: int = 0, left_at: int = 0) -> None:
-    branch = Branch(generation, parent, left_at, 1, "ab" * 8)
+    branch = Branch(generation, parent, left_at, 1, TOKEN)
     for tier in hierarchy.tiers:
         await tier.driver.put(str(LineageKey(generation)), [seal(LineageKey(generation), branch.to_object())])
 

@@ -196,15 +196,16 @@ class Cluster:
         branches = {value for tier in self.tiers() for key, value in tier.items() if isinstance(key, LineageKey)}
         lineage = Lineage.of(branches)  # type: ignore[arg-type]
         sources = [self.sources(index) for index in range(self.world)]
-        point = decide([Readable.of(source.key for source in each) for each in sources], lineage)
-        if point is None:
+        points = decide([Readable.of(source.key for source in each) for each in sources], lineage)
+        point = points[0] if points else None
+        if points is None or point is None:
             assert before is None, f"base {before} was committed, and nothing can be recovered"
             assert kind != "software" or self.trained_to == 0, "nothing was lost, and nothing can be recovered"
             for rank in self.ranks:
                 rank.state = ()
         else:
             for index, rank in enumerate(self.ranks):
-                rank.state = self.rebuild(point, index, sources[index])
+                rank.state = self.rebuild(points[index], index, sources[index])
                 assert rank.state == self.history[point.generation, point.last, index]
             if before is not None:
                 reached = (lineage_position(lineage, point.generation), point.last)

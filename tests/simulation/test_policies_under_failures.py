@@ -80,8 +80,8 @@ def converge(cluster: Cluster) -> None:
         cluster.lose_node(cluster.random.randrange(cluster.world))
         durable, cluster.durable = cluster.durable, {}
         sources = [cluster.sources(index) for index in range(cluster.world)]
-        point = decide([Readable.of(source.key for source in each) for each in sources], cluster.lineage)
-        assert point is not None and point.last == version, "a node failure costs nothing once the peers have all"
+        points = decide([Readable.of(source.key for source in each) for each in sources], cluster.lineage)
+        assert points is not None and points[0].last == version, "a node failure costs nothing once the peers have all"
         cluster.durable = durable
     # And so it is: the widest failure loses nothing that was captured.
     for index in range(cluster.world):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.training import FULL, Training, faulty, memory, recovered
+from tests.unit.test_failing_ranks import ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, SaveError, UnsupportedSetup
@@ -17,6 +18,7 @@ from tiercheck.integrations.torch import attach
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import Reservation
+from tiercheck.types import Fidelity
 
 
 def test_a_differential_that_lost_a_part_is_not_published_without_it() -> None:
@@ -111,6 +113,45 @@ def test_ranks_that_go_on_after_failed_saves_need_a_tier_they_share() -> None:
             config=CheckpointConfig(on_save_error="warn"),
             group=OfTwo(),
         )
+
+
+def test_a_gap_on_one_rank_sends_no_rank_back(tmp_path: Path) -> None:
+    """Rank 0 cannot record version 3, and something else writes to a parameter of rank 1 before version 5: each has a
+    base of its own then, where the other has none. Every rank has every version all the same."""
+    urls, reached = [memory(), memory()], 7
+
+    def life(rank: int, group: SimulatedGroup) -> tuple[Training, Checkpointer]:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        first = faulty(urls[rank], lambda at: at.call == "publish" and "000000000003-" in str(at.key), times=1 - rank)
+        config = CheckpointConfig(base_every=50, on_save_error="warn")
+        hierarchy = Hierarchy.of(first, f"nvme://{tmp_path}?survives=rack")
+        return training, Checkpointer(provider, hierarchy, group=group, config=config)
+
+    def first_life(rank: int, group: SimulatedGroup) -> bytes:
+        training, checkpointer = life(rank, group)
+        for version in range(1, reached + 1):
+            training.backward(version)
+            if (rank, version) == (1, 5):
+                with torch.no_grad():
+                    next(training.model.parameters()).mul_(0.5)
+            checkpointer.capture(version, checkpointer._provider.gradients())
+            training.optimizer.step()
+            checkpointer.complete(version)
+        checkpointer.abort()
+        assert checkpointer.stats.failed_saves == 1 - rank
+        return training.parameters()
+
+    def second_life(rank: int, group: SimulatedGroup) -> tuple[int, int, Fidelity, bytes]:
+        training, checkpointer = life(rank, group)
+        checkpointer.abort()
+        recovery = checkpointer.recovery
+        assert recovery is not None
+        return recovery.version, recovery.point.anchor, recovery.fidelity, training.parameters()
+
+    trained, ended = ranks(first_life), ranks(second_life)
+    assert [ended[rank][:3] for rank in (0, 1)] == [(reached, anchor, Fidelity.EXACT) for anchor in (3, 5)]
+    assert [ended[rank][3] for rank in (0, 1)] == [trained[rank] for rank in (0, 1)]
 
 
 def test_a_second_optimizer_is_refused() -> None:

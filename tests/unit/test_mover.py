@@ -18,7 +18,7 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
 from tiercheck.mover import Mover
 from tiercheck.observer import Observer
-from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.records import seal
@@ -37,7 +37,7 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shard(key: ShardKey) -> list[bytes | bytearray | memoryview]:
-    metadata = ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, WORLD)
+    metadata = ShardMetadata.of(key, WORLD, "")
     name = f"{key.first}/x"
     return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))]))
 
@@ -52,7 +52,10 @@ def tiers(tmp_path: Path, *, durable: FaultPlan | None = None, middle: FaultPlan
     return Hierarchy.of(*urls, under(durable, f"nvme://{tmp_path}/durable?survives=rack")).open()
 
 
-def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1) -> Mover:
+FIRST = Lineage(((1, None),))
+
+
+def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1, lineage: Lineage = FIRST) -> Mover:
     return Mover(
         hierarchy,
         rank=rank,
@@ -60,7 +63,7 @@ def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1) ->
         generation=1,
         placement=Placement(2),
         retention=Retention(),
-        lineage=Lineage(((1, None),)),
+        lineage=lineage,
     )
 
 
@@ -183,7 +186,8 @@ async def test_a_marker_that_lies_is_not_committed(plain: OpenHierarchy) -> None
     await capture(plain, base(0))
     driver = plain.tiers[-1].driver
     await driver.put(str(base(0)), shard(base(0)))
-    await driver.put(str(MarkerKey(1, 0, 0)), [seal(MarkerKey(1, 0, 0), {"nbytes": 1, "digest": "0" * 16})])
+    lie = {"nbytes": 1, "digest": "0" * 16, "token": ""}
+    await driver.put(str(MarkerKey(1, 0, 0)), [seal(MarkerKey(1, 0, 0), lie)])
     mover = mover_of(plain)
     await mover.cycle()
     assert str(CommitKey(1, 0)) not in await held(plain)
@@ -390,3 +394,18 @@ async def test_a_listing_that_was_under_way_does_not_undo_what_was_done_meanwhil
         go_on.set()
         assert list((await looking).contents[1].nbytes) == [CommitKey(1, 0)]
         assert list((await observer.look([1])).contents[1].nbytes) == [base(0)], "the next one tells the truth again"
+
+
+async def test_what_another_job_wrote_under_this_generations_number_is_neither_copied_nor_committed(
+    plain: OpenHierarchy,
+) -> None:
+    own = Branch(1, 0, 0, 1, "a" * 16)
+    await capture(plain, base(0))  # without a token: whoever wrote it was not this job
+    mover = mover_of(plain, lineage=Lineage.of([own]))
+    await mover.cycle()
+    assert not [key for key in await held(plain) if key.startswith("g")]
+    durable = plain.tiers[-1].driver
+    await durable.put(str(base(4)), shard(base(4)))
+    await mover.cycle()
+    assert str(CommitKey(1, 4)) not in await held(plain)
+    assert "another job" in mover.status.errors["nvme"]

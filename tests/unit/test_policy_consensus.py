@@ -24,19 +24,37 @@ def branch(generation: int, parent: int = 0, left_at: int = 0) -> Branch:
 def test_newest_common_base_and_the_common_run_after_it() -> None:
     one = readable(bases={1: [0, 10, 20]}, differentials={1: list(range(1, 24))})
     two = readable(bases={1: [0, 10, 20]}, differentials={1: list(range(1, 23))})
-    assert decide([one, two], Lineage.of([branch(1)])) == RecoveryPoint(1, 20, 22)
+    assert decide([one, two], Lineage.of([branch(1)])) == (RecoveryPoint(1, 20, 22),) * 2
 
 
 def test_a_minimum_of_maxima_would_name_a_version_somebody_purged() -> None:
     # Rank 0 reaches 30 at best, rank 1 reaches 20; but rank 0 has already purged 20: only 10 is common.
     one = readable(bases={1: [10, 30]}, differentials={})
     two = readable(bases={1: [10, 20]}, differentials={})
-    assert decide([one, two], Lineage.of([branch(1)])) == RecoveryPoint(1, 10, 10)
+    assert decide([one, two], Lineage.of([branch(1)])) == (RecoveryPoint(1, 10, 10),) * 2
 
 
 def test_a_gap_ends_the_run() -> None:
     rank = readable(bases={1: [10]}, differentials={1: [11, 12, 14, 15]})
-    assert decide([rank], Lineage.of([branch(1)])) == RecoveryPoint(1, 10, 12)
+    assert decide([rank], Lineage.of([branch(1)])) == (RecoveryPoint(1, 10, 12),)
+
+
+def test_ranks_meet_from_bases_of_their_own() -> None:
+    # Rank 0 could not record version 23, and has a base there instead.
+    one = readable(bases={1: [10, 20, 23]}, differentials={1: [*range(11, 23), 24, 25]})
+    two = readable(bases={1: [10, 20]}, differentials={1: list(range(11, 26))})
+    three = readable(bases={1: [10, 20, 24]}, differentials={1: [*range(11, 24), 25, 26]})
+    assert decide([one, two, three], Lineage.of([branch(1)])) == (
+        RecoveryPoint(1, 23, 25),
+        RecoveryPoint(1, 20, 25),
+        RecoveryPoint(1, 24, 25),
+    )
+
+
+def test_a_version_that_one_rank_lacks_is_passed_over() -> None:
+    one = readable(bases={1: [20, 24]}, differentials={1: [21, 22]})
+    two = readable(bases={1: [20, 23]}, differentials={1: [21, 22, 24]})
+    assert decide([one, two], Lineage.of([branch(1)])) == (RecoveryPoint(1, 24, 24), RecoveryPoint(1, 23, 24))
 
 
 def test_nothing_in_common_is_no_point() -> None:
@@ -50,20 +68,20 @@ def test_a_new_generation_wins_over_what_its_parent_wrote_later() -> None:
     # Generation 1 went on to 30 on paper, but generation 2 left it at 15.
     rank = readable(bases={1: [10, 30], 2: [15]}, differentials={1: list(range(11, 31)), 2: [16, 17]})
     lineage = Lineage.of([branch(1), branch(2, parent=1, left_at=15)])
-    assert decide([rank], lineage) == RecoveryPoint(2, 15, 17)
+    assert decide([rank], lineage) == (RecoveryPoint(2, 15, 17),)
 
 
 def test_the_parent_counts_up_to_where_it_was_left() -> None:
     rank = readable(bases={1: [10, 30]}, differentials={1: list(range(11, 31))})
     lineage = Lineage.of([branch(1), branch(2, parent=1, left_at=15)])
-    assert decide([rank], lineage) == RecoveryPoint(1, 10, 15)
+    assert decide([rank], lineage) == (RecoveryPoint(1, 10, 15),)
 
 
 def test_an_abandoned_sibling_does_not_count() -> None:
     # Generation 3 went back to generation 1: what generation 2 wrote is another future.
     rank = readable(bases={1: [10], 2: [15, 20]}, differentials={2: [16, 17]})
     lineage = Lineage.of([branch(1), branch(2, 1, 15), branch(3, 1, 10)])
-    assert decide([rank], lineage) == RecoveryPoint(1, 10, 10)
+    assert decide([rank], lineage) == (RecoveryPoint(1, 10, 10),)
     assert not lineage.admits(2, 15)
     assert lineage.admits(1, 10)
     assert not lineage.admits(1, 11)
@@ -114,37 +132,41 @@ class TestSnapshots:
             ShardKey.snapshot(1, base, version, rank) for base, version in snapshots
         ]
 
-    def decided(self, *ranks: list[ShardKey]) -> RecoveryPoint | None:
-        point = decide([Readable.of(each) for each in ranks], Lineage.of([branch(1)]))
-        if point is not None:
-            for rank, held in enumerate(ranks):
-                found = plan(point, rank, [Source(0, key) for key in held])
-                assert isinstance(found, Plan)
-                assert (found.batches[-1] if found.batches else found.anchor).key.last == point.last
-        return point
+    def decided(self, *ranks: list[ShardKey]) -> list[tuple[int, int, bool]]:
+        """Per rank anchor, version and whether a snapshot leads there."""
+        points = decide([Readable.of(each) for each in ranks], Lineage.of([branch(1)])) or ()
+        for rank, (point, held) in enumerate(zip(points, ranks, strict=True)):
+            found = plan(point, rank, [Source(0, key) for key in held])
+            assert isinstance(found, Plan)
+            assert (found.batches[-1] if found.batches else found.anchor).key.last == point.last
+        return [(point.anchor, point.last, point.by_snapshot) for point in points]
 
     def test_ranks_meet_from_bases_of_their_own(self) -> None:
         one = self.held(0, [0, 24], [(0, 20), (24, 37), (24, 38)])
         two = self.held(1, [0, 20], [(0, 20), (20, 37), (20, 38)])
-        assert self.decided(one, two) == RecoveryPoint(1, 20, 38, by_snapshot=True)
+        assert self.decided(one, two) == [(24, 38, True), (20, 38, True)]
 
     def test_a_base_is_as_good_as_a_snapshot_of_its_version(self) -> None:
         one = self.held(0, [0, 24], [(0, 20)])
         two = self.held(1, [0, 20], [(0, 20), (20, 24)])
-        assert self.decided(one, two) == RecoveryPoint(1, 20, 24, by_snapshot=True)
+        assert self.decided(one, two) == [(24, 24, False), (20, 24, True)]
 
     def test_a_snapshot_without_its_base_leads_nowhere(self) -> None:
         one = self.held(0, [0], [(0, 20), (24, 38)])
         two = self.held(1, [0, 20], [(0, 20), (20, 38)])
-        assert self.decided(one, two) == RecoveryPoint(1, 0, 20, by_snapshot=True)
+        assert self.decided(one, two) == [(0, 20, True), (20, 20, False)]
 
     def test_no_base_in_common_is_needed(self) -> None:
         one, two = self.held(0, [24], [(24, 38)]), self.held(1, [20], [(20, 38)])
-        assert self.decided(one, two) == RecoveryPoint(1, 20, 38, by_snapshot=True)
+        assert self.decided(one, two) == [(24, 38, True), (20, 38, True)]
         assert decide([Readable.of(one), Readable.of(two)], Lineage(((1, 30),))) is None
 
     def test_of_several_bases_the_newest_is_taken(self) -> None:
-        assert self.decided(self.held(0, [0, 20], [(0, 21), (20, 21)])) == RecoveryPoint(1, 20, 21, by_snapshot=True)
+        assert self.decided(self.held(0, [0, 20], [(0, 21), (20, 21)])) == [(20, 21, True)]
 
     def test_a_base_that_all_have_is_not_a_snapshot(self) -> None:
-        assert self.decided(self.held(0, [0, 20], [(0, 20)])) == RecoveryPoint(1, 20, 20)
+        assert self.decided(self.held(0, [0, 20], [(0, 20)])) == [(20, 20, False)]
+
+    def test_of_two_ways_differentials_are_taken(self) -> None:
+        held = [*self.held(0, [20], [(20, 22)]), ShardKey.differential(1, 21, 22, 0)]
+        assert self.decided(held) == [(20, 22, False)]

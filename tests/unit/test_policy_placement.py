@@ -122,7 +122,7 @@ def test_a_newer_generation_supersedes() -> None:
 
 
 def test_a_marker_comes_back_and_a_malformed_one_is_refused() -> None:
-    marker = Marker(17, "0123456789abcdef")
+    marker = Marker(17, "0123456789abcdef", "ab" * 8)
     assert Marker.from_object(marker.to_object()) == marker
     for value in (None, {}, {"nbytes": "17", "digest": "x"}, {"nbytes": 1, "digest": "x", "more": 2}):
         with pytest.raises(ValueError, match="marker"):
@@ -239,7 +239,7 @@ def test_a_version_nobody_has_is_named() -> None:
 
 def test_the_matrix_has_a_row_for_each_rank_and_tier() -> None:
     point = RecoveryPoint(1, 10, 12)
-    rows = availability(point, ["shm", "nvme"], [[Source(0, base(10)), Source(1, batch(11, 15))], []])
+    rows = availability([point, point], ["shm", "nvme"], [[Source(0, base(10)), Source(1, batch(11, 15))], []])
     assert [(row.rank, row.tier, row.anchor, row.differentials) for row in rows] == [
         (0, "shm", True, ()),
         (0, "nvme", False, (11, 12)),

@@ -363,7 +363,9 @@ class TestSnapshots:
         provider = ModuleProvider(training.model, training.optimizer)
         (base,) = folder.glob("base/*/*.safetensors")
         stream = SnapshotStream(provider, "snapshot", 1)
-        stream.rest_on(parse(base.read_bytes()))
+        whole = parse(base.read_bytes())
+        stream.token = whole.metadata.token
+        stream.rest_on(whole)
         key = stream.key(1, 9, 0)
         memory = memoryview(bytearray(stream.nbytes_max))
         written = stream.begin(key, memory).finish(skipped=False)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import itertools
+import socket
 import subprocess
 import sys
 import zlib
@@ -20,13 +21,15 @@ from botocore.utils import parse_timestamp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.servers.process import free_port
 from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
+from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.registry import TierURL, make_driver
-from tiercheck.tiers.s3 import S3Driver, S3Settings
+from tiercheck.tiers.s3 import S3Driver, S3Settings, client
 from tiercheck.tiers.s3.checksums import CRC32C, KNOWN, Checksum, stored_checksum
 from tiercheck.tiers.s3.client import time_of
 from tiercheck.tiers.s3.download import PART_BYTES_MAX, get_part_bytes
-from tiercheck.tiers.s3.failures import classify
+from tiercheck.tiers.s3.failures import classify, to_open_error
 from tiercheck.tiers.s3.listing import Listing
 from tiercheck.tiers.s3.names import Names, etag_in, etag_of, server_etag
 from tiercheck.tiers.s3.payload import Body, Buffers
@@ -465,6 +468,57 @@ def test_what_is_no_time_is_refused(text: object) -> None:
 def test_the_url_is_shown_without_what_looks_secret() -> None:
     url = TierURL.parse("s3://bucket/x?sse=aws:kms&sse_kms_key=arn:aws:kms:k")
     assert "arn" not in S3Driver.from_url(url).url
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.mark.usefixtures("credentials")
+class TestOpening:
+    """What an endpoint that cannot serve makes of opening a tier."""
+
+    async def test_where_nothing_listens_it_fails_long_before_the_deadline(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(client, "UNREACHABLE_S_MAX", 0.2)
+        port = free_port()
+        opened = Hierarchy.of("memory://", f"s3://bucket/x?endpoint_url=http://127.0.0.1:{port}&deadline=1h").open()
+        async with asyncio.timeout(60):
+            with pytest.raises(Transient, match=rf"'bucket' at http://127.0.0.1:{port}.*connection was refused.*s3://"):
+                await opened.__aenter__()
+
+    @pytest.mark.parametrize("status", ["503 Slow Down", "500 Internal Server Error"])
+    async def test_a_busy_endpoint_is_asked_until_the_deadline_which_names_the_tier_and_the_cause(
+        self, status: str
+    ) -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            endpoint = f"http://127.0.0.1:{port}"
+            opened = Hierarchy.of("memory://", f"s3://bucket/x?endpoint_url={endpoint}&deadline=1h").open()
+            cause = rf"the tier s3 could not be opened within 1 s: .*'bucket' at {endpoint}: .*{status[:3]}"
+            with pytest.raises(Transient, match=cause):
+                await opened.opened(1.0)
+
+    def test_a_name_that_does_not_exist_is_an_error_of_the_url_and_a_name_server_that_is_away_is_not(self) -> None:
+        for number, kind in ((socket.EAI_NONAME, ConfigurationError), (socket.EAI_AGAIN, Transient)):
+            cause = boto.EndpointConnectionError(endpoint_url="http://nowhere")
+            cause.__cause__ = socket.gaierror(number, "no such name")
+            failure = classify(cause, 1.0)
+            assert failure.unreachable
+            assert not failure.acted
+            error = failure.error("s3://bucket", None, 1)
+            error.__cause__ = cause
+            assert type(to_open_error(error, S3Settings("bucket"), "s3://bucket")) is kind
 
 
 def test_aiobotocore_is_imported_only_for_an_s3_url() -> None:

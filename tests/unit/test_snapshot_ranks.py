@@ -15,6 +15,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.group import SimulatedGroup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Source
 from tiercheck.reader import Reader
 from tiercheck.streams.providers import ModuleProvider
@@ -70,7 +71,7 @@ def test_a_snapshot_of_later_versions_elsewhere_is_not_another_copy() -> None:
     async def check() -> None:
         async with Hierarchy.of(memory()).open() as hierarchy:
             loop = BackgroundLoop()
-            reader = Reader(hierarchy, 0, loop, 1.0, 1)
+            reader = Reader(hierarchy, 0, loop, 1.0, 1, Lineage(()))
             wanted = Source(1, ShardKey.snapshot(1, 0, 40, 0))
             assert not reader._is_elsewhere(wanted, {wanted, Source(0, ShardKey.snapshot(1, 0, 50, 0))})
             assert reader._is_elsewhere(wanted, {wanted, Source(0, wanted.key)})

@@ -28,7 +28,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.group import Group, TorchGroup
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.integrations.hooks import StepHooks
+from tiercheck.integrations.hooks import StepHooks, attach_hooks
 
 try:
     from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
@@ -64,12 +64,14 @@ def attach(
         if config is not None:
             raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
         hierarchy, config = read_block(engine.config)
-    provider = DeepSpeedProvider(engine)
-    if config is not None and config.train_on_compressed:
-        refuse_ranks_that_share_parameters(engine)
-    checkpointer = Checkpointer(provider, hierarchy, group=group or TorchGroup(), config=config)
-    _Hooks(provider, checkpointer).register(engine)
-    return checkpointer
+
+    def hook() -> _Hooks:
+        provider = DeepSpeedProvider(engine)
+        if config is not None and config.train_on_compressed:
+            refuse_ranks_that_share_parameters(engine)
+        return _Hooks(provider, engine)
+
+    return attach_hooks(hook, hierarchy, group or TorchGroup(), config)
 
 
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
@@ -116,31 +118,37 @@ def _tier_of(given: object) -> Tier:
 class _Hooks:
     """From the hooks of the inner optimizer to the checkpointer. One iteration may step it in several calls."""
 
-    def __init__(self, provider: DeepSpeedProvider, checkpointer: Checkpointer) -> None:
-        self._provider = provider
-        self._checkpointer = checkpointer
+    def __init__(self, provider: DeepSpeedProvider, engine: torch.nn.Module) -> None:
+        self.provider = provider
+        self._checkpointer: Checkpointer | None = None
         self._visited: set[str] = set()
-        self._skipped_steps = provider.skipped_steps()
+        self._skipped_steps = 0
+        self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
+        self._forward_hook = engine.register_forward_pre_hook(self._before_forward)
 
-    def register(self, engine: torch.nn.Module) -> None:
-        self._step_hooks = StepHooks(self._provider.optimizer, self._before_step, self._after_step)
-        self._checkpointer.on_end(self._step_hooks.remove)
-        self._checkpointer.on_end(engine.register_forward_pre_hook(self._before_forward).remove)
-        self._checkpointer.on_close(self._record_skipped)
+    def serve(self, checkpointer: Checkpointer) -> None:
+        checkpointer.on_close(self._record_skipped)
+        checkpointer.on_end(self.remove)
+        self._skipped_steps = self.provider.skipped_steps()
+        self._checkpointer = checkpointer
+
+    def remove(self) -> None:
+        self._step_hooks.remove()
+        self._forward_hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._provider.replaying:
+        if self._checkpointer is None or self.provider.replaying:
             return
         self._step_hooks.check()
         if not self._visited:
             self._record_skipped()
-        self._visited |= self._provider.visited_in_hook(optimizer)
-        self._checkpointer.capture(self._provider.version, self._provider.gradients_in_hook(optimizer))
+        self._visited |= self.provider.visited_in_hook(optimizer)
+        self._checkpointer.capture(self.provider.version, self.provider.gradients_in_hook(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._visited and self._visited >= self._provider.expected():
+        if self._checkpointer is not None and self._visited and self._visited >= self.provider.expected():
             self._visited.clear()
-            self._checkpointer.complete(self._provider.version)
+            self._checkpointer.complete(self.provider.version)
 
     def _before_forward(self, engine: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._step_hooks.stand_next_to_the_step()
@@ -149,7 +157,9 @@ class _Hooks:
 
     def _record_skipped(self) -> None:
         """Versions whose gradients were not finite end without a step, and no hook sees them."""
-        for version in self._provider.skipped_after(self._checkpointer.version, self._skipped_steps):
-            with self._provider.between_iterations():
+        if self._checkpointer is None:
+            return
+        for version in self.provider.skipped_after(self._checkpointer.version, self._skipped_steps):
+            with self.provider.between_iterations():
                 self._checkpointer.skip(version)
-        self._skipped_steps = self._provider.skipped_steps()
+        self._skipped_steps = self.provider.skipped_steps()

@@ -1,16 +1,22 @@
-"""Hooks of an optimizer's step that nobody comes between."""
+"""Hooks of an optimizer's step that nobody comes between, and what every integration does with its hooks."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
+from tiercheck.group import Group
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.restore import gather
+from tiercheck.streams.providers import StateProvider
 
-__all__ = ["StepHooks"]
+__all__ = ["Hooks", "StepHooks", "attach_hooks"]
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -45,3 +51,38 @@ class StepHooks:
     def remove(self) -> None:
         self._before.remove()
         self._after.remove()
+
+
+class Hooks(Protocol):
+    """An integration's hooks on one model and optimizer. They do nothing before :meth:`serve`."""
+
+    @property
+    def provider(self) -> StateProvider: ...
+
+    def serve(self, checkpointer: Checkpointer) -> None:
+        """From here on every step is a version. Cannot fail."""
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+
+
+def attach_hooks(
+    hook: Callable[[], Hooks], hierarchy: Hierarchy, group: Group, config: CheckpointConfig | None
+) -> Checkpointer:
+    """What :func:`hook` makes, and a checkpointer that it serves. Collective.
+
+    ``hook`` looks at the model and the optimizer, and refuses them on every rank where one rank's cannot be saved,
+    before a tier is touched. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
+    """
+    made: list[Hooks] = []
+    deadline_s = (config if isinstance(config, CheckpointConfig) else CheckpointConfig()).deadline_s
+    try:
+        gather(group, "looking at the model and its optimizer", lambda: made.append(hook()), deadline_s=deadline_s)
+        checkpointer = Checkpointer(made[0].provider, hierarchy, group=group, config=config)
+    except BaseException:
+        for each in made:
+            each.remove()
+        group.close()
+        raise
+    made[0].serve(checkpointer)
+    return checkpointer

@@ -29,7 +29,8 @@ from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.group import Group, SingleProcess, TorchGroup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.all_reduce import Compression, compressed_all_reduce
-from tiercheck.integrations.hooks import StepHooks
+from tiercheck.integrations.hooks import StepHooks, attach_hooks
+from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.streams.providers import ModuleProvider
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
@@ -60,38 +61,51 @@ def attach(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group() before attach()"
         )
-    if group is None:
-        group = TorchGroup() if distributed else SingleProcess()
+    ranks = group or (TorchGroup() if distributed else SingleProcess())
     named = {"scheduler": scheduler, "scaler": scaler}
     stepped_after = {name: each for name, each in named.items() if each is not None}
-    if clash := stepped_after.keys() & (stateful or {}).keys():
-        raise ConfigurationError(f"stateful= has the name {clash.pop()!r}, which an argument of its own stands for")
-    provider = ModuleProvider(
-        model, optimizer, world_size=group.world_size, stepped_after=stepped_after, stateful=stateful
-    )
-    checkpointer = Checkpointer(provider, hierarchy, group=group, config=config)
-    _Hooks(provider, checkpointer, deferred=bool(stepped_after)).register(model, optimizer)
-    return checkpointer
+
+    def hook() -> _Hooks:
+        if clash := stepped_after.keys() & (stateful or {}).keys():
+            raise ConfigurationError(f"stateful= has the name {clash.pop()!r}, which an argument of its own stands for")
+        bare = bare_optimizer(optimizer)
+        provider = ModuleProvider(
+            model, bare, world_size=ranks.world_size, stepped_after=stepped_after, stateful=stateful
+        )
+        return _Hooks(provider, model, bare, deferred=bool(stepped_after))
+
+    return attach_hooks(hook, hierarchy, ranks, config)
 
 
 class _Hooks:
-    """From the optimizer's hooks to the checkpointer."""
+    """From the optimizer's hooks to the checkpointer, once there is one."""
 
-    def __init__(self, provider: ModuleProvider, checkpointer: Checkpointer, *, deferred: bool) -> None:
-        self._provider = provider
-        self._checkpointer = checkpointer
+    def __init__(
+        self, provider: ModuleProvider, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, deferred: bool
+    ) -> None:
+        self.provider = provider
+        self._checkpointer: Checkpointer | None = None
         self._deferred = deferred
         self._pending = False
         """A step is done whose iteration has not ended yet."""
-
-    def register(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._checkpointer.on_close(self._end_iteration)
         self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
-        self._checkpointer.on_end(self._step_hooks.remove)
-        for module in called_modules(model):
-            self._checkpointer.on_end(module.register_forward_pre_hook(self._before_forward).remove)
+        self._forward_hooks = [
+            module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)
+        ]
+
+    def serve(self, checkpointer: Checkpointer) -> None:
+        checkpointer.on_close(self._end_iteration)
+        checkpointer.on_end(self.remove)
+        self._checkpointer = checkpointer
+
+    def remove(self) -> None:
+        self._step_hooks.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._checkpointer is None:
+            return  # a step that is replayed
         if any(each is not None for each in (*args[1:], *kwargs.values())):
             raise UnsupportedSetup(
                 "optimizer.step(closure) computes gradients inside the step, where they cannot be seen; supported is "
@@ -104,11 +118,13 @@ class _Hooks:
             )
         self._step_hooks.check()
         self._end_iteration()
-        self._checkpointer.capture(self._checkpointer.version + 1, self._provider.gradients())
+        self._checkpointer.capture(self._checkpointer.version + 1, self.provider.gradients())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._checkpointer is None:
+            return
         self._pending = True
-        self._provider.end_of_step()
+        self.provider.end_of_step()
         self._checkpointer.stepped(self._checkpointer.version + 1)
         if not self._deferred:
             self._end_iteration()
@@ -119,7 +135,7 @@ class _Hooks:
             self._end_iteration()
 
     def _end_iteration(self) -> None:
-        if self._pending:
+        if self._pending and self._checkpointer is not None:
             self._pending = False
             self._checkpointer.complete(self._checkpointer.version + 1)
 

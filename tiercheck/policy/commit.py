@@ -25,21 +25,22 @@ COORDINATOR = 0
 
 @dataclass(frozen=True)
 class Marker:
-    """What a rank says of its shard: its length, and the digest its header carries."""
+    """What a rank says of its shard: its length, the digest its header carries, and its generation's token."""
 
     nbytes: int
     digest: str
+    token: str
 
     def to_object(self) -> dict[str, Any]:
-        return {"nbytes": self.nbytes, "digest": self.digest}
+        return {"nbytes": self.nbytes, "digest": self.digest, "token": self.token}
 
     @classmethod
     def from_object(cls, value: Any) -> Marker:
         """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
         match value:
-            case {"nbytes": int(nbytes), "digest": str(digest)} if len(value) == 2:
-                return cls(nbytes, digest)
-        raise ValueError("a marker has the fields nbytes and digest")
+            case {"nbytes": int(nbytes), "digest": str(digest), "token": str(token)} if len(value) == 3:
+                return cls(nbytes, digest, token)
+        raise ValueError("a marker has the fields nbytes, digest and token")
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,16 @@ class CommitRecord:
 
     generation: int
     version: int
+    token: str
+    """Of the generation; each marker says the same."""
     shards: tuple[Marker, ...]
 
     def to_object(self) -> dict[str, Any]:
         return {
             "generation": self.generation,
             "version": self.version,
-            "shards": [marker.to_object() for marker in self.shards],
+            "token": self.token,
+            "shards": [[marker.nbytes, marker.digest] for marker in self.shards],
         }
 
 

@@ -1,9 +1,9 @@
 """Where all ranks can meet: the recovery point.
 
-The newest base in the *intersection* of what the ranks can read, then the longest unbroken run of
-differentials that all of them can read after it; or, where that is newer, a version of which each has a snapshot and
-the base that its own was made for. A minimum of the ranks' maxima would be cheaper and wrong: it can name a version
-that some rank has already purged.
+The newest version that *every* rank can come to, each from whatever anchor it has: a base of its own and an unbroken
+run of differentials after it, or a base and the snapshot that was made for it. The ranks need no base in common: a rank
+whose base, differential or snapshot failed has made a base of its own since, at a version where the others have none. A
+minimum of the ranks' maxima would be cheaper and wrong: it can name a version that some rank has already purged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ __all__ = ["Readable", "RecoveryPoint", "decide"]
 
 @dataclass(frozen=True)
 class RecoveryPoint:
-    """The anchor (a base) and the last differential replayed after it, in one generation."""
+    """One rank's way to the version at which all ranks meet. ``generation`` and ``last`` are the same on every rank;
+    the rest is its own."""
 
     generation: int
     anchor: int
+    """The rank's newest base that leads to ``last``."""
     last: int
+    """The version at which the ranks meet."""
     by_snapshot: bool = False
-    """Whether each rank comes to ``last`` by a snapshot from a base of its own, or has it as a base, instead of by
-    differentials. ``anchor`` is the oldest of these bases then."""
+    """A snapshot leads from ``anchor`` to ``last``, not differentials."""
 
     @property
     def replayed(self) -> int:
@@ -57,42 +59,33 @@ class Readable:
                 versions.update((shard.generation, version) for version in shard.versions)
         return cls(frozenset(bases), frozenset(differentials), frozenset(snapshots))
 
-    def without_differentials(self) -> dict[tuple[int, int], int]:
-        """The versions that the rank can come to without differentials, and the newest base for each."""
-        found = {
-            (generation, version): base
-            for generation, base, version in sorted(self.snapshots)
-            if (generation, base) in self.bases
-        }
-        return found | {(generation, version): version for generation, version in self.bases}
+    def points(self) -> dict[tuple[int, int], RecoveryPoint]:
+        """The rank's way to each ``(generation, version)`` that it can come to: by differentials where they lead there,
+        since they may be exact; from the newest base."""
+        ways: dict[tuple[int, int], RecoveryPoint] = {}
+        for generation, anchor in self.bases:
+            last = anchor
+            ways[generation, last] = RecoveryPoint(generation, anchor, last)
+            # The next base is an anchor of its own.
+            while (generation, last + 1) in self.differentials and (generation, last + 1) not in self.bases:
+                last += 1
+                ways[generation, last] = RecoveryPoint(generation, anchor, last)
+        for generation, anchor, last in sorted(self.snapshots, reverse=True):
+            if (generation, anchor) in self.bases:
+                ways.setdefault((generation, last), RecoveryPoint(generation, anchor, last, by_snapshot=True))
+        return ways
 
 
-def decide(ranks: Sequence[Readable], lineage: Lineage) -> RecoveryPoint | None:
-    """The newest point every rank can reach, or ``None``.
+def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
+    """The way of each rank, in rank order, to the newest version that every rank can reach; ``None`` for none.
 
-    Generations are tried newest first. A generation opens with a base at the version it left its parent, so
-    any point in it is at least as new as all that counts of its ancestors. Within one, the newest common
-    base is the best anchor: an older one cannot reach further, since its run has to pass the same gap. Snapshots pass
-    any gap, and need no common base: a rank whose base or snapshot failed has made one of its own since. Of two ways to
-    the same version differentials are taken, which may be exact.
+    Generations are tried newest first: a generation opens with a base at the version it left its parent, so any point
+    in it is at least as new as all that counts of its ancestors.
     """
-    bases = reduce(frozenset.intersection, (rank.bases for rank in ranks))
-    differentials = reduce(frozenset.intersection, (rank.differentials for rank in ranks))
-    hops = [rank.without_differentials() for rank in ranks]
-    common = reduce(frozenset.intersection, (frozenset(each) for each in hops))
+    ways = [rank.points() for rank in ranks]
+    common = reduce(frozenset.intersection, (frozenset(each) for each in ways))
     for generation, limit in lineage.chain:
-        anchors = [version for found, version in bases if found == generation and (limit is None or version <= limit)]
-        anchor = last = max(anchors, default=-1)
-        while anchors and (limit is None or last < limit) and (generation, last + 1) in differentials:
-            last += 1
-        newer = [
-            version
-            for found, version in common
-            if found == generation and version > last and (limit is None or version <= limit)
-        ]
-        if newer:
-            last = max(newer)
-            return RecoveryPoint(generation, min(each[generation, last] for each in hops), last, by_snapshot=True)
-        if anchors:
-            return RecoveryPoint(generation, anchor, last)
+        versions = [version for found, version in common if found == generation and (limit is None or version <= limit)]
+        if versions:
+            return tuple(each[generation, max(versions)] for each in ways)
     return None

@@ -6,8 +6,8 @@ that version is another future of the same job, and never part of a chain (invar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Branch", "Lineage"]
@@ -53,6 +53,8 @@ class Lineage:
     """The job's own past: ``(generation, last version that counts)``, newest first; ``None``: all count."""
 
     chain: tuple[tuple[int, int | None], ...]
+    branches: Mapping[int, Branch] = field(default_factory=dict, compare=False, repr=False)
+    """The records that the chain was made of, by generation."""
 
     @classmethod
     def of(cls, branches: Iterable[Branch]) -> Lineage:
@@ -66,12 +68,23 @@ class Lineage:
             # Across several restarts a limit can only fall: nothing after the earliest departure counts.
             limit = branch.left_at if limit is None else min(limit, branch.left_at)
             generation = branch.parent
-        return cls(tuple(chain))
+        return cls(tuple(chain), {generation: by_generation[generation] for generation, _ in chain})
 
     @property
     def newest(self) -> int:
         """The newest generation; 0 for none."""
         return self.chain[0][0] if self.chain else 0
+
+    def disowns(self, generation: int, token: str) -> str | None:
+        """Why a shard of that generation with that token is no part of the job's past, whatever its version; ``None``
+        where it may be."""
+        branch = self.branches.get(generation)
+        if branch is None or branch.token == token:
+            return None
+        return (
+            f"it was written by another job: this one's generation {generation} is {branch.token}, the shard's is "
+            f"{token or 'none'}"
+        )
 
     def admits(self, generation: int, version: int) -> bool:
         """Whether ``version`` of ``generation`` is part of the job's past."""

@@ -7,7 +7,7 @@ a version is left, the rank says so and the ranks decide on another recovery poi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import ShardKey, Stream
@@ -26,8 +26,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank reads: the anchor, then the batches whose versions follow it, in order, or the one snapshot, or
-    nothing where the anchor is the point itself."""
+    """What one rank reads: the anchor, then the batches whose versions follow it, in order, or the one snapshot."""
 
     point: RecoveryPoint
     anchor: Source
@@ -64,27 +63,14 @@ def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | U
     for source in own:
         if source.key.stream is Stream.BASE:
             bases.setdefault(source.key.first, source)
-    if point.by_snapshot:
-        return _by_snapshot(point, own, bases)
     if point.anchor not in bases:
         return Unreachable(Stream.BASE, point.anchor)
+    if point.by_snapshot:
+        snapshot = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
+        led = next((source for source in own if source.key == snapshot), None)
+        return Plan(point, bases[point.anchor], (led,)) if led else Unreachable(Stream.SNAPSHOT, point.last)
     following = batches(point, point.anchor + 1, rank, own)
     return following if isinstance(following, Unreachable) else Plan(point, bases[point.anchor], following)
-
-
-def _by_snapshot(point: RecoveryPoint, own: Sequence[Source], bases: Mapping[int, Source]) -> Plan | Unreachable:
-    """The base of the point itself, or the snapshot of it on the newest base; ``bases``: the cheapest copies."""
-    if point.last in bases:
-        return Plan(point, bases[point.last], ())
-    usable = [
-        source
-        for source in own
-        if source.key.stream is Stream.SNAPSHOT and source.key.last == point.last and source.key.first - 1 in bases
-    ]
-    if not usable:
-        return Unreachable(Stream.SNAPSHOT, point.last)
-    best = min(usable, key=lambda source: (-source.key.first, source.tier))
-    return Plan(point, bases[best.key.first - 1], (best,))
 
 
 def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
@@ -123,21 +109,20 @@ def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source,
 
 
 def availability(
-    point: RecoveryPoint, tiers: Sequence[str], sources: Sequence[Iterable[Source]]
+    points: Sequence[RecoveryPoint], tiers: Sequence[str], sources: Sequence[Iterable[Source]]
 ) -> tuple[Availability, ...]:
-    """The availability matrix of a recovery point: a row for each rank (``sources[rank]``) and tier."""
+    """The availability matrix of a recovery point: a row for each rank (its way there: ``points[rank]``, its copies:
+    ``sources[rank]``) and tier."""
     rows: list[Availability] = []
-    for rank, held in enumerate(sources):
+    for rank, (point, held) in enumerate(zip(points, sources, strict=True)):
         own = [source for source in held if source.key.rank == rank and source.key.generation == point.generation]
-        chosen = plan(point, rank, own)
-        wanted = [source.key for source in chosen.sources] if isinstance(chosen, Plan) else []
         for index, tier in enumerate(tiers):
             here = [source.key for source in own if source.tier == index]
+            anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
             if point.by_snapshot:
-                anchor = any(key in wanted and key.stream is Stream.BASE for key in here)
-                versions = {key.last for key in here if key in wanted and key.stream is Stream.SNAPSHOT}
+                snapshot = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
+                versions = {key.last for key in here if key == snapshot}
             else:
-                anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
                 versions = {version for key in here if key.stream is Stream.DIFFERENTIAL for version in key.versions}
                 versions &= set(range(point.anchor + 1, point.last + 1))
             rows.append(Availability(rank, tier, anchor, tuple(sorted(versions))))

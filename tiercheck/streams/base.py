@@ -58,8 +58,10 @@ class BaseCapture:
         key: ShardKey,
         world_size: int,
         residuals: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        token: str = "",
     ) -> None:
-        self._metadata = ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, world_size)
+        self._metadata = ShardMetadata.of(key, world_size, token)
         tensors, values = _tensors(provider)
         tensors.update({f"residual/{name}": tensor for name, tensor in residuals.items()})
         self._at_once = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("extra/")}

@@ -175,9 +175,8 @@ class DifferentialCapture(IterationCapture):
         }
         self._writer.add_object(record_name(version), record)
         self._writer.add_object(host_name(version), self._stream.packed_host_state())
-        key = self._key
         nbytes = self._writer.finish(
-            ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size),
+            ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
             checksums=self._checksums,
         )
         del self._writer  # the tier reuses the memory only when nobody has a view of it

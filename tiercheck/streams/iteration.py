@@ -45,6 +45,8 @@ class IterationStream(abc.ABC):
     def __init__(self, provider: StateProvider, world_size: int) -> None:
         self.provider = provider
         self.world_size = world_size
+        self.token = ""
+        """Of the generation that records: it is opened after this was made."""
         self.host_nbytes = 0
         """The length of the last host state."""
         self._recorded: dict[str, str] = {}

@@ -195,10 +195,7 @@ class SnapshotCapture(IterationCapture):
         record = {"encodings": encodings, "values": values, "hyperparameters": provider.hyperparameters()}
         self._writer.add_object("snapshot", PackedObject(objects.pack(record, name="snapshot")))
         self._writer.add_object("host", self._stream.packed_host_state())
-        key = self._key
-        nbytes = self._writer.finish(
-            ShardMetadata(key.stream, key.generation, key.first, key.last, key.rank, self._stream.world_size)
-        )
+        nbytes = self._writer.finish(ShardMetadata.of(self._key, self._stream.world_size, self._stream.token))
         del self._writer  # the tier reuses the memory only when nobody has a view of it
         return nbytes
 

@@ -79,7 +79,8 @@ class TierDriver(abc.ABC):
         """What the driver found out about its tier, for people: short names to short texts, no secrets.
 
         Such as ``{"io": "buffered (tmpfs has no O_DIRECT)"}``. Empty where there is nothing to say, and before
-        the driver was first opened. Touches nothing, and raises nothing. A wrapper passes on what it wraps.
+        the driver was first opened, but for ``trouble``: what keeps the driver from opening, or keeps it trying again.
+        Touches nothing, and raises nothing. A wrapper passes on what it wraps.
         """
         return {}
 

@@ -35,6 +35,8 @@ SMALL_REQUESTS = 16
 """Requests without a body of ours that are under way at once, beside the transfers."""
 CAUGHT: tuple[type[Exception], ...] = (*FOREIGN, RuntimeError)
 TRIES_MAX = 30
+UNREACHABLE_S_MAX = 3.0
+"""While a driver opens, an endpoint where nothing listens is given this long: a server that restarts may come back."""
 BACKOFF_S = 0.1
 BACKOFF_S_MAX = 5.0
 EXPECT_BYTES_MIN = 1 << 20
@@ -83,6 +85,10 @@ class S3Client:
         self.tier = tier
         self.retries = 0
         """Tries beyond the first, since the driver was made."""
+        self.opening = False
+        """An endpoint where nothing listens is then given up within :data:`UNREACHABLE_S_MAX`."""
+        self.trouble = ""
+        """What the last try met, while something is tried again."""
         self._client: Any = None
         self._context: Any = None
         self._transfers = asyncio.Semaphore(settings.parts_in_flight)
@@ -190,18 +196,24 @@ class S3Client:
         ``acted``, asked after a try that failed: whether the server may have published by it, for all that was sent.
         """
         in_doubt = False
-        deadline = asyncio.get_running_loop().time() + self.settings.deadline_s
+        began = asyncio.get_running_loop().time()
+        deadline = began + self.settings.deadline_s
         for tries in itertools.count(1):
             self.check_open(key)
             try:
-                return await attempt()
+                answer = await attempt()
+                self.trouble = ""
+                return answer
             except CAUGHT as error:
                 self.check_open(key)  # what was under way when the driver was closed fails in many ways
                 if isinstance(error, RuntimeError):
                     raise
                 failure = classify(error, self.settings.timeout_s)
                 pause = random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S * 2**tries))
+                if self.opening and failure.unreachable:
+                    deadline = min(deadline, began + UNREACHABLE_S_MAX)
                 late = asyncio.get_running_loop().time() + pause >= deadline
+                self.trouble = failure.reason
                 if not failure.retryable or tries >= TRIES_MAX or late:
                     final = failure.error(self.tier, key, tries)
                     if in_doubt and not isinstance(final, Transient):

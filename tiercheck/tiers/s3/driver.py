@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 from tiercheck.errors import TierError, Unauthorized, Unsupported
 from tiercheck.tiers.driver import TierDriver
@@ -115,14 +115,21 @@ class S3Driver(TierDriver):
         """Requests that had to be repeated since the driver was made."""
         return self._client.retries
 
+    def facts(self) -> Mapping[str, str]:
+        """``trouble``: bucket, endpoint and what the last try of a request that is tried again has met."""
+        trouble = self._client.trouble
+        return {"trouble": f"{self.settings.place}: {trouble}"} if trouble else {}
+
     async def open(self) -> None:
         """Connect, check, try out what ``auto`` leaves open, and abort what dead clients left.
 
         Errors: ``ConfigurationError`` (bucket, region, endpoint, profile, another number of shards),
-        ``Unauthorized``, ``Transient`` where the endpoint does not answer in time.
+        ``Unauthorized``, ``Transient`` where the endpoint does not answer in time, or nothing has listened there for
+        some seconds.
         """
         if self._opened:
             raise RuntimeError(f"{self._url} is open already")
+        self._client.opening = True
         try:
             await self._client.open()
             await check_layout(self._client, self._names)
@@ -133,6 +140,8 @@ class S3Driver(TierDriver):
         except BaseException:
             await self._client.close()
             raise
+        finally:
+            self._client.opening = False
         self._opened = True
 
     async def _find_out(self) -> None:

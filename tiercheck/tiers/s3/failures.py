@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,13 +75,15 @@ class InDoubt(Transient):
 @dataclass(frozen=True)
 class Failure:
     """``retryable``: another try may succeed. ``code``: S3's, or empty where no answer came. ``acted``: the server may
-    have done what it was asked, or may still do it."""
+    have done what it was asked, or may still do it. ``unreachable``: nothing listens there, as far as the system knows.
+    """
 
     kind: type[TierError]
     reason: str
     retryable: bool
     code: str = ""
     acted: bool = True
+    unreachable: bool = False
 
     def error(self, tier: str, key: str | None, tries: int) -> TierError:
         reason = f"{self.reason} (tried {tries} times)" if tries > 1 else self.reason
@@ -103,7 +106,17 @@ def classify(error: Exception, timeout_s: float) -> Failure:
         return Failure(Transient, f"the server did nothing for {timeout_s:g} s", True)
     if any(isinstance(cause, BROKEN) for cause in causes(error)):
         return Failure(Refused, f"the request cannot be sent: {last_cause(error)}", False, type(error).__name__)
-    return Failure(Transient, f"the connection failed: {last_cause(error)}", True)
+    unreachable = any(is_unreachable(cause) for cause in causes(error))
+    said = f"the connection failed: {last_cause(error)}"
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
+        said = "the connection was refused: nothing listens there"
+    return Failure(Transient, said, True, acted=not unreachable, unreachable=unreachable)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether the system knew at once that nobody is there to connect to."""
+    refused = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in refused)
 
 
 def classify_answer(error: boto.ClientError) -> Failure:
@@ -161,6 +174,15 @@ def to_open_error(error: TierError, settings: S3Settings, tier: str) -> TierChec
             "InvalidBucketName": "; correct the URL",
         }.get(error.code, "; say region=NAME" if error.code in WRONG_PLACE else "")
         return ConfigurationError(message + hint)
-    if isinstance(error, Transient) and any(isinstance(cause, socket.gaierror) for cause in causes(error)):
-        return ConfigurationError(f"{message}; is endpoint_url right?")
+    if isinstance(error, Transient) and (unknown := name_unknown(error)) is not None:
+        # A name server that does not answer is an outage; one that knows no such name is not.
+        message += "; is endpoint_url right?"
+        if unknown:
+            return ConfigurationError(message)
     return type(error)(message, tier=tier)
+
+
+def name_unknown(error: BaseException) -> bool | None:
+    """Whether a name server said that there is no such host; ``None`` if the failure is of another kind."""
+    found = next((cause for cause in causes(error) if isinstance(cause, socket.gaierror)), None)
+    return None if found is None else found.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", -5))
