@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,8 @@ from tests.servers.agents import (
     record,
     shard,
 )
-from tiercheck.agent import roster
+from tests.shared_memory import root_of
+from tiercheck.agent import roster as roster_module
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.messages import Look, RankReply
 from tiercheck.agent.moving import AgentMover
@@ -36,6 +38,8 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
+
+Removing = Callable[[str, str], None]
 
 
 @pytest.fixture(autouse=True)
@@ -269,17 +273,71 @@ async def test_a_record_that_makes_a_driver_fail_keeps_nobody_from_starting(
         async with node.open(nomination) as hierarchy:
             content = seal(NominationKey(0), nomination.to_object())
             await hierarchy.first.driver.put(str(NominationKey(0)), [content])
-    read = roster.read_nomination
+    read = roster_module.read_nomination
 
     async def failing(first: TierDriver, rank: int) -> Nomination:
         if (await read(first, rank)) == odd:
             raise OverflowError("int too large to convert to float")
         return await read(first, rank)
 
-    monkeypatch.setattr(roster, "read_nomination", failing)
+    monkeypatch.setattr(roster_module, "read_nomination", failing)
     async with running(node) as agent:
         assert [each.nomination for each in agent.roster] == [good]
         assert list(agent.roster.unreadable.values()) == ["OverflowError: int too large to convert to float"]
+
+
+async def test_memory_that_vanishes_at_the_start_is_no_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment of the agent's look somebody removes another job's memory: it starts, and nothing comes back."""
+    good = node.nomination(node.shm())
+    async with node.open(good) as hierarchy:
+        await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), good.to_object())])
+    first, read = roster_module.first_tier, roster_module.read_nomination
+    for moment in ("before it is opened", "once it is open", "once it was read"):
+        vanishing = node.nomination(node.shm())
+        name = node.namespaces[-1]
+        async with node.open(vanishing) as hierarchy:
+            await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), vanishing.to_object())])
+
+        def remove(url: str, now: str, moment: str = moment, name: str = name) -> None:
+            if moment == now and url.partition("?")[0] == f"shm://{name}":
+                shutil.rmtree(root_of(name))
+
+        def opens(namespace: str, remove: Removing = remove) -> AbstractAsyncContextManager[TierDriver]:
+            remove(namespace, "before it is opened")
+            return first(namespace)
+
+        async def reads(tier: TierDriver, rank: int, remove: Removing = remove) -> Nomination:
+            remove(tier.url, "once it is open")
+            nomination = await read(tier, rank)
+            remove(tier.url, "once it was read")
+            return nomination
+
+        monkeypatch.setattr(roster_module, "first_tier", opens)
+        monkeypatch.setattr(roster_module, "read_nomination", reads)
+        async with running(node) as agent:
+            for assignment in agent.roster:
+                if assignment.nomination != good:
+                    await until(lambda assignment=assignment: assignment.gone, moment)  # type: ignore[misc]
+            await agent.roster.tidy()
+            assert [each.nomination for each in agent.roster] == [good], moment
+        assert not root_of(name).exists(), f"it came back, empty: {moment}"
+
+
+async def test_memory_that_is_removed_under_a_mover_ends_it(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    root = root_of(node.namespaces[-1])
+    async with running(node) as agent, node.open(nomination) as hierarchy:
+        async with trainer(node, nomination) as (mover, _, _):
+            await mover.nominate()
+        (assignment,) = agent.roster
+        await until(lambda: assignment.state == "moving", "the mover")
+        del hierarchy
+        shutil.rmtree(root)
+        await until(lambda: assignment.gone, "its end")
+        assert (assignment.state, assignment.needed) == ("gone", False)
+        await agent.roster.tidy()
+        assert len(agent.roster) == 0
+    assert not root.exists()
 
 
 async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Clock) -> None:

@@ -208,9 +208,9 @@ async def test_memory_that_neighbours_have_filled_keeps_no_agent_from_coming_bac
 @pytest.mark.parametrize(
     ("url", "opened"),
     [
-        ("shm://run", "shm://run"),
-        ("shm://run?size=4GiB", "shm://run?pool=2147483648"),
-        ("shm://run?size=4GiB&pool=1GiB&pin=on&mount=/mnt/huge", "shm://run?pool=1GiB&mount=/mnt/huge"),
+        ("shm://run", "shm://run?make=no"),
+        ("shm://run?size=4GiB", "shm://run?make=no&pool=2147483648"),
+        ("shm://run?size=4GiB&pool=1GiB&pin=on&mount=/mnt/huge", "shm://run?pool=1GiB&mount=/mnt/huge&make=no"),
         ("nvme:///x?size=1", "nvme:///x?size=1"),
     ],
 )

@@ -39,6 +39,7 @@ AGENT = AgentSnapshot(
     node="n0",
     version="1.2.3",
     pid=77,
+    http="http://127.0.0.1:9464/",
     detached=True,
     ending=False,
     uptime_s=3700.0,

@@ -28,9 +28,11 @@ from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.life import END_S_MAX
 from tiercheck.agent.messages import Hello, pack_request
 from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.rundir import RunDirectory
 from tiercheck.agent.service import OVERDUE_S, Agent
+from tiercheck.agent.settings import AgentSettings
 from tiercheck.cli.agent import ask
-from tiercheck.errors import JobConflict
+from tiercheck.errors import ConfigurationError, JobConflict
 from tiercheck.keys import ShardKey
 from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.tiers.registry import make_driver
@@ -296,6 +298,16 @@ async def test_a_stop_waits_for_as_long_as_the_agent_may_drain(node: Node, monke
     assert slack_s < waits[1] < 100
 
 
+async def test_a_status_page_without_its_port_is_one_clear_error(node: Node) -> None:
+    async with running(node) as agent:
+        port = agent.hello().http.rstrip("/").rpartition(":")[2]
+        other = AgentSettings(node=f"{node.name}-2", bind="", http_port=int(port))
+        with pytest.raises(ConfigurationError, match=rf"cannot have port {port} .* in use; give another --http-port"):
+            async with Agent(other):
+                pass
+        assert not RunDirectory.of(other.node).agent_lives(), "the next one can start"
+
+
 async def test_the_status_says_everything(node: Node) -> None:
     nomination = node.nomination(node.shm())
     async with running(node), trainer(node, nomination) as (mover, hierarchy, client):
@@ -308,5 +320,6 @@ async def test_the_status_says_everything(node: Node) -> None:
         assert rank["mover"]["watermark"] == 0
         assert rank["tiers"][1]["holds"]["committed"] == [0]
         assert rank["tiers"][1]["holds"]["batches"] == [[1, 2]]
+        assert status["http"] == client.hello.http
         info = json.loads((node.folder / "run" / f"agent-{node.name}.json").read_text())
         assert (info["pid"], info["http"]) == (client.hello.pid, client.hello.http)

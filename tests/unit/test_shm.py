@@ -10,9 +10,9 @@ import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 
@@ -25,8 +25,10 @@ from tiercheck.errors import (
     Unauthorized,
     Unsupported,
 )
+from tiercheck.tiers import namespaces as namespaces_module
 from tiercheck.tiers.files import try_lock, unlock
-from tiercheck.tiers.namespaces import hold_namespace, open_alive, release_namespace
+from tiercheck.tiers.namespaces import hold_namespace, open_alive, release_namespace, still_there
+from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm import ShmDriver, namespaces, remove_namespace
 from tiercheck.types import PutMode, Survives
 
@@ -453,6 +455,61 @@ class TestNamespaces:
             await driver.put("a", [b"x"])
             assert (root_of(name) / "a").read_bytes() == b"x"
         assert raced[0]
+
+    async def test_whoever_only_looks_makes_none(self, name: str) -> None:
+        driver = make_driver(f"shm://{name}?make=no")
+        with pytest.raises(NotFound, match=f"there is no namespace '{name}'"):
+            await driver.open()
+        assert not root_of(name).exists()
+        async with ShmDriver(name, size=MIB) as maker:
+            await maker.put("a", [b"x"])
+        async with driver:
+            assert [info.key async for info in driver.list()] == ["a"]
+        with pytest.raises(ConfigurationError, match="'perhaps' is neither yes nor no"):
+            make_driver(f"shm://{name}?make=perhaps")
+
+    async def test_one_that_is_removed_by_force_is_given_back_without_an_error(self, name: str) -> None:
+        async with ShmDriver(name, size=MIB) as driver:
+            await driver.put("a", [b"x"])
+            shutil.rmtree(root_of(name))
+        assert not root_of(name).exists()
+
+    async def test_a_removal_never_meets_what_an_opener_makes(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between any two steps of the removal somebody tries to open: nothing is left over, and nobody fails."""
+        release_namespace(hold_namespace(root_of(name)))
+        (root_of(name) / "g000001").mkdir()
+        opened = []
+
+        def opening_before(step: Callable[..., None]) -> Callable[..., None]:
+            def stepped(*args: Any, **options: Any) -> None:
+                fd = namespaces_module._held(root_of(name), namespaces_module.NamespaceKind.OWN, True)
+                if fd is not None:
+                    opened.append(fd)
+                step(*args, **options)
+
+            return stepped
+
+        for target, attribute in ((shutil, "rmtree"), (Path, "unlink"), (Path, "rename")):
+            monkeypatch.setattr(target, attribute, opening_before(getattr(target, attribute)))
+        remove_namespace(name)
+        monkeypatch.undo()
+        assert len(opened) <= 1, "the name was free twice"
+        for fd in opened:  # after the name was free: it is another namespace, and whole
+            assert still_there(root_of(name), fd)
+            release_namespace(fd)
+        assert not list(root_of(name).parent.glob(f"tiercheck-{os.geteuid()}-.removed-*"))
+
+    async def test_one_that_vanishes_is_left_out_of_a_listing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        release_namespace(hold_namespace(root_of(name)))
+
+        def look(root: Path) -> bool:
+            if root == root_of(name):
+                shutil.rmtree(root)
+                raise FileNotFoundError(root)
+            return False
+
+        monkeypatch.setattr("tiercheck.tiers.namespaces.in_use", look)
+        assert name not in [found.name for found in namespaces()]
 
     async def test_one_that_takes_long_to_be_removed_is_waited_for(
         self, name: str, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tiercheck import keys
@@ -16,7 +17,7 @@ from tiercheck.agent.patient import PatientDriver
 from tiercheck.agent.record import as_agent_opens
 from tiercheck.agent.throughput import Throughput
 from tiercheck.attempts import Attempts
-from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, TierCheckError, TierError, Transient
+from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, NotFound, TierCheckError, TierError, Transient
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier
 from tiercheck.keys import LineageKey
 from tiercheck.mover import Mover, MoverStatus
@@ -27,6 +28,8 @@ from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.records import read_record
+from tiercheck.tiers.namespaces import SHM, namespace_path
+from tiercheck.tiers.url import TierURL
 
 __all__ = ["Assignment", "State"]
 
@@ -44,6 +47,10 @@ OPEN_S_MAX = 120.0
 CLOSE_S_MAX = 10.0
 
 
+class FirstTierGone(NotFound):
+    """The memory that a rank's objects were captured in was removed."""
+
+
 class State(StrEnum):
     OPENING = "opening"
     MOVING = "moving"
@@ -52,6 +59,8 @@ class State(StrEnum):
     """Its trainer is gone and nothing is left to move, or not within any reasonable time: the tiers are closed until
     somebody asks for it."""
     SUPERSEDED = "superseded"
+    GONE = "gone"
+    """The memory that it was to move from was removed: nothing is left to do."""
 
 
 class Assignment:
@@ -64,6 +73,8 @@ class Assignment:
     def __init__(self, nomination: Nomination, *, rest_s: float, abandon_s: float = math.inf) -> None:
         self.nomination = nomination
         self.conflict: JobConflict | None = None
+        self.gone = False
+        """The first tier was removed, and with it all there was to move."""
         self.trouble: str | None = None
         """Why the tiers cannot be opened, until they are."""
         self.throughput = Throughput()
@@ -90,6 +101,8 @@ class Assignment:
     def state(self) -> State:
         if self.conflict is not None:
             return State.SUPERSEDED
+        if self.gone:
+            return State.GONE
         if self._paused:
             return State.PAUSED
         if self._resting:
@@ -118,14 +131,14 @@ class Assignment:
     @property
     def needed(self) -> bool:
         """Whether ending the agent now would leave something undone, or a trainer without its mover."""
-        if self.conflict is not None:
+        if self.conflict is not None or self.gone:
             return False
         return self.silent_s < self._rest_s or not self._finished
 
     @property
     def needed_at(self) -> float:
         """When its trainer was last heard of, or something was left to move (loop time, seconds)."""
-        if self.conflict is not None or self._abandoned:
+        if self.conflict is not None or self.gone or self._abandoned:
             return self._heard_at
         return _now() if self._brought_home_at is None else max(self._heard_at, self._brought_home_at)
 
@@ -200,12 +213,17 @@ class Assignment:
 
     async def _live(self) -> None:
         failures = 0
-        while self.conflict is None:
+        while self.conflict is None and not self.gone:
             await self._until(lambda: not self._resting)
             try:
                 await self._open_and_move()
                 failures = 0
                 continue
+            except FirstTierGone as error:
+                log.info("%s: %s; nothing is left to move", self._where, error)
+                self.gone = True
+                self._wake()
+                return
             except TierCheckError as error:
                 self._note_trouble(str(error))
             except Exception as error:
@@ -233,6 +251,8 @@ class Assignment:
         opening = asyncio.ensure_future(hierarchy.__aenter__())
         try:
             await _within(OPEN_S_MAX, asyncio.shield(opening), f"opening the tiers of {self._where}")
+        except NotFound as error:  # of the first tier: the others open whether they are there or not
+            raise FirstTierGone(error.message, tier=error.tier) from None
         except BaseException:
             # Not broken off half way, where a driver would stay open, unless its store does not answer at all.
             await asyncio.wait([opening], timeout=CLOSE_S_MAX)
@@ -301,6 +321,8 @@ class Assignment:
     async def _attend(self, running: asyncio.Future[None]) -> None:
         """Look after a running mover until it ends, pauses or rests."""
         while not (running.done() or self._paused or self._resting):
+            if not memory_is_there(self.nomination.tiers[0][1]):
+                raise FirstTierGone("it was removed by force", tier=self.nomination.tiers[0][1])
             self.throughput.note(_now(), self.status.copied_bytes)
             if self.silent_s > min(SILENT_S, self._rest_s) and self._brought_home_at is None:
                 await self._bring_home()
@@ -349,13 +371,16 @@ class Assignment:
             self.heard()
         try:
             async with asyncio.timeout(deadline_s):
-                await self._until(lambda: self.conflict is not None or (self._mover is not None and not self._paused))
+                await self._until(
+                    lambda: self.conflict is not None or self.gone or (self._mover is not None and not self._paused)
+                )
         except TimeoutError:
             reason = self.trouble or f"its nomination is {self.state}"
             raise DeadlineExceeded(f"{what} within {deadline_s:g} s: {self._where}: {reason}") from None
         if self.conflict is not None:
             raise self.conflict
-        assert self._mover is not None
+        if self._mover is None:
+            raise NotFound(f"{what}: the memory of {self._where} was removed")
         operation: asyncio.Future[T] = asyncio.ensure_future(work(self._mover, max(0.0, until - _now())))
         self._operations.add(operation)  # type: ignore[arg-type]
         try:
@@ -407,6 +432,12 @@ class Assignment:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._changed.wait()
+
+
+def memory_is_there(url: str) -> bool:
+    """Whether the first tier, where it is shared memory, is still there to be moved from."""
+    whole = TierURL.parse(url)
+    return whole.scheme != "shm" or namespace_path(whole.location, Path(whole.options.get("mount", SHM))).is_dir()
 
 
 def patient(hierarchy: Hierarchy) -> Hierarchy:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
+
+from tiercheck.errors import ConfigurationError
 
 __all__ = ["HttpServer", "View"]
 
@@ -63,8 +66,14 @@ class HttpServer:
         return port
 
     async def start(self, port: int = 0) -> None:
-        """Listen (0: at any free port). Errors: ``OSError`` where the port is taken."""
-        self._server = await asyncio.start_server(self._accept, HOST, port, limit=HEAD_BYTES_MAX)
+        """Listen (0: at any free port). Errors: ``ConfigurationError`` where the port cannot be had."""
+        try:
+            self._server = await asyncio.start_server(self._accept, HOST, port, limit=HEAD_BYTES_MAX)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the status page cannot have port {port} of {HOST}: {os.strerror(error.errno or 0)}; give another "
+                f"--http-port, or 0 for any free one ('ss -ltnp sport = :{port}' names the process that has it)"
+            ) from error
 
     async def close(self) -> None:
         server, self._server = self._server, None

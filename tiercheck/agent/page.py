@@ -21,6 +21,7 @@ _COLOURS = {
     State.OPENING: "warn",
     State.PAUSED: "warn",
     State.SUPERSEDED: "bad",
+    State.GONE: "warn",
 }
 
 

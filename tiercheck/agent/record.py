@@ -37,12 +37,13 @@ def as_agent_opens(url: str) -> str:
 
     ``size`` is checked at each opening, against memory that is free then: by the time an agent comes back, neighbours
     may have taken it, and what was captured must be moved all the same. ``pin`` insists on a GPU. What the tier keeps
-    for reuse stays as the trainer bounds it.
+    for reuse stays as the trainer bounds it. And what was removed stays removed: there is nothing to move from it.
     """
     whole = TierURL.parse(url)
     if whole.scheme != "shm":
         return url
     options = {name: value for name, value in whole.options.items() if name not in ("size", "pin")}
+    options["make"] = "no"
     if "size" in whole.options:
         try:
             options.setdefault("pool", str(parse_size(whole.options["size"]) // 2))
@@ -53,7 +54,8 @@ def as_agent_opens(url: str) -> str:
 
 @asynccontextmanager
 async def first_tier(namespace: str) -> AsyncIterator[TierDriver]:
-    """The first tier of that URL, open. Errors: ``ConfigurationError`` where no other process can see it."""
+    """The first tier of that URL, open. Errors: ``ConfigurationError`` where no other process can see it;
+    ``NotFound`` where it is no more."""
     async with make_driver(as_agent_opens(namespace)) as first:
         if first.capabilities.survives < Survives.PROCESS:
             raise ConfigurationError(

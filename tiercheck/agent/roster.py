@@ -16,7 +16,7 @@ from tiercheck.agent.record import check_newest, first_tier, read_nomination, re
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.keys import NominationKey
 from tiercheck.nomination import Nomination
-from tiercheck.tiers.namespaces import SHM, NamespaceKind, namespace_path, namespaces
+from tiercheck.tiers.namespaces import SHM, NamespaceKind, kind_of, namespace_names, namespace_path
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["Roster"]
@@ -101,8 +101,9 @@ class Roster:
             known = self._assignments.get(place)
             if known is not None:
                 self._check_not_older(known, generation)
-            async with first_tier(namespace) as first:
-                await remove_nomination(first, rank, generation)
+            with contextlib.suppress(NotFound):  # its memory was removed, and the record with it
+                async with first_tier(namespace) as first:
+                    await remove_nomination(first, rank, generation)
             if known is not None and known.nomination.generation == generation:
                 await self._drop(place)
 
@@ -123,9 +124,10 @@ class Roster:
                         await self._take_up(place, nomination)
 
     async def tidy(self) -> None:
-        """Forget what nobody has needed for long: a trainer that comes back nominates again."""
+        """Forget what nobody has needed for long, and what has lost its memory: a trainer that comes back nominates
+        again."""
         for place, assignment in list(self._assignments.items()):
-            if not assignment.needed and assignment.silent_s > FORGET_S:
+            if assignment.gone or (not assignment.needed and assignment.silent_s > FORGET_S):
                 async with self._alone_with(place):
                     if self._assignments.get(place) is assignment:
                         await self._drop(place)
@@ -148,7 +150,7 @@ class Roster:
         """The ranks that have nominated in this namespace, to whatever agent."""
         ranks: list[int] = []
         with self._noting(namespace):
-            async with make_driver(namespace) as first:
+            async with first_tier(namespace) as first:
                 async for info in first.list("nominations/"):
                     key = keys.parse(info.key)
                     if isinstance(key, NominationKey):
@@ -168,9 +170,11 @@ class Roster:
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """What goes wrong inside is logged and shown, and the others go on."""
+        """What goes wrong inside is logged and shown, and the others go on. What vanishes meanwhile is no error."""
         try:
             yield
+        except NotFound as error:
+            log.info("%s: %s", what, error)
         except TierCheckError as error:
             log.warning("%s: %s", what, error)
             self.unreadable[what] = str(error)
@@ -181,7 +185,7 @@ class Roster:
 
     async def _take_up(self, place: Place, nomination: Nomination) -> Assignment:
         known = self._assignments.get(place)
-        if known is not None and known.nomination == nomination:
+        if known is not None and known.nomination == nomination and not known.gone:
             known.heard()
             known.resume()
             return known
@@ -213,10 +217,10 @@ def nominating_namespaces() -> list[str]:
     for mount in tmpfs_mounts():
         option = "" if mount == SHM else f"?mount={quote(str(mount))}"
         with contextlib.suppress(PermissionError, Transient):
-            names = [found.name for found in namespaces(mount) if found.kind is NamespaceKind.OWN]
-            urls += [
-                f"shm://{name}{option}" for name in names if (namespace_path(name, mount) / "nominations").is_dir()
-            ]
+            for name in namespace_names(mount):
+                root = namespace_path(name, mount)
+                if (root / "nominations").is_dir() and kind_of(root) is NamespaceKind.OWN:
+                    urls.append(f"shm://{name}{option}")
     return urls
 
 

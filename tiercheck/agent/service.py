@@ -216,6 +216,7 @@ class Agent:
             node=self.settings.node,
             version=version("tiercheck"),
             pid=os.getpid(),
+            http=self._http.url if self._http else "",
             detached=self.settings.detached,
             ending=self.ending.is_set(),
             uptime_s=now - self._started_at,

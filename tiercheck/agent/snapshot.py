@@ -76,6 +76,8 @@ class AgentSnapshot:
     node: str
     version: str
     pid: int
+    http: str
+    """URL of the status page."""
     detached: bool
     ending: bool
     uptime_s: float

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
@@ -29,6 +30,7 @@ __all__ = [
     "NamespaceKind",
     "hold_namespace",
     "namespace_bytes",
+    "namespace_names",
     "namespace_path",
     "namespaces",
     "release_namespace",
@@ -76,19 +78,22 @@ def namespace_path(name: str, mount: Path = SHM) -> Path:
     return mount / f"{prefix()}{name}"
 
 
-def hold_namespace(root: Path, kind: NamespaceKind = NamespaceKind.OWN) -> int:
+def hold_namespace(root: Path, kind: NamespaceKind = NamespaceKind.OWN, *, make: bool = True) -> int:
     """Make the namespace where it is missing and mark it as in use; returns what :func:`release_namespace` takes.
 
-    One that another process is removing is waited for, and made anew.
+    One that another process is removing is waited for, and made anew. Without ``make`` nothing is ever made: that is
+    for whoever only looks at what others have made.
 
     Errors: ``Unauthorized`` if the directory is not this user's alone, or was made for the other ``kind``;
-    ``Unsupported`` without the mount;
-    ``Transient`` where the removal takes longer than :data:`HOLD_WAIT_S_MAX`.
+    ``Unsupported`` without the mount; ``NotFound`` without ``make`` if there is none;
+    ``Transient`` if the removal takes longer than :data:`HOLD_WAIT_S_MAX`.
     """
     if not root.parent.is_dir():
         raise Unsupported(f"there is no {root.parent}; mount a tmpfs there, or name another with mount=")
     deadline = time.monotonic() + HOLD_WAIT_S_MAX
-    while (fd := _held(root, kind)) is None:
+    while (fd := _held(root, kind, make)) is None:
+        if not make and not root.exists():
+            raise NotFound(f"there is no namespace {root.name.removeprefix(prefix())!r} in {root.parent}")
         if time.monotonic() > deadline:
             raise Transient(
                 f"another process has been removing {root} for {HOLD_WAIT_S_MAX:.0f} s; try again once it is done"
@@ -97,11 +102,12 @@ def hold_namespace(root: Path, kind: NamespaceKind = NamespaceKind.OWN) -> int:
     return fd
 
 
-def _held(root: Path, kind: NamespaceKind) -> int | None:
+def _held(root: Path, kind: NamespaceKind, make: bool) -> int | None:
     """One try at :func:`hold_namespace`; ``None`` where somebody is removing the namespace, or just has."""
     try:
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700)
+        if make:
+            with contextlib.suppress(FileExistsError):
+                root.mkdir(mode=0o700)
         check_private(root)
         (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
         fd = open_alive(root)
@@ -127,12 +133,23 @@ def release_namespace(fd: int) -> None:
 def namespaces(mount: Path = SHM) -> list[NamespaceInfo]:
     """This user's namespaces, by name."""
     found = []
-    for root in sorted(mount.glob(f"{prefix()}*")):
-        if root.is_symlink() or not root.is_dir() or root.lstat().st_uid != os.geteuid():
-            continue
-        name = root.name.removeprefix(prefix())
-        found.append(NamespaceInfo(name, namespace_bytes(root), in_use(root), kind_of(root)))
+    for name in namespace_names(mount):
+        root = namespace_path(name, mount)
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            found.append(NamespaceInfo(name, namespace_bytes(root), in_use(root), kind_of(root)))
     return found
+
+
+def namespace_names(mount: Path = SHM) -> list[str]:
+    """The names of this user's namespaces, sorted. Nothing in them is looked at."""
+    names = []
+    for root in mount.glob(f"{prefix()}*"):
+        name = root.name.removeprefix(prefix())
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            status = root.lstat()
+            if _NAME.match(name) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                names.append(name)
+    return sorted(names)
 
 
 def namespace_bytes(root: Path) -> int:
@@ -154,12 +171,14 @@ def remove_namespace(name: str, mount: Path = SHM) -> None:
     """
     root = namespace_path(name, mount)
     tier = f"shm://{name}"
+    missing = NotFound(f"there is no namespace {name!r} in {mount}", tier=tier)
     with map_os_errors(tier):
-        if not root.is_symlink() and not root.exists():
-            raise NotFound(f"there is no namespace {name!r} in {mount}", tier=tier)
-        check_private(root)
-        (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
-        fd = open_alive(root)
+        try:
+            check_private(root)
+            (root / CONTROL).mkdir(mode=0o700, exist_ok=True)
+            fd = open_alive(root)
+        except FileNotFoundError:
+            raise missing from None
         try:
             deadline = time.monotonic() + LOOK_WAIT_S_MAX
             while not try_lock(fd):
@@ -167,10 +186,27 @@ def remove_namespace(name: str, mount: Path = SHM) -> None:
                     raise Transient("the namespace is in use by another process; stop it first", tier=tier)
                 time.sleep(HOLD_PAUSE_S)
             if not still_there(root, fd):  # somebody else has removed it; what has its name now is another one
-                raise NotFound(f"there is no namespace {name!r} in {mount}", tier=tier)
-            shutil.rmtree(root)
+                raise missing
+            clear_away(root)
         finally:
             release_namespace(fd)
+
+
+def clear_away(root: Path) -> None:
+    """Remove the namespace whose lock is held. Whoever wants to open it waits for the lock, until the memory is free;
+    then the name goes in one step, so that nobody makes a file in what is being removed."""
+    for folder, kept in ((root, CONTROL), (root / CONTROL, "alive")):
+        for path in folder.iterdir():
+            if path.name == kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    aside = root.with_name(f"{prefix()}.removed-{secrets.token_hex(8)}")  # no namespace has such a name
+    root.rename(aside)
+    for left in root.parent.glob(f"{prefix()}.removed-*"):  # also what a remover that was killed has left
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def in_use(root: Path) -> bool:

@@ -18,6 +18,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class SegmentDirectory(ObjectDirectory):
             self.discard(temporary, mapped=True)
         if self._is_prepared:
             self._is_prepared = False
-            with self.locked():
+            with suppress(FileNotFoundError), self.locked():  # removed by force, with all that was kept
                 self._spares.disown()
         self._ledger.close()
 

@@ -49,6 +49,12 @@ def _choice(option: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
+def parse_yes(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return text == "yes"
+
+
 class ShmDriver(FileDriver):
     """Shared memory as a tier: mappable, atomic among processes, and it survives any of them.
 
@@ -62,6 +68,8 @@ class ShmDriver(FileDriver):
     ``pin``: whether memory that :meth:`prepare_reservations` makes ready is page-locked for a GPU's copies:
     ``auto`` (where there is one), ``on`` (an error where there is none) or ``off``. ``numa``: ``auto`` takes
     memory from the node of that GPU, or of the CPUs that the process is bound to; or ``off``.
+
+    ``make=no``: opening makes no namespace, and is ``NotFound`` where there is none.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class ShmDriver(FileDriver):
         pin: str = "auto",
         numa: str = "auto",
         kind: NamespaceKind = NamespaceKind.OWN,
+        make: bool = True,
     ) -> None:
         """``kind``: a peer server's namespaces are of another kind than a job's, and no URL opens them."""
         directory = SegmentDirectory(namespace_path(name, mount))
@@ -85,6 +94,7 @@ class ShmDriver(FileDriver):
         self._size = size
         self._pool = pool
         self._kind = kind
+        self._make = make
         self._alive_fd: int | None = None
         self._pinning = CudaPinning(_choice("pin", pin, PIN_MODES))
         self.locality = Locality(_choice("numa", numa, NUMA_MODES))
@@ -105,8 +115,9 @@ class ShmDriver(FileDriver):
         threads = options.take("threads", number_from(1, THREADS_MAX), 1)
         pin = options.take("pin", str, "auto")
         numa = options.take("numa", str, "auto")
+        make = options.take("make", parse_yes, True)
         options.finish()
-        return cls(url.location, size=size, pool=pool, mount=mount, threads=threads, pin=pin, numa=numa)
+        return cls(url.location, size=size, pool=pool, mount=mount, threads=threads, pin=pin, numa=numa, make=make)
 
     def facts(self) -> Mapping[str, str]:
         if not self._facts:
@@ -118,7 +129,7 @@ class ShmDriver(FileDriver):
     def prepare(self) -> None:
         segments = self.segments
         self._pinning.check()
-        self._alive_fd = hold_namespace(segments.root, self._kind)
+        self._alive_fd = hold_namespace(segments.root, self._kind, make=self._make)
         held = namespace_bytes(segments.root)
         status = os.statvfs(segments.root)
         free = status.f_bavail * status.f_frsize

@@ -45,7 +45,7 @@ _PUBLIC: Mapping[str, frozenset[str]] = MappingProxyType(
         scheme: frozenset(names.split())
         for scheme, names in {
             "": "survives size part parts_in_flight conditional deadline timeout wait threads region endpoint",
-            "shm": "pool mount pin numa",
+            "shm": "pool mount pin numa make",
             "nvme": "io block depth",
             "lustre": "stripe_count stripe_size",
             "peer": "at server_key keys connections credit",
