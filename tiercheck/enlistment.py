@@ -48,8 +48,9 @@ class Enlistment:
         """Find this node's agent, or start one, and have it move nothing of this rank until :meth:`nominate`.
 
         ``TIERCHECK_AGENT_NODE`` is the agent's name; ``TIERCHECK_KEYS`` the directory of keys without which an agent
-        that is started listens to its own machine only, and ``TIERCHECK_BIND`` where it listens with them. Errors:
-        ``ConfigurationError`` for a hierarchy that another process cannot work with; those of the agent's start.
+        that is started serves this user on its own machine only, and ``TIERCHECK_BIND`` where it listens with them.
+        Errors: ``ConfigurationError`` for a hierarchy that another process cannot work with; those of the agent's
+        start.
         """
         check_shareable(hierarchy)
         try:

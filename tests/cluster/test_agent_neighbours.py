@@ -20,8 +20,6 @@ __all__ = ["node"]
 
 pytestmark = pytest.mark.cluster
 
-LOOPBACK = "tcp://127.0.0.1:0"
-
 
 @pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "curve"])
 async def test_a_neighbours_objects_outlive_the_agent(
@@ -31,7 +29,7 @@ async def test_a_neighbours_objects_outlive_the_agent(
     if keys is not None:
         PeerKeys.generate(keys)
         monkeypatch.setenv("TIERCHECK_KEYS", str(keys))
-    async with started(node, bind=LOOPBACK, keys=keys) as client:
+    async with started(node, bind=None, keys=keys) as client:
         node.namespaces.append(f"peer-{node.name}-run")
         endpoint, key = client.hello.peer_endpoint, client.hello.peer_server_key
         assert (key is not None) == with_keys
@@ -49,7 +47,7 @@ async def test_a_neighbours_objects_outlive_the_agent(
 async def test_a_rank_is_moved_to_its_neighbours_memory(node: Node) -> None:
     """Two agents on one machine, as two nodes: what one captures the other keeps, and gives back."""
     other = Node(node.folder)
-    async with started(node, bind=LOOPBACK) as client, started(other, bind=LOOPBACK) as there:
+    async with started(node, bind=None) as client, started(other, bind=None) as there:
         node.namespaces.append(f"peer-{other.name}-run")
         plain = node.nomination(node.shm(), batch=1)
         peer = NominatedTier("peer", f"peer://run?at={there.hello.peer_endpoint}&deadline=2")
@@ -72,7 +70,7 @@ async def test_a_rank_is_moved_to_its_neighbours_memory(node: Node) -> None:
 
 
 async def test_memory_for_neighbours_is_bounded(node: Node) -> None:
-    async with started(node, bind=LOOPBACK, memory_bytes=1_000_000) as client:
+    async with started(node, bind=None, memory_bytes=1_000_000) as client:
         node.namespaces.append(f"peer-{node.name}-run")
         async with make_driver(f"peer://run?at={client.hello.peer_endpoint}") as neighbour:
             await neighbour.put("small", [b"x" * 500_000])

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import functools
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Callable
 
 import pytest_asyncio
@@ -31,6 +32,8 @@ class UnmappedDriver(MemoryDriver):
 
 
 class PeerKit(TierDriverTests):
+    bind = "tcp://127.0.0.1:0"
+
     @pytest_asyncio.fixture(autouse=True)
     async def server(self) -> AsyncIterator[None]:
         self.name = f"test-{secrets.token_hex(6)}"
@@ -43,8 +46,9 @@ class PeerKit(TierDriverTests):
             self.stores[namespace] = driver
             return driver
 
-        async with PeerServer(open_namespace) as self.running:
-            yield
+        with tempfile.TemporaryDirectory(prefix="tc-") as folder:  # its path is short enough for a socket
+            async with PeerServer(open_namespace, bind=self.bind.format(folder)) as self.running:
+                yield
         self.remove_store()
 
     @abc.abstractmethod
@@ -75,6 +79,10 @@ class PeerKit(TierDriverTests):
 
 
 class TestPeerOverSharedMemory(PeerKit):
+    """As agents of one machine serve one another."""
+
+    bind = "ipc://{}/peer.sock"
+
     def make_store(self, namespace: str) -> TierDriver:
         return ShmDriver(namespace, size=64 << 20)
 

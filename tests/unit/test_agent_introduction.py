@@ -26,7 +26,7 @@ def test_one_node_has_no_neighbour() -> None:
         peer_address(0, [rank_on("0"), rank_on("0")])
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:7", "[::1]:7", "localhost:7"])
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:7", "[::1]:7", "localhost:7", "ipc:///run/peer-node.sock"])
 def test_a_peer_on_another_machine_that_only_listens_to_itself_is_refused(endpoint: str) -> None:
     ranks = [rank_on("0", "alpha"), rank_on("1", "beta", endpoint)]
     with pytest.raises(ConfigurationError, match=r"rank 1 on beta.*alpha cannot reach.*tiercheck keys"):

@@ -66,7 +66,7 @@ async def test_an_agent_that_no_longer_answers_ends(node: Node, monkeypatch: pyt
 
 
 async def test_an_agent_whose_neighbours_nobody_serves_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(node, bind="tcp://127.0.0.1:0") as agent:
+    async with running(node, bind=None) as agent:
         serving = asyncio.create_task(agent.serve())
 
         def stopped(_: FakePeer) -> None:
@@ -233,7 +233,7 @@ async def test_neighbours_keep_a_detached_agent(node: Node) -> None:
         peers.append(FakePeer(bind))
         return peers[-1]
 
-    async with Agent(node.settings(bind="tcp://127.0.0.1:0"), make_peer_server=make) as agent:
+    async with Agent(node.settings(bind=None), make_peer_server=make) as agent:
         (peer,) = peers
         assert peer.running
         agent._needed_at = -1e9
@@ -252,7 +252,7 @@ async def test_the_peer_server_comes_back_to_its_port(node: Node) -> None:
         return fake_peer(settings, open_namespace, bind)  # type: ignore[arg-type]
 
     for _ in range(2):
-        async with Agent(node.settings(bind="tcp://127.0.0.1:0"), make_peer_server=make) as agent:  # type: ignore[arg-type]
+        async with Agent(node.settings(bind=None, keys="/k"), make_peer_server=make) as agent:  # type: ignore[arg-type]
             assert agent.hello().peer_endpoint == "127.0.0.1:7070"
     assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7070"]
 

@@ -229,6 +229,7 @@ def test_settings_come_across_strictly(node: Node) -> None:
         ({"node": ""}, "node name"),
         ({"node": "x" * 41}, "node name"),
         ({"bind": "127.0.0.1:0"}, "binds to an address"),
+        ({"bind": "tcp://127.0.0.1:0"}, "needs keys"),
         ({"memory_bytes": -1}, "memory_bytes"),
         ({"http_port": 65536}, "http_port"),
         ({"linger_s": -1.0}, "linger_s"),

@@ -19,7 +19,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_a_number_that_is_another_kind_of_socket_now_is_left_alone(listener: socket.socket) -> None:
-    watch = FloodWatch(listener.getsockname()[1], 0)
+    watch = FloodWatch(endpoint_of(listener), 0)
     ours, theirs = socket.socketpair()
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with ours, theirs, datagrams:
@@ -31,12 +31,16 @@ def test_a_number_that_is_another_kind_of_socket_now_is_left_alone(listener: soc
     assert watch.sweep() == 0, "and nothing at all by now"
 
 
+def endpoint_of(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_a_number_that_is_a_file_now_costs_nothing(listener: socket.socket, tmp_path: Path) -> None:
-    watch = FloodWatch(listener.getsockname()[1], 0)
+    watch = FloodWatch(endpoint_of(listener), 0)
     with (tmp_path / "file").open("wb") as file:
         watch.accepted(file.fileno())
         before = open_files()
@@ -46,7 +50,7 @@ def test_a_number_that_is_a_file_now_costs_nothing(listener: socket.socket, tmp_
 
 
 def test_who_sends_more_than_is_read_is_cut(listener: socket.socket) -> None:
-    watch = FloodWatch(listener.getsockname()[1], 1000)
+    watch = FloodWatch(endpoint_of(listener), 1000)
     with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as accepted:
         watch.accepted(accepted.fileno())
         client.sendall(bytes(900))
@@ -61,7 +65,7 @@ def test_who_sends_more_than_is_read_is_cut(listener: socket.socket) -> None:
 
 
 def test_one_that_is_gone_is_not_counted_for_ever(listener: socket.socket) -> None:
-    watch = FloodWatch(listener.getsockname()[1], 1000)
+    watch = FloodWatch(endpoint_of(listener), 1000)
     with socket.create_connection(listener.getsockname()), listener.accept()[0] as there:
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as gone:
             number = gone.fileno()

@@ -26,7 +26,7 @@ class Introduction:
     host: str
     """The machine's name: a loopback address means nothing on another one."""
     endpoint: str
-    """``HOST:PORT``."""
+    """``HOST:PORT``, or the socket of an agent that serves its own machine alone: ``ipc:///PATH``."""
     server_key: str | None
 
     @classmethod
@@ -40,7 +40,10 @@ class Introduction:
         return cls(node, domain, host, endpoint, server_key)
 
     @property
-    def loopback(self) -> bool:
+    def only_here(self) -> bool:
+        """Whether nobody but its own machine can reach it."""
+        if self.endpoint.startswith("ipc://"):
+            return True
         host = self.endpoint.rpartition(":")[0].strip("[]")
         return host.startswith("127.") or host in ("::1", "localhost")
 
@@ -88,7 +91,7 @@ def peer_address(rank: int, ranks: Sequence[Introduction]) -> tuple[str, str | N
             "a copy there would be lost together with the original. Give each node an agent of its own: set "
             "TIERCHECK_AGENT_NODE to another name on each"
         )
-    if chosen.loopback and chosen.host != own.host:
+    if chosen.only_here and chosen.host != own.host:
         raise ConfigurationError(
             f"the peer of rank {rank} is rank {peer} on {chosen.host}, whose agent listens on {chosen.endpoint}, which "
             f"{own.host} cannot reach. Without keys an agent serves its own machine only: make some with "

@@ -46,7 +46,7 @@ def run_agent(settings: AgentSettings, *, ready: Callable[[], None] | None = Non
     # Its movers reach the neighbours' servers with the same keys.
     if settings.keys is not None:
         os.environ.setdefault("TIERCHECK_KEYS", settings.keys)
-    if settings.bind:
+    if settings.peer_bind:
         importlib.import_module("tiercheck.tiers.peer")  # what is to be loaded is loaded before standing back
     log.info("standing back: %s", stand_back())
     last_resort = LastResort()

@@ -170,7 +170,7 @@ class HelloReply:
     http: str
     """URL of the status page."""
     peer_endpoint: str | None
-    """``HOST:PORT`` of the peer server."""
+    """``HOST:PORT`` of the peer server, or ``ipc:///PATH``."""
     peer_server_key: str | None
     """Its public CURVE key."""
     drain_s: float

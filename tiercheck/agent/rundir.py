@@ -76,6 +76,11 @@ class RunDirectory:
         return f"ipc://{self.socket}"
 
     @property
+    def peer_socket(self) -> Path:
+        """Of a peer server without keys, which this directory keeps from other users."""
+        return self.root / f"peer-{self.node}.sock"
+
+    @property
     def lock(self) -> Path:
         """Held by the agent for as long as it lives; the kernel gives it back however it dies."""
         return self.root / f"agent-{self.node}.lock"

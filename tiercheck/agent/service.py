@@ -318,16 +318,17 @@ class Agent:
 
     async def _start_peer_server(self) -> PeerService | None:
         """At the port it had before, where that is free: the neighbours know it."""
-        if not self.settings.bind:
+        bind = self.settings.peer_bind
+        if not bind:
             return None
         before = self._port_before()
-        host, _, port = self.settings.bind.rpartition(":")
+        host, _, port = bind.rpartition(":")
         if port == "0" and before:
             try:
                 return await self._peer_server_at(f"{host}:{before}")
             except (TierCheckError, OSError) as error:
                 log.warning("the peer server cannot have port %s again: %s", before, error)
-        return await self._peer_server_at(self.settings.bind)
+        return await self._peer_server_at(bind)
 
     async def _peer_server_at(self, bind: str) -> PeerService:
         server = self._make_peer_server(self.settings, namespace_opener(self.settings.node), bind)

@@ -12,6 +12,7 @@ from tiercheck.errors import ConfigurationError
 __all__ = ["AgentSettings"]
 
 PORT_MAX = 65535
+LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class AgentSettings:
 
     node: str = field(default_factory=default_node)
     """The agent's name on this machine. A trainer nominates to one by name."""
-    bind: str = "tcp://127.0.0.1:0"
-    """Where the peer server listens. Port 0: the port it had before, or any free one. Without keys it must be a
-    loopback address. Empty: no peer server, where no tier is a neighbour's memory."""
+    bind: str | None = None
+    """Where the peer server listens: ``tcp://HOST:PORT`` (port 0: the port it had before, or any free one), for which
+    it needs keys. ``None``: with keys the loopback address; without them a socket in the run directory, by which agents
+    and trainers of this user, on this machine, reach it. Empty: no peer server, if no tier is a neighbour's memory."""
     keys: str | None = None
     """The directory of the peer server's CURVE keys, as ``tiercheck keys`` makes it."""
     memory_bytes: int | None = None
@@ -45,6 +47,12 @@ class AgentSettings:
         RunDirectory.of(self.node)
         if self.bind and not self.bind.startswith("tcp://"):
             raise ConfigurationError(f"the peer server binds to an address such as tcp://127.0.0.1:0, not {self.bind}")
+        if self.bind and self.keys is None:
+            raise ConfigurationError(
+                f"the peer server needs keys to bind to {self.bind}, where any user of this machine could read and "
+                "replace what it keeps: make some with 'tiercheck keys DIRECTORY' and give them (--keys, or "
+                "TIERCHECK_KEYS); or leave the address out, and it listens in the run directory, to this user alone"
+            )
         if self.memory_bytes is not None and self.memory_bytes < 0:
             raise ConfigurationError(f"memory_bytes must not be negative, not {self.memory_bytes}")
         if not 0 <= self.http_port <= PORT_MAX:
@@ -52,6 +60,13 @@ class AgentSettings:
         for name in ("linger_s", "abandon_s", "drain_s"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name):g}")
+
+    @property
+    def peer_bind(self) -> str:
+        """What :attr:`bind` comes to; empty for no peer server."""
+        if self.bind is not None:
+            return self.bind
+        return LOOPBACK if self.keys is not None else f"ipc://{RunDirectory.of(self.node).peer_socket}"
 
     def to_json(self) -> str:
         return json.dumps(to_plain(self))

@@ -20,8 +20,12 @@ ANSWER_S_MAX = 10.0
 def agent(
     node: Annotated[str | None, typer.Option(help="The agent's name on this machine.")] = None,
     bind: Annotated[
-        str, typer.Option(help="Where neighbours reach it; port 0: any. Without keys: loopback only.")
-    ] = "tcp://127.0.0.1:0",
+        str | None,
+        typer.Option(
+            help="Where neighbours reach it, such as tcp://0.0.0.0:7070; port 0: any. It takes keys: without them it "
+            "serves this user on this machine.",
+        ),
+    ] = None,
     keys: Annotated[
         Path | None, typer.Option(help="Directory of keys, as 'tiercheck keys' makes it.", envvar="TIERCHECK_KEYS")
     ] = None,

@@ -121,7 +121,8 @@ def kill_agent(name: str) -> None:
 
 def remove_run_files(name: str) -> None:
     run = RunDirectory.of(name)
-    for file in (run.socket, run.lock, run.start_lock, run.log, run.log.with_name(f"{run.log.name}.1"), run.info):
+    logs = (run.log, run.log.with_name(f"{run.log.name}.1"))
+    for file in (run.socket, run.peer_socket, run.lock, run.start_lock, *logs, run.info):
         file.unlink(missing_ok=True)
 
 

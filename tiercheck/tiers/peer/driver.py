@@ -1,15 +1,15 @@
-"""Objects in a neighbour node's memory: ``peer://NAMESPACE?at=HOST:PORT``.
+"""Objects in a neighbour node's memory: ``peer://NAMESPACE?at=HOST:PORT``, or ``at=ipc:///PATH`` on this machine.
 
 Options: ``server_key`` (64 hex digits; default: the one in ``keys``), ``keys`` (a directory; default: the environment
-variable ``TIERCHECK_KEYS``; neither: no encryption, which only a server on loopback takes), ``connections``,
-``credit`` (bytes under way at once), ``deadline`` (seconds without progress before a call fails), ``survives``.
+variable ``TIERCHECK_KEYS``; a socket takes none, and over TCP without them only a server for tests lets anybody in),
+``connections``, ``credit`` (bytes under way at once), ``deadline`` (seconds without progress before a call fails),
+``survives``.
 """
 
 from __future__ import annotations
 
 import builtins
 import os
-import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar
@@ -17,6 +17,7 @@ from typing import TypeVar
 from tiercheck.errors import Closed, ConfigurationError, PreconditionFailed, TierError
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.peer.address import check_private_socket, is_socket, parse_at
 from tiercheck.tiers.peer.calling import Call, ClientSettings, Operation
 from tiercheck.tiers.peer.content import PayloadChunks
 from tiercheck.tiers.peer.getting import Getting
@@ -42,7 +43,7 @@ from tiercheck.tiers.peer.messages import (
 from tiercheck.tiers.peer.putting import Putting
 from tiercheck.tiers.peer.store import check_namespace
 from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, is_unicode, shown
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, is_unicode
 
 __all__ = ["PeerDriver"]
 
@@ -52,7 +53,6 @@ DEADLINE_S = 30.0
 CONNECT_S_MAX = 10.0
 """A peer that cannot be reached in that time is away: :meth:`PeerDriver.open` does not wait for its return."""
 PREFIX_BYTES_MAX = 1024
-_AT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z", re.ASCII)
 
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class PeerDriver(TierDriver):
         options = url.reader()
         at = options.take("at", parse_at, None)
         server_key = options.take("server_key", parse_public_key, None)
-        directory = options.take("keys", str, os.environ.get(KEYS_VARIABLE))
+        directory = options.take("keys", str, None)
         connections = options.take("connections", number_from(1, 16), CONNECTIONS)
         credit_bytes = options.take("credit", size_from(CHUNK_BYTES_MIN, CREDIT_BYTES_MAX), CREDIT_BYTES)
         deadline_s = options.take("deadline", seconds_from(0, 86400), DEADLINE_S)
@@ -119,6 +119,11 @@ class PeerDriver(TierDriver):
                 f"{url.text} does not say where the peer is: a Checkpointer that opens a hierarchy fills its "
                 f"address in; elsewhere give it, as in peer://{url.location}?at=HOST:PORT"
             )
+        if is_socket(at):
+            if server_key is not None or directory is not None:
+                raise ConfigurationError(f"the socket of {url.text} proves the user by itself: take away its keys")
+        else:
+            directory = directory or os.environ.get(KEYS_VARIABLE)
         if server_key is not None and not directory:
             raise ConfigurationError(
                 f"{url.text} names a server_key, but this client has no keys of its own: give keys=DIRECTORY or set "
@@ -145,10 +150,17 @@ class PeerDriver(TierDriver):
 
     async def open(self) -> None:
         """Errors: ``Transient`` where the peer does not answer within the deadline (10 s at most);
-        ``Unauthorized``, which says which key is missing; what opening the namespace there raises.
+        ``Unauthorized``, which says which key is missing, or that others could have made the peer's socket; what
+        opening the namespace there raises.
         """
         if self._link is not None:
             raise RuntimeError(f"{self._url} is open already")
+        if is_socket(self._at):
+            try:
+                check_private_socket(self._at)
+            except TierError as error:
+                error.tier = self._url
+                raise
         connect_s = min(self._deadline_s, CONNECT_S_MAX)
         settings = ClientSettings(self._at, self._chunk_bytes, self._credit_bytes, connect_s)
         link = self._link = Link(settings, connections=self._connections, keys=self._keys, server_key=self._server_key)
@@ -247,10 +259,3 @@ def reader(kind: type[T]) -> Callable[[Message], T]:
 def new_transfer() -> bytes:
     """An id that nobody guesses, and that comes once."""
     return secrets.token_bytes(16)
-
-
-def parse_at(text: str) -> str:
-    match = _AT.match(text)
-    if match is None or not 0 < int(match[2]) < 65536:
-        raise ValueError(f"{shown(text)} is no address; write it like 10.0.0.2:7070 or [fd00::2]:7070")
-    return text

@@ -14,6 +14,8 @@ import struct
 import time
 from dataclasses import dataclass
 
+from tiercheck.tiers.peer.address import is_socket
+
 __all__ = ["FloodWatch"]
 
 FRAME_OVERHEAD_BYTES = 64
@@ -30,10 +32,11 @@ class _Connection:
 
 
 class FloodWatch:
-    """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``port``: the server's own."""
+    """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``endpoint``: the server's."""
 
-    def __init__(self, port: int, unread_bytes_max: int) -> None:
-        self._port = port
+    def __init__(self, endpoint: str, unread_bytes_max: int) -> None:
+        self._endpoint = endpoint
+        self._port = None if is_socket(endpoint) else int(endpoint.rpartition(":")[2])
         self._unread_bytes_max = unread_bytes_max
         self._connections: dict[int, _Connection] = {}
 
@@ -85,6 +88,8 @@ class FloodWatch:
         with duplicate(fd) as connection:
             if not self._is_ours(connection):
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            if connection.family == socket.AF_UNIX:
+                return None
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_OFFSET + 8)
         if len(info) < BYTES_RECEIVED_OFFSET + 8:
             return None  # before Linux 4.1
@@ -101,7 +106,11 @@ class FloodWatch:
         return 1
 
     def _is_ours(self, connection: socket.socket) -> bool:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        if connection.type != socket.SOCK_STREAM:
+            return False
+        if connection.family == socket.AF_UNIX:
+            return f"ipc://{connection.getsockname()}" == self._endpoint
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return bool(connection.getsockname()[1] == self._port)
 

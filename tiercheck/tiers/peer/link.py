@@ -22,6 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tiercheck.errors import Closed
+from tiercheck.tiers.peer.address import is_socket, zmq_address
 from tiercheck.tiers.peer.calling import ClientProtocol, ClientSettings, Effect, Finish, Operation, Reset, Send
 from tiercheck.tiers.peer.heap import keep_frame_memory
 from tiercheck.tiers.peer.keys import PeerKeys
@@ -169,7 +170,7 @@ class Link:
         # A thread each: encryption, where there is any, is what limits a connection.
         socket.setsockopt(zmq.AFFINITY, 1 << turn % self._io_threads)
         socket.setsockopt(zmq.LINGER, 0)
-        if self._keys is None:
+        if self._keys is None and not is_socket(self._settings.peer):
             socket.setsockopt(zmq.SNDBUF, LOOPBACK_SEND_BYTES)
         # Queue nothing for a connection that is not there: what to do then is the protocol's decision.
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -181,14 +182,14 @@ class Link:
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        if "[" in self._settings.peer:
+        if self._settings.peer.startswith("["):
             socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None and self._server_key is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(self._server_key))
             socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._keys.client_public))
             socket.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(self._keys.client_secret))
         monitor = socket.get_monitor_socket(MONITORED)
-        socket.connect(f"tcp://{self._settings.peer}")
+        socket.connect(zmq_address(self._settings.peer))
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return Connection(socket, monitor)
@@ -272,6 +273,8 @@ class Link:
             connection.again_at = now + random.uniform(*TURNED_AWAY_S)
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and message["value"] == BUSY:
                 self._protocol.turned_away("has as many connections as it takes")
+            elif is_socket(self._settings.peer):
+                self._refused("serves another user")
             elif self._keys is None:
                 self._refused("wants keys; give keys=DIRECTORY or set TIERCHECK_KEYS")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -287,7 +290,7 @@ class Link:
             if now >= connection.again_at:
                 connection.again_at = math.inf
                 self._protocol.connecting()
-                endpoint = f"tcp://{self._settings.peer}"
+                endpoint = zmq_address(self._settings.peer)
                 try:
                     connection.socket.disconnect(endpoint)  # it would not connect twice to one endpoint
                 except zmq.ZMQError as error:

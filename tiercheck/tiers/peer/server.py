@@ -7,9 +7,9 @@ event loop; the namespaces' drivers run in the loop that started the server.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
+import os
 import secrets
 import threading
 import time
@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.peer.address import check_bind, endpoint_of, is_socket, peer_user
 from tiercheck.tiers.peer.flood import FloodWatch
 from tiercheck.tiers.peer.heap import keep_frame_memory
 from tiercheck.tiers.peer.keys import PeerKeys
@@ -40,7 +41,7 @@ from tiercheck.tiers.peer.serving import ServerProtocol
 from tiercheck.tiers.peer.store import NamespaceStore
 from tiercheck.tiers.peer.work import Reply, Work
 
-__all__ = ["PeerServer", "split_endpoint"]
+__all__ = ["PeerServer"]
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,10 @@ MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AU
 class PeerServer:
     """Serves the namespaces that ``open_namespace`` opens (once each; :meth:`close` closes them).
 
-    ``bind``: ``tcp://HOST:PORT``, port 0 for a free one. Without ``keys`` only a loopback address is allowed; with
-    them only clients whose public key is listed get in, and all traffic is encrypted. Runs inside the event loop
-    that calls :meth:`start`; call :meth:`close` from the same one.
+    ``bind``: ``tcp://HOST:PORT``, port 0 for a free one; or ``ipc:///PATH``, a socket in a directory of this user's
+    alone, which lets nobody else in. With ``keys`` only clients whose public key is listed get in, and all traffic is
+    encrypted. TCP without keys is for tests and benchmarks, and for a loopback address: every local user gets in.
+    Runs inside the event loop that calls :meth:`start`; call :meth:`close` from the same one.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PeerServer:
         keys: PeerKeys | None = None,
         limits: PeerLimits | None = None,
     ) -> None:
-        self._host, self._port = check_bind(bind, with_keys=keys is not None)
+        self._bind = check_bind(bind, with_keys=keys is not None)
         self._keys = keys
         self._limits = limits or PeerLimits()
         self._open_namespace = open_namespace
@@ -93,7 +95,7 @@ class PeerServer:
 
     @property
     def endpoint(self) -> str:
-        """``HOST:PORT`` with the port that was bound. ``RuntimeError`` before :meth:`start`."""
+        """``HOST:PORT`` with the port that was bound, or ``ipc:///PATH``. ``RuntimeError`` before :meth:`start`."""
         if self._running is None:
             raise RuntimeError("the peer server is not running")
         return self._running.endpoint
@@ -117,9 +119,11 @@ class PeerServer:
         if self._running is not None:
             raise RuntimeError("the peer server is running already")
         store = NamespaceStore(self._open_namespace, self._limits)
-        self._running = _Running(f"tcp://{self._host}:{self._port}", self._keys, self._limits, store)
-        if self._keys is None:
-            log.warning("peer server at %s without keys: loopback only", self.endpoint)
+        self._running = _Running(self._bind, self._keys, self._limits, store)
+        if is_socket(self.endpoint):
+            log.info("peer server at %s for this user", self.endpoint)
+        elif self._keys is None:
+            log.warning("peer server at %s without keys: every user of this machine gets in", self.endpoint)
         else:
             log.info("peer server at %s for %d listed clients", self.endpoint, len(self._keys.allowed))
 
@@ -167,11 +171,11 @@ class _Running:
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConfigurationError(f"the peer server cannot bind {bind}: {error.strerror}") from error
-        self.endpoint = split_endpoint(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.endpoint = endpoint_of(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         socket_bytes_max = LOOPBACK_SOCKET_BYTES_MAX if keys is None else SOCKET_BYTES_MAX
         # One more is half read.
         unread_bytes_max = (messages_queued_max(limits) + 1) * limits.chunk_bytes + socket_bytes_max
-        self._watched = FloodWatch(int(self.endpoint.rpartition(":")[2]), unread_bytes_max)
+        self._watched = FloodWatch(self.endpoint, unread_bytes_max)
         self._thread = threading.Thread(target=self._serve, name=f"tiercheck peer server {self.endpoint}", daemon=True)
         self._thread.start()
 
@@ -340,6 +344,11 @@ class _Running:
         if self._crowded():
             status, reason = b"500", b"too many connections"
             self._drop("too many connections")
+        elif is_socket(self.endpoint):
+            if peer_user(request[3].decode(errors="replace")) == os.geteuid():
+                status, reason = b"200", b"this user"
+            else:
+                self._drop("another user")
         elif self._keys is None:
             status, reason = b"200", b"loopback"
         elif len(request) == 7 and request[5] == b"CURVE" and request[6].hex() in self._keys.allowed:
@@ -382,29 +391,5 @@ class _Running:
         self._context.term()
 
 
-def check_bind(bind: str, *, with_keys: bool) -> tuple[str, int]:
-    """Host (in brackets, if IPv6) and port. ``ConfigurationError`` for no address, or one that needs keys."""
-    host, separator, port = bind.removeprefix("tcp://").rpartition(":")
-    if not bind.startswith("tcp://") or not separator or not port.isdecimal() or int(port) > 65535 or not host:
-        raise ConfigurationError(f"a peer server binds to tcp://HOST:PORT (port 0: any that is free), not to {bind!r}")
-    if host == "localhost":
-        host = "127.0.0.1"
-    try:
-        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_loopback = False  # an interface or a wildcard
-    if not with_keys and not is_loopback:
-        raise ConfigurationError(
-            f"without keys a peer server binds to loopback only, not to {bind!r}: anybody who reaches it could read "
-            f"and replace checkpoints; make keys with 'tiercheck keys DIRECTORY', copy the directory to every node, "
-            f"and give it by keys= or TIERCHECK_KEYS"
-        )
-    return host, int(port)
-
-
 def messages_queued_max(limits: PeerLimits) -> int:
     return max(1, min(MESSAGES_QUEUED_MAX, QUEUED_BYTES_MAX // limits.chunk_bytes))
-
-
-def split_endpoint(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://")
