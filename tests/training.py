@@ -11,6 +11,7 @@ import torch
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded
+from tiercheck.group import Group
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
@@ -28,10 +29,19 @@ class Training:
         self.states = {0: self.parameters()}
 
     def attach(
-        self, hierarchy: Hierarchy, *, scaler: Any = None, stateful: dict[str, Any] | None = None, **config: Any
+        self,
+        hierarchy: Hierarchy,
+        *,
+        scaler: Any = None,
+        stateful: dict[str, Any] | None = None,
+        group: Group | None = None,
+        **config: Any,
     ) -> Checkpointer:
         settings = CheckpointConfig(**{"deadline_s": 10.0, **config})
-        return attach(self.model, self.optimizer, hierarchy, scaler=scaler, stateful=stateful, config=settings)
+        self.checkpointer = attach(
+            self.model, self.optimizer, hierarchy, scaler=scaler, stateful=stateful, group=group, config=settings
+        )
+        return self.checkpointer
 
     def parameters(self) -> bytes:
         return torch.cat([each.detach().flatten() for each in self.model.parameters()]).numpy().tobytes()

@@ -19,32 +19,47 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
 from tiercheck import kernels
+from tiercheck.admission import Demand, refuse_gaps
 from tiercheck.agent.introduction import Introduction, peer_address
+from tiercheck.announcement import (
+    begun,
+    doubtful_tiers,
+    nothing_outlives_a_node,
+    overruled_options,
+    too_little_room,
+)
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
 from tiercheck.config import CheckpointConfig
 from tiercheck.enlistment import Enlistment
-from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExceeded, SaveError, TierCheckError
-from tiercheck.generation import open_generation, propose
+from tiercheck.errors import (
+    CapacityExceeded,
+    ConfigurationError,
+    DeadlineExceeded,
+    GroupError,
+    SaveError,
+    TierCheckError,
+)
+from tiercheck.generation import open_generation, propose, withdraw_captures, withdraw_records
 from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.mover import Mover, Moving
 from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
-from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS, Retention
+from tiercheck.policy.watermark import Retention
 from tiercheck.recorder import Recorder, Stats
 from tiercheck.restore import Recovery, Restorer, gather
-from tiercheck.streams.base import base_nbytes
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.recorded import stream_of
-from tiercheck.types import Survives, Usage, bytes_text
+from tiercheck.types import Survives, Usage
 
 __all__ = ["Checkpointer", "Stats"]
 
@@ -52,13 +67,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+USAGE_S_MAX = 5.0
+"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
+
 
 class Checkpointer:
     """Saves and restores one rank's training state through a hierarchy of tiers.
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
-    (:attr:`recovery`) and opens a new generation. Errors: ``ConfigurationError``, ``Mismatch``,
-    ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``; nothing is left open then.
+    (:attr:`recovery`) and opens a new generation. Where it fails on one rank it fails on all, nothing is left open, and
+    the tiers hold what they held before; what the ranks cannot agree to take back does no harm. Errors:
+    ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
     """
 
     def __init__(
@@ -89,6 +108,7 @@ class Checkpointer:
         self._enlistment: Enlistment | None = None
         self._mover: Moving | None = None
         try:
+            self._gather("looking at what is to be saved", self._look)
             nodes = self._gather("finding the agents of the nodes", lambda: self._place(hierarchy))
             self._gather("opening the tiers", lambda: self._open_tiers(nodes))
             self._begin()
@@ -200,6 +220,17 @@ class Checkpointer:
 
     # How it is done
 
+    def _look(self) -> None:
+        """All that may refuse without a tier: the codec, and the state's being storable."""
+        self._given = self._provider.hyperparameters()
+        self._stream = stream_of(
+            self._provider,
+            self.config.codec,
+            self._group.world_size,
+            train_on_compressed=self.config.train_on_compressed,
+            encode_threads=self.config.encode_threads,
+        )
+
     def _place(self, hierarchy: Hierarchy) -> Any:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent where it has the mover; returns what
         the other ranks need to know of it."""
@@ -221,64 +252,27 @@ class Checkpointer:
             introductions = [Introduction.from_object(each) for each in nodes]
             self._placed = self._placed.with_peer(*peer_address(self._group.rank, introductions))
         kernels.warm_up()
-        self._stream = stream_of(
-            self._provider,
-            self.config.codec,
-            self._group.world_size,
-            train_on_compressed=self.config.train_on_compressed,
-            encode_threads=self.config.encode_threads,
-        )
         tiers = self._placed.open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
         # A little less than the deadline, so that the error names the tier.
         self._call(tiers.opened(0.9 * self.config.deadline_s), "opening the tiers")
         self._tiers = tiers
-        self._check_gaps()
-        self._check_space()
+        refuse_gaps(self.config, self._group.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
+        self._demand = Demand.of(self._stream, self.config)
+        usage = self._call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
+        if usage.limit_bytes is not None:
+            self._demand.check(usage.limit_bytes, self.config, tier=tiers.first.driver.url)
+            self._prepare_memory(usage)
 
-    def _check_gaps(self) -> None:
-        """Errors: ``ConfigurationError`` where ranks may go on after failed saves, and nothing tells one rank which
-        bases the others still have: it would delete the last one that all of them share."""
-        shared = any(tier.role.shared for tier in self._opened().tiers)
-        if self.config.on_save_error == "warn" and self._group.world_size > 1 and not shared:
-            raise ConfigurationError(
-                f'on_save_error="warn" with {self._group.world_size} ranks needs a tier that all of them share, such '
-                'as nvme:///shared/path?survives=rack; add one, or use on_save_error="fail"'
-            )
-
-    def _check_space(self) -> None:
-        """Errors: ``CapacityExceeded`` where the first tier cannot hold what it will have to."""
-        first = self._opened().first
-        usage = self._call(first.driver.usage(), f"the usage of {first.name}")
-        if usage.limit_bytes is None:
-            return
-        residuals = self._stream.saved_with_bases()
-        base = base_nbytes(self._provider, residuals) + self._stream.host_nbytes
-        record = self._stream.nbytes_expected
-        bases = BASES_IN_VOLATILE_TIERS + 1  # the newest two, and the one being captured
-        if self._stream.supersedes:
-            kind, records = "snapshots", 2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1
-        else:
-            kind, records = "differentials", 2 * self.config.base_every + self.config.batch
-        needed = bases * base + records * record + self._stream.nbytes_max
-        if needed > usage.limit_bytes:
-            raise CapacityExceeded(
-                f"the first tier must hold {bases} bases of {bytes_text(base)} and {records} {kind} of "
-                f"{bytes_text(record)}, {bytes_text(needed)} in all, but has room for "
-                f"{bytes_text(usage.limit_bytes)}: give it more, or lower base_every (now {self.config.base_every})",
-                tier=first.driver.url,
-            )
-        self._prepare_memory([(base, bases), (self._stream.nbytes_max, records)], usage)
-
-    def _prepare_memory(self, wanted: Sequence[tuple[int, int]], usage: Usage) -> None:
-        """Have the first tier's memory touched and mapped now, while nothing trains: (bytes, count) as far as there is
-        room, or the tier keeps ready. What is not ready costs its first use more."""
+    def _prepare_memory(self, usage: Usage) -> None:
+        """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the
+        tier keeps ready. What is not ready costs its first use more."""
         assert usage.free_bytes is not None and usage.limit_bytes is not None
         first = self._opened().first
 
         def prepare(room: int) -> None:
-            sizes = fitting(wanted, room)
+            sizes = self._demand.reservations(room)
             self._call(first.driver.prepare_reservations(sizes), f"preparing the memory of {first.name}")
 
         try:
@@ -310,25 +304,83 @@ class Checkpointer:
         branch = Branch.from_object(proposals[0])
         self._generation = branch.generation
         self._stream.token = branch.token
-        self._gather(
-            "opening the generation",
-            lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
-        )
+        lineage = Lineage.of([*restorer.branches, branch])
+        try:
+            self._gather(
+                "opening the generation",
+                lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
+            )
+            read_from = self._gather("beginning to save", lambda: self._prepare(lineage, version))
+        except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
+            raise
+        except Exception:
+            self._withdraw(branch)
+            raise
+        if self._enlistment is not None:
+            self._gather("handing the movers to the agents", self._enlistment.nominate)
+        self._mover_life = self._loop.submit(self._moving.run())
+        if self._group.rank == 0:
+            read = dict.fromkeys(chain.from_iterable(read_from))
+            log.info("%s", begun(self._recovery, read, tiers, self._generation))
+        for caution in self._found_odd:
+            log.warning("%s", caution)
+
+    def _prepare(self, lineage: Lineage, version: int) -> list[str]:
+        """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns the
+        tiers that this rank's state was read from."""
         placement = Placement(min(self.config.batch, self.config.base_every))
-        self._mover = self._make_mover(placement, Lineage.of([*restorer.branches, branch]))
-        self._mover_life = self._loop.submit(self._mover.run())
+        self._mover = self._make_mover(placement, lineage)
         self._recorder = Recorder(
             self._stream,
-            tiers,
+            self._opened(),
             self._mover,
             self._loop,
             placement=placement,
             config=self.config,
             rank=self._group.rank,
-            generation=branch.generation,
+            generation=self._generation,
             version=version,
         )
+        self._found_odd = self._cautions()
         self._recorder.begin()
+        return [tier for _, tier in self._recovery.sources] if self._recovery else []
+
+    def _withdraw(self, branch: Branch) -> None:
+        """Take the generation back, of which nobody has moved or trained anything: first what ranks captured, then,
+        once all have, its records. Where that fails it stays, and is superseded by the next one."""
+        if self._recorder is not None:
+            self._recorder.close()
+        tiers = self._opened()
+        doing = f"taking back generation {branch.generation}"
+        try:
+            self._gather(doing, lambda: self._call(withdraw_captures(tiers, branch, self._group.rank), doing))
+            self._gather(doing, lambda: self._call(withdraw_records(tiers, branch), doing))
+        except TierCheckError as error:
+            log.warning("%s: %s; it stays, without a version of its own, until the job starts again", doing, error)
+
+    def _cautions(self) -> list[str]:
+        """What the user may not have meant, told once a job."""
+        if self._group.rank != 0:
+            return []
+        tiers, world_size = self._opened(), self._group.world_size
+        found = [nothing_outlives_a_node(tiers, world_size), doubtful_tiers(tiers)]
+        if self._recovery is not None:
+            scheduled = self._provider.host_state().get("scheduler") is not None
+            found.append(overruled_options(self._given, self._provider.hyperparameters(), scheduled=scheduled))
+        if (usage := self._room_at_the_end()) is not None:
+            found.append(too_little_room(tiers, usage, self._demand.base_nbytes, world_size, self.config))
+        return [each for each in found if each is not None]
+
+    def _room_at_the_end(self) -> Usage | None:
+        """What the last tier holds and may hold, where all ranks share it and it says so soon."""
+        last = self._opened().tiers[-1]
+        if not last.role.shared:
+            return None
+        try:
+            return self._loop.call(last.driver.usage(), what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
+        except TierCheckError as error:
+            log.debug("%s", error)
+            return None
 
     def _make_mover(self, placement: Placement, lineage: Lineage) -> Moving:
         """The mover, in this process; or what stands for it here, where the node's agent has it."""
@@ -353,7 +405,7 @@ class Checkpointer:
             keep_last=self.config.keep_last,
             keep_every=self.config.keep_every,
         )
-        return self._enlistment.nominate(nomination, tiers.first.driver)
+        return self._enlistment.mover(nomination, tiers.first.driver)
 
     @property
     def _recording(self) -> Recorder:
@@ -442,13 +494,3 @@ def int_of(variable: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise ConfigurationError(f"{variable} must be a number, not {text!r}") from None
-
-
-def fitting(wanted: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    """Of each (bytes, count) as many as fit into what those before have left."""
-    sizes: list[tuple[int, int]] = []
-    for nbytes, count in wanted:
-        fits = min(count, room // nbytes)
-        sizes.append((nbytes, fits))
-        room -= nbytes * fits
-    return sizes

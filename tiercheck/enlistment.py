@@ -76,13 +76,17 @@ class Enlistment:
             raise ConfigurationError(f"the agent of node {hello.node!r} serves no neighbours; its log says why")
         return Introduction.of(f"{socket.gethostname()}/{node}", hello.peer_endpoint, hello.peer_server_key)
 
-    def nominate(self, nomination: Nomination, first: TierDriver) -> Moving:
-        """Hand this rank's objects over; returns what stands for the mover here."""
+    def mover(self, nomination: Nomination, first: TierDriver) -> Moving:
+        """What stands for the mover here, and moves nothing before :meth:`nominate`."""
         from tiercheck.agent.moving import AgentMover
 
         self._mover = AgentMover(self._client, first, nomination)
-        self._call(self._mover.nominate(), "nominating to the node's agent")
         return self._mover
+
+    def nominate(self) -> None:
+        """Hand this rank's objects over to the agent, as :meth:`mover` was told."""
+        assert self._mover is not None, "there is a mover to nominate for"
+        self._call(self._mover.nominate(), "nominating to the node's agent")
 
     @property
     def node(self) -> str:

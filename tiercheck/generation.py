@@ -19,14 +19,14 @@ import secrets
 from collections.abc import Iterable
 
 from tiercheck import keys
-from tiercheck.errors import AlreadyExists, Corruption, JobConflict
+from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import ClaimKey, LineageKey
+from tiercheck.keys import ClaimKey, LineageKey, ShardKey, generation_prefix
 from tiercheck.policy.lineage import Branch
 from tiercheck.records import read_record, seal
 from tiercheck.types import PutMode
 
-__all__ = ["open_generation", "propose"]
+__all__ = ["open_generation", "propose", "withdraw_captures", "withdraw_records"]
 
 TOKEN_BYTES = 8
 
@@ -51,6 +51,28 @@ async def open_generation(hierarchy: OpenHierarchy, branch: Branch) -> None:
             await _create(tier, branch)
         else:
             await _claim(tier, branch)
+
+
+async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int) -> None:
+    """Remove from the first tier what this rank captured of a generation that is given up before a mover ran.
+
+    Its records must outlive what all ranks captured: versions without one would be refused. Errors: ``TierError``.
+    """
+    first = hierarchy.first.driver
+    listed = [keys.parse(info.key) async for info in first.list(generation_prefix(branch.generation))]
+    await first.delete([str(key) for key in listed if isinstance(key, ShardKey) and key.rank == rank])
+
+
+async def withdraw_records(hierarchy: OpenHierarchy, branch: Branch) -> None:
+    """Remove this very branch's records, and its claims, from this rank's tiers. Errors: ``TierError``."""
+    for tier in hierarchy.tiers:
+        key = LineageKey(branch.generation)
+        try:
+            found = await read_record(tier.driver, key)
+        except (NotFound, Corruption):
+            found = None
+        gone = [str(ClaimKey(branch.generation, branch.token))]
+        await tier.driver.delete([*gone, str(key)] if found == branch.to_object() else gone)
 
 
 async def _create(tier: OpenTier, branch: Branch) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "NominationKey",
     "ShardKey",
     "Stream",
+    "generation_prefix",
     "parse",
     "validate_key",
 ]
@@ -153,6 +154,11 @@ _VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d
 _LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
 _NOMINATION = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+def generation_prefix(generation: int) -> str:
+    """What the keys of all that a generation captured begin with."""
+    return f"g{generation:06d}/"
 
 
 def parse(text: str) -> Key | None:

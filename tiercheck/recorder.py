@@ -150,7 +150,7 @@ class Recorder:
         """Capture the base that the generation opens with. Errors: ``SaveError`` (see ``on_save_error``)."""
         self._stream.mark_stepped()
         with self._saving(self.version):
-            self._begin_base(self.version)
+            self._begin_base(self.version, opening=True)
 
     def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of the coming step, or of a part of it, before it changes anything.
@@ -258,10 +258,12 @@ class Recorder:
             if version == self._unrecorded:
                 self.finish_base()  # nothing else holds this version
 
-    def _begin_base(self, version: int) -> None:
-        """Reserve memory and start the lazy copy. Waits where the bases before have not drained."""
+    def _begin_base(self, version: int, *, opening: bool = False) -> None:
+        """Reserve memory and start the lazy copy. Waits where the bases before have not drained; the one that opens a
+        generation has none before it."""
         self.finish_base()
-        self._wait_for_room(version)
+        if not opening:
+            self._wait_for_room(version)
         began = time.perf_counter()
         key = ShardKey.base(self._generation, version, self._rank)
         residuals = self._stream.saved_with_bases()

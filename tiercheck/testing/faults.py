@@ -182,6 +182,9 @@ class FaultyDriver(TierDriver):
     def facts(self) -> Mapping[str, str]:
         return self.inner.facts()
 
+    def doubts(self) -> Sequence[str]:
+        return self.inner.doubts()
+
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
         await self._call("prepare_reservations", None, self.inner.prepare_reservations(sizes))
 

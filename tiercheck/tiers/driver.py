@@ -84,6 +84,14 @@ class TierDriver(abc.ABC):
         """
         return {}
 
+    def doubts(self) -> Sequence[str]:
+        """What the driver, once open, sees that speaks against what its URL claims, each a phrase for people.
+
+        Such as ``["it claims to survive a rack failure, but lies on ext4, a file system of this node alone"]``. Nothing
+        is refused for it. Touches nothing, and raises nothing. A wrapper passes on what it wraps.
+        """
+        return ()
+
     @abc.abstractmethod
     async def open(self) -> None:
         """Connect, check the tier's space and permissions, reclaim what dead processes left.

@@ -11,7 +11,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
@@ -20,7 +20,8 @@ from tiercheck.errors import Closed
 from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.files import map_os_errors
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+from tiercheck.tiers.mounts import is_local, mount_of
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["Abandoned", "FileDriver"]
 
@@ -47,6 +48,7 @@ class FileDriver(TierDriver):
         self._url = url
         self._capabilities = capabilities
         self._threads: ThreadPoolExecutor | None = None
+        self._doubts: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -59,6 +61,10 @@ class FileDriver(TierDriver):
     @property
     def is_open(self) -> bool:
         return self._threads is not None
+
+    def doubts(self) -> Sequence[str]:
+        """That other nodes cannot read what is to outlive this one."""
+        return self._doubts
 
     def mapped_errors(self, key: str | None = None) -> AbstractContextManager[None]:
         """The driver's edge: inside, an ``OSError`` becomes the ``TierError`` it means."""
@@ -122,6 +128,13 @@ class FileDriver(TierDriver):
     def prepare(self) -> None:
         """Make the directory ready; runs in a thread."""
         self.directory.prepare()
+        mount = mount_of(self.directory.root)
+        if self._capabilities.survives >= Survives.NODE and is_local(mount):
+            claimed = self._capabilities.survives.name.lower()
+            self._doubts = (
+                f"survives={claimed} is claimed of {self.directory.root}, which lies on {mount.type}, a file system of "
+                "this node alone",
+            )
 
     def measure(self) -> Usage:
         """Bytes held, and the limit that the file system sets; runs in a thread."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "Traits", "mount_of", "parse_mounts", "traits_of"]
+__all__ = ["Mount", "Traits", "is_local", "mount_of", "parse_mounts", "traits_of"]
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class Traits:
     """The number of an inode that is gone is not given out again."""
 
 
-_COHERENT = frozenset(
-    "lustre gpfs ceph ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay".split()  # noqa: SIM905
-)
+_LOCAL = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay".split())  # noqa: SIM905
+_COHERENT = _LOCAL | {"lustre", "gpfs", "ceph"}
 _INODES_UNIQUE = frozenset({"lustre", "ceph", "fuse.glusterfs", "fuse.juicefs"})
 _LOCAL_LOCKS = frozenset({"localflock", "nolock", "local_lock=flock", "local_lock=all"})
 
@@ -57,6 +56,11 @@ def traits_of(mount: Mount) -> Traits:
             locks and "flock" in mount.options
         )  # without this option flock fails; with localflock it is the node's own
     return Traits(mount.type in _COHERENT, locks, mount.type in _INODES_UNIQUE)
+
+
+def is_local(mount: Mount) -> bool:
+    """Whether it is of a type that one node alone mounts."""
+    return mount.type in _LOCAL
 
 
 def parse_mounts(text: str) -> list[Mount]:

@@ -66,6 +66,9 @@ class WrappingDriver(TierDriver):
     def facts(self) -> Mapping[str, str]:
         return self.inner.facts()
 
+    def doubts(self) -> Sequence[str]:
+        return self.inner.doubts()
+
     async def open(self) -> None:
         await self.around(Call(Operation.OPEN), self.inner.open)
 

@@ -1,0 +1,89 @@
+"""Admission: before the first step, whether the first tier can hold what it will have to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import CapacityExceeded, ConfigurationError
+from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
+from tiercheck.streams.base import base_nbytes
+from tiercheck.streams.iteration import IterationStream
+from tiercheck.types import bytes_text
+
+__all__ = ["Demand", "bases_at_most", "differentials_at_most", "refuse_gaps"]
+
+
+def bases_at_most() -> int:
+    """Bases of one rank in a volatile tier: the newest two, and the one that is being captured."""
+    return BASES_IN_VOLATILE_TIERS + 1
+
+
+def differentials_at_most(config: CheckpointConfig) -> int:
+    """Differentials of one rank in a volatile tier.
+
+    They stay until a base after them is committed in the durable tier. A base is captured only when fewer than two
+    still drain: when the third one after a commit is due, there are three intervals of differentials. Ranks that
+    train in lock step may be a version apart, and memory for the next one is reserved ahead; a batch covers both.
+    """
+    return (BASES_IN_VOLATILE_TIERS + 1) * config.base_every + max(2, config.batch)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one rank brings into the first tier at most: so many objects, of so many bytes."""
+
+    bases: int
+    base_nbytes: int
+    records: int
+    record_nbytes: int
+    """What a published record keeps."""
+    record_nbytes_max: int
+    """What is reserved for one."""
+    kind: str
+    """What records are called."""
+
+    @classmethod
+    def of(cls, stream: IterationStream, config: CheckpointConfig) -> Self:
+        return cls(
+            bases=bases_at_most(),
+            base_nbytes=base_nbytes(stream.provider, stream.saved_with_bases()) + stream.host_nbytes,
+            records=2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1 if stream.supersedes else differentials_at_most(config),
+            record_nbytes=stream.nbytes_expected,
+            record_nbytes_max=stream.nbytes_max,
+            kind="snapshots" if stream.supersedes else "differentials",
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.bases * self.base_nbytes + self.records * self.record_nbytes + self.record_nbytes_max
+
+    def check(self, limit_bytes: int, config: CheckpointConfig, *, tier: str) -> None:
+        """Errors: ``CapacityExceeded`` where a tier of ``limit_bytes`` cannot hold this."""
+        if self.nbytes > limit_bytes:
+            raise CapacityExceeded(
+                f"the first tier must hold {self.bases} bases of {bytes_text(self.base_nbytes)} and {self.records} "
+                f"{self.kind} of {bytes_text(self.record_nbytes)}, {bytes_text(self.nbytes)} in all, but has room for "
+                f"{bytes_text(limit_bytes)}: give it more, or lower base_every (now {config.base_every})",
+                tier=tier,
+            )
+
+    def reservations(self, room: int) -> list[tuple[int, int]]:
+        """(bytes, count) of the reservations to come: of bases first, of each kind as many as fit into ``room``."""
+        sizes: list[tuple[int, int]] = []
+        for nbytes, count in ((self.base_nbytes, self.bases), (self.record_nbytes_max, self.records)):
+            fits = min(count, room // nbytes)
+            sizes.append((nbytes, fits))
+            room -= nbytes * fits
+        return sizes
+
+
+def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> None:
+    """Errors: ``ConfigurationError`` where ranks may go on after failed saves, and nothing tells one rank which bases
+    the others still have: it would delete the last one that all of them share."""
+    if config.on_save_error == "warn" and world_size > 1 and not shared:
+        raise ConfigurationError(
+            f'on_save_error="warn" with {world_size} ranks needs a tier that all of them share, such as '
+            'nvme:///shared/path?survives=rack; add one, or use on_save_error="fail"'
+        )
