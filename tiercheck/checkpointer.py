@@ -426,7 +426,8 @@ class Checkpointer:
         if self._moving.conflict is not None:
             raise self._moving.conflict
         if self._mover_life is not None and self._mover_life.done():
-            raise SaveError("the mover has stopped") from self._mover_life.exception()
+            error = self._mover_life.exception()
+            raise SaveError(f"the mover has stopped: {error}" if error else "the mover has stopped") from error
         return self._recording
 
     def _opened(self) -> OpenHierarchy:

@@ -30,6 +30,7 @@ from tiercheck.header import (
     OBJECT_PREFIX,
     PADDING_PREFIX,
     Extent,
+    HeaderTooLarge,
     RunningChecksum,
     ShardHeader,
     ShardMetadata,
@@ -46,6 +47,7 @@ from tiercheck.types import Buffer
 __all__ = [
     "ALIGNMENT",
     "DTYPES",
+    "HeaderTooLarge",
     "PackedObject",
     "RunningChecksum",
     "Shard",
@@ -112,7 +114,8 @@ def payload(
 
     The tensors' memory itself is handed through, neither joined nor copied: it must not change until the put
     has returned. Values of ``objects`` are packed, but for a :class:`PackedObject`, which is taken as it is.
-    Errors: ``ValueError`` for a name that is reserved or there twice; :class:`tiercheck.objects.Unstorable`.
+    Errors: ``ValueError`` for a name that is reserved or there twice, :class:`HeaderTooLarge` for too much for one
+    shard; :class:`tiercheck.objects.Unstorable`.
     """
     layout = Layout()
     checksums: dict[str, str] = {}

@@ -35,6 +35,7 @@ __all__ = [
     "OBJECT_PREFIX",
     "PADDING_PREFIX",
     "Extent",
+    "HeaderTooLarge",
     "RunningChecksum",
     "ShardHeader",
     "ShardMetadata",
@@ -252,6 +253,10 @@ _DIGEST = slice(LENGTH_NBYTES + len(_BEFORE_DIGEST), LENGTH_NBYTES + len(_BEFORE
 _ZEROS = "0" * 16
 
 
+class HeaderTooLarge(ValueError):
+    """A shard has more tensors, or longer names, than a header may describe: split it."""
+
+
 def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes: int | None = None) -> bytes:
     """The header for tensors that lie contiguously at ``extents``: length bytes, JSON, spaces, checksum.
 
@@ -267,7 +272,7 @@ def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes:
             "compute the room with header_room over every tensor, object and note of the shard"
         )
     if nbytes > HEADER_NBYTES_MAX:
-        raise ValueError(f"the header takes {nbytes} bytes, over the limit of {HEADER_NBYTES_MAX}: split the shard")
+        raise HeaderTooLarge(f"the header takes {nbytes} bytes, over the limit of {HEADER_NBYTES_MAX}: split the shard")
     header = bytearray(b" ") * nbytes
     header[:LENGTH_NBYTES] = (nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little")
     header[LENGTH_NBYTES:needed] = text
@@ -280,7 +285,7 @@ _COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
     if len(extents) > TENSORS_MAX:
-        raise ValueError(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
+        raise HeaderTooLarge(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
     strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream), "token": metadata.token}
     strings |= {name: str(getattr(metadata, name)) for name in _NUMBERS}
     strings |= {f"note:{name}": text for name, text in metadata.notes.items()}

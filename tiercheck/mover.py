@@ -5,44 +5,43 @@ delete, look again. No step depends on a notification having arrived, so a crash
 looking again; notifications (:meth:`Mover.nudge`) only make it fast. Nothing is dropped to keep up: when a
 capture would overrun what still drains, the capture waits (:meth:`Mover.room_for_base`).
 
-Each tier is served by itself, so that the upload of a base that takes minutes keeps no differential from the
-neighbour's memory. A tier in trouble does not stop the others either: its work is retried with growing pauses, and
-its last error shows in :attr:`Mover.status` until it succeeds.
+Each tier is served by itself, and works with what is known of the others, so that neither an upload nor a listing that
+takes minutes keeps a differential from the neighbour's memory. Within a tier each action is tried by itself, too: one
+that fails is repeated with growing pauses (:mod:`tiercheck.attempts`), and shows in :attr:`Mover.status` until it
+succeeds or is wanted no more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from tiercheck import container
-from tiercheck.attempts import RETRY_FIRST_S, Attempts
-from tiercheck.errors import AlreadyExists, Corruption, DeadlineExceeded, JobConflict, NotFound
+from tiercheck.actions import COMMITTING, COPYING, DELETING, MARKING, Actions
+from tiercheck.attempts import RETRY_FIRST_S, Action, Attempts
+from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
+from tiercheck.keys import ShardKey, Stream
 from tiercheck.observer import Observer
-from tiercheck.policy.commit import CommitRecord, Marker, superseded, to_commit, to_mark
+from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.lineage import Lineage
-from tiercheck.policy.observation import Observation
-from tiercheck.policy.placement import Placement, Transfer, own_bases
+from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
-from tiercheck.records import read_record, seal
-from tiercheck.streams.merge import Contents, as_stored, merge
-from tiercheck.types import ByteRange, Payload, PutMode
 
 __all__ = ["Mover", "MoverStatus", "Moving"]
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 2.0
-FRESH_S = 1.0
-"""What was listed longer ago is no ground for committing or deleting anything."""
-HEADER_GUESS_BYTES = 64 << 10
-"""The beginning of a shard that is asked for first: most headers fit, and the rest is fetched where not."""
+NAMED_MAX = 3
+"""Of the objects that a wait ended for, so many are named."""
+MOVER = "mover"
+"""Under which :attr:`MoverStatus.errors` says why the mover has stopped."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,12 @@ class MoverStatus:
     copied_objects: int = 0
     deleted_objects: int = 0
     errors: dict[str, str] = field(default_factory=dict)
-    """Per tier, the error of its last failed action, until one succeeds."""
+    """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
+    slow_views_s: dict[str, float] = field(default_factory=dict)
+    """Per tier whose last listing began over a minute ago: how many seconds ago."""
+    base_needed_after: int | None = None
+    """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
+    this process's memory is lost, until a base newer than this version is captured."""
 
 
 class Moving(Protocol):
@@ -82,18 +86,6 @@ class Moving(Protocol):
     async def room_for_base(self, deadline_s: float) -> None: ...
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
-
-
-_Action = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What is to be done for one tier."""
-
-    copies: tuple[_Action, ...] = ()
-    decisive: tuple[_Action, ...] = ()
-    """Commits and deletions: on an old view they could do harm, so they come first."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +112,21 @@ class Mover:
     ) -> None:
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
+        self._stopped: SaveError | None = None
         self._hierarchy = hierarchy
-        self._world_size = world_size
-        self._lineage = lineage
         self._placement = placement
         self._retention = retention
         self._attempts = Attempts()
         self._observer = Observer(
             hierarchy, self._attempts, rank=rank, world_size=world_size, generation=generation, lineage=lineage
+        )
+        self._actions = Actions(
+            hierarchy,
+            self._observer,
+            self._attempts,
+            world_size=world_size,
+            lineage=lineage,
+            fence=self._check_generation,
         )
         self._nudged = [asyncio.Event() for _ in hierarchy.tiers]
         self._serving = [asyncio.Lock() for _ in hierarchy.tiers]
@@ -140,88 +139,109 @@ class Mover:
             nudged.set()
 
     async def run(self) -> None:
-        """Look and act until cancelled, or until a newer generation opens (:attr:`conflict`)."""
+        """Look and act until cancelled, or until a newer generation opens (:attr:`conflict`).
+
+        Errors: ``SaveError`` if it fails for another reason, which is a fault of TierCheck: no driver's error and no
+        object's ends it.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for tier in self._hierarchy.tiers:
+                    group.create_task(self._observer.keep_listing(tier, self.nudge))
                     group.create_task(self._keep_serving(tier))
         except* JobConflict as conflicts:
             self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
             log.error("%s", self.conflict)
+        except* Exception as errors:
+            error = errors.exceptions[0]
+            log.error("the mover has stopped", exc_info=error)
+            self._stopped = SaveError(f"a fault of TierCheck has ended the mover: {type(error).__name__}: {error}")
+            self._note()
+        if self._stopped is not None:
+            raise self._stopped
 
     async def cycle(self, *, closing: bool = False) -> bool:
-        """Observe, decide, act, until nothing is left to do that can be done now. True where all was done.
+        """Observe, decide, act, until nothing is left to do that can be done now. True if all was done.
 
         Errors: ``JobConflict`` once a newer generation has opened; nothing is written or deleted after that.
         """
-        fresh = True
+        asked_at = asyncio.get_running_loop().time()
+        tiers = self._hierarchy.tiers
         while True:
+            listed = all(self._observer.attempted_since(tier.index, asked_at) for tier in tiers)
             outcomes = await asyncio.gather(
-                *(self._serve(tier, closing=closing, fresh=fresh) for tier in self._hierarchy.tiers),
-                return_exceptions=True,
+                *(self._serve(tier, closing=closing, since=asked_at) for tier in tiers), return_exceptions=True
             )
             served: list[_Outcome] = []
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 served.append(outcome)
-            if not any(outcome.acted for outcome in served):
+            # What one tier was given, or what was found in it, may make work for another.
+            if listed and not any(outcome.acted for outcome in served):
                 return all(outcome.done for outcome in served)
-            fresh = False  # what one tier was given may make work for another
 
     async def _keep_serving(self, tier: OpenTier) -> None:
         nudged = self._nudged[tier.index]
         while True:
-            outcome = await self._serve(tier, closing=False, fresh=False)
+            outcome = await self._serve(tier, closing=False)
             if outcome.acted:
                 self.nudge()
                 nudged.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY_FIRST_S):
                     await nudged.wait()
-            except TimeoutError:
-                pass
             nudged.clear()
 
-    async def _serve(self, tier: OpenTier, *, closing: bool, fresh: bool) -> _Outcome:
-        """Bring one tier to what policy wants, until nothing is left to do for it that can be done now."""
-        everything = range(len(self._hierarchy.tiers))
+    async def _serve(self, tier: OpenTier, *, closing: bool, since: float | None = None) -> _Outcome:
+        """Bring one tier to what policy wants, until nothing is left to do for it that can be done now.
+
+        ``since``: the tier is listed first, if its last listing began before that.
+        """
+        if since is not None:
+            await self._observer.refresh(tier, since)
         acted = False
         async with self._serving[tier.index]:
-            seen = await self._look(everything if fresh else ())
             while True:
-                work = self._work(seen, tier, closing)
-                if work.decisive and (stale := self._stale(seen, tier)):
-                    seen = await self._look(stale)
-                    work = self._work(seen, tier, closing)
-                    if self._stale(seen, tier):
-                        work = replace(work, decisive=())  # it cannot be listed: nothing is decided on an old view
-                outcomes = await self._act(seen, tier, work)
-                visible = all(self._observer.visible(index) for index in everything)
-                if not outcomes and self._observer.visible(tier.index):
-                    self._attempts.settle(tier)  # what failed is no longer wanted
+                await self._observer.refresh_nearby()
+                actions = self._wanted(self._seen(), tier, closing)
+                if self._observer.visible(tier.index):
+                    self._attempts.keep(tier, (COPYING, MARKING, COMMITTING, DELETING), actions)
+                outcomes = [await self._try(tier, action) for action in self._attempts.ordered(tier, actions)]
                 acted |= any(outcomes)
-                done = all(outcomes) and visible
-                self._idle[tier.index] = done and not any(outcomes)
-                self._note(seen)
+                done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
+                self._idle[tier.index] = done and not outcomes
+                self._note()
                 async with self._looked:
                     self._looked.notify_all()
                 if not any(outcomes):
                     return _Outcome(acted, done)
-                seen = await self._look(())
 
-    async def _act(self, seen: Observation, tier: OpenTier, work: _Work) -> list[bool]:
-        """Whether each action that was tried has succeeded. What the view has grown too old for is not tried."""
-        outcomes: list[bool] = []
-        for action in work.decisive:
-            if outcomes and self._stale(seen, tier):
-                break  # something was done, so that there is another look, and the rest follows
-            outcomes.append(await self._attempts.run(tier, action))
-        return outcomes + [await self._attempts.run(tier, action) for action in work.copies]
+    async def _try(self, tier: OpenTier, action: Action) -> bool:
+        succeeded = await self._attempts.run(tier, action)
+        self._note()
+        return succeeded
 
-    async def _look(self, fresh: Sequence[int]) -> Observation:
-        """Errors: ``JobConflict`` where a newer generation has opened."""
-        seen = await self._observer.look(fresh)
+    def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:
+        """What policy asks to be done for the tier. Of a tier that cannot be listed nobody knows."""
+        visible, actions = self._observer.visible, self._actions
+        if not visible(tier.index):
+            return []
+        return [
+            *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
+            *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),
+            # Room is made before anything more is brought.
+            *actions.deletions(tier, self._retention.reclaimable(seen)[tier.index]),
+            *(
+                Action(COPYING, str(transfer.target), partial(actions.transfer, transfer))
+                for transfer in self._placement.transfers(seen, closing=closing)
+                if transfer.target_tier == tier.index and visible(transfer.source_tier)
+            ),
+        ]
+
+    def _seen(self) -> Observation:
+        """What is known now. Errors: ``JobConflict`` if a newer generation has opened."""
+        seen = self._observer.seen()
         newer = superseded(seen)
         if newer is not None:
             raise JobConflict(
@@ -231,23 +251,34 @@ class Mover:
             )
         return seen
 
-    def _stale(self, seen: Observation, tier: OpenTier) -> list[int]:
-        """The tiers whose view is too old to commit or delete on: this one's own, and the durable one's."""
-        return [index for index in {tier.index, seen.durable.index} if self._observer.age_s(index) > FRESH_S]
+    async def _check_generation(self, tier: OpenTier) -> None:
+        """Right before something is committed or deleted. Errors: ``JobConflict``; ``TierError``."""
+        await self._observer.fence(tier)
+        self._seen()
 
     async def room_for_base(self, deadline_s: float) -> None:
         """Wait until another base may be captured: fewer than two of this rank still drain.
 
         Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last error; ``JobConflict``.
         """
+        asked_at = asyncio.get_running_loop().time()
+        durable = self._hierarchy.tiers[self._observer.seen().durable.index]
 
-        async def has_room() -> bool:
+        def has_room() -> bool:
+            self._seen()
+            self._note()
             return self.status.undrained_bases < BASES_IN_VOLATILE_TIERS
 
-        self._note(await self._look(range(len(self._hierarchy.tiers))))
-        await self._until(
-            has_room, deadline_s, f"{self.status.undrained_bases} bases have not reached the durable tier"
-        )
+        async def room() -> bool:
+            await self._observer.refresh_nearby()
+            if not has_room():
+                await self._observer.refresh(durable, asked_at)
+            return has_room()
+
+        def what() -> str:
+            return f"{self.status.undrained_bases} bases have not reached the durable tier"
+
+        await self._until(room, deadline_s, what, [durable])
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
@@ -259,7 +290,9 @@ class Mover:
         async def done() -> bool:
             return await self.cycle(closing=closing)
 
-        await self._until(done, deadline_s, "not everything captured has reached its tiers")
+        await self._until(
+            done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
+        )
         mark = -1 if self.status.watermark is None else self.status.watermark
         damaged = [(index, key) for index, key in self._observer.damaged if key.last > mark]
         if damaged:
@@ -271,150 +304,84 @@ class Mover:
                 key=str(key),
             )
 
-    async def _until(self, condition: Callable[[], Awaitable[bool]], deadline_s: float, what: str) -> None:
+    async def _until(
+        self,
+        condition: Callable[[], Awaitable[bool]],
+        deadline_s: float,
+        what: Callable[[], str],
+        tiers: Sequence[OpenTier],
+    ) -> None:
+        """Wait for the condition. Errors: ``DeadlineExceeded`` saying ``what``, and what these tiers lack."""
         try:
             async with asyncio.timeout(deadline_s):
                 while not await condition():
                     if self.conflict is not None:
                         raise self.conflict
+                    if self._stopped is not None:
+                        raise self._stopped
                     self.nudge()
                     async with self._looked:
-                        try:
+                        with suppress(TimeoutError):
                             async with asyncio.timeout(RETRY_FIRST_S):
                                 await self._looked.wait()
-                        except TimeoutError:
-                            continue
         except TimeoutError:
-            errors = "; ".join(f"{tier}: {error}" for tier, error in self.status.errors.items())
-            raise DeadlineExceeded(f"{what} within {deadline_s:g} s" + (f" ({errors})" if errors else "")) from None
+            self._note()
+            lacking = "; ".join(filter(None, map(self._lacking, tiers)))
+            raise DeadlineExceeded(f"{what()} within {deadline_s:g} s" + (f" ({lacking})" if lacking else "")) from None
 
-    def _work(self, seen: Observation, tier: OpenTier, closing: bool) -> _Work:
-        """What policy asks to be done for the tier."""
+    def _lacking(self, tier: OpenTier) -> str:
+        """What is left to do for a tier, and its trouble; empty if there is neither."""
+        error = self.status.errors.get(tier.name)
+        left = [f"{each.kind} {each.key}".strip() for each in self._wanted(self._observer.seen(), tier, closing=True)]
         if not self._observer.visible(tier.index):
-            return _Work()
-        copies: list[_Action] = [
-            partial(self._transfer, transfer)
-            for transfer in self._placement.transfers(seen, closing=closing)
-            if transfer.target_tier == tier.index
-        ]
-        copies += [partial(self._mark, tier, key) for key in to_mark(seen, tier.index)]
-        decisive: list[_Action] = [partial(self._commit, tier, key) for key in to_commit(seen, tier.index)]
-        if gone := self._retention.reclaimable(seen)[tier.index]:
-            decisive.append(partial(self._delete, tier, gone))
-        return _Work(tuple(copies), tuple(decisive))
+            text = "what it holds is not known"
+        elif left:
+            more = ", ..." if len(left) > NAMED_MAX else ""
+            text = f"{len(left)} actions are left: {', '.join(left[:NAMED_MAX])}{more}"
+        elif error is None:
+            return ""
+        else:
+            return f"{tier}: {error}"
+        return f"{tier}: {text}; its trouble: {error}" if error else f"{tier}: {text}"
 
-    async def _transfer(self, transfer: Transfer) -> None:
-        """Verify the sources, then put them as one object."""
-        source = self._hierarchy.tiers[transfer.source_tier]
-        target = self._hierarchy.tiers[transfer.target_tier]
-        # A tier's own codec is one of differentials. What keeps its codec is copied as it is.
-        codec = target.codec if transfer.target.stream is Stream.DIFFERENTIAL else ""
-        found: list[Contents] = []
-        content = memoryview(b"")
-        for key in transfer.sources:
-            try:
-                content = await source.driver.get(str(key))
-                shard = container.parse(content, key=str(key), tier=source.name)
-                self._check_token(source, key, shard.metadata.token)
-                await asyncio.to_thread(shard.verify)
-                found.append(await asyncio.to_thread(_reencoded, shard, codec) if codec else as_stored(shard))
-            except NotFound:
-                self._observer.gone(source.index, [key])
-                return
-            except Corruption as error:
-                # The copy cannot be repaired from itself. It is left for a recovery to report, and not read again.
-                self._observer.damaged.add((source.index, key))
-                log.error("%s; it is not copied on", error)
-                return
-        copied = transfer.sources == (transfer.target,) and not codec
-        payload: Payload = [content] if copied else await asyncio.to_thread(merge, found, transfer.target)
-        info = await target.driver.put(str(transfer.target), payload)
-        self._observer.put(target.index, transfer.target, info.nbytes)
-        self._count(copied_bytes=info.nbytes, copied_objects=1)
-
-    async def _mark(self, tier: OpenTier, key: MarkerKey) -> None:
-        shard = ShardKey.base(key.generation, key.version, key.rank)
-        marker = await self._marker_of(tier, shard)
-        info = await tier.driver.put(str(key), [seal(key, marker.to_object())])
-        self._observer.put(tier.index, key, info.nbytes)
-
-    async def _commit(self, tier: OpenTier, key: CommitKey) -> None:
-        """Check each rank's marker against the shard it speaks of, then publish the record."""
-        markers: list[Marker] = []
-        for rank in range(self._world_size):
-            marker = MarkerKey(key.generation, key.version, rank)
-            try:
-                said = Marker.from_object(await read_record(tier.driver, marker))
-            except ValueError as error:
-                raise Corruption(str(error), tier=tier.name, key=str(marker)) from error
-            shard = ShardKey.base(key.generation, key.version, rank)
-            found = await self._marker_of(tier, shard)
-            if said != found:
-                raise Corruption(f"the shard is {found}, its marker says {said}", tier=tier.name, key=str(shard))
-            self._check_token(tier, shard, found.token)
-            markers.append(said)
-        record = CommitRecord(key.generation, key.version, markers[0].token, tuple(markers))
-        # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
-        mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
-        content = seal(key, record.to_object())
-        try:
-            await tier.driver.put(str(key), [content], mode=mode)
-        except AlreadyExists:
-            log.debug("base %d of generation %d is committed already", key.version, key.generation)
-        self._observer.put(tier.index, key, len(content))
-
-    async def _marker_of(self, tier: OpenTier, shard: ShardKey) -> Marker:
-        """Length and header digest of a shard as it lies in the tier; only its header is fetched."""
-        name = str(shard)
-        nbytes = (await tier.driver.stat(name)).nbytes
-        beginning = await self._beginning(tier, name, min(nbytes, HEADER_GUESS_BYTES))
-        header_nbytes = container.header_length(beginning, key=name, tier=tier.name)
-        if header_nbytes > len(beginning):
-            beginning = await self._beginning(tier, name, min(nbytes, header_nbytes))
-        header = container.parse_header(beginning, nbytes, key=name, tier=tier.name)
-        return Marker(nbytes, container.checksum_of(beginning[:header_nbytes]), header.metadata.token)
-
-    def _check_token(self, tier: OpenTier, shard: ShardKey, token: str) -> None:
-        """Errors: ``Corruption`` for a shard of another job's generation of this number."""
-        if (reason := self._lineage.disowns(shard.generation, token)) is not None:
-            raise Corruption(reason, tier=tier.name, key=str(shard))
-
-    async def _beginning(self, tier: OpenTier, name: str, nbytes: int) -> memoryview:
-        if tier.capabilities.ranged_get:
-            return await tier.driver.get(name, range=ByteRange(0, nbytes))
-        return await tier.driver.get(name)
-
-    async def _delete(self, tier: OpenTier, gone: Sequence[Key]) -> None:
-        records = [str(key) for key in gone if isinstance(key, CommitKey)]
-        if records:
-            await tier.driver.delete(records)
-        await tier.driver.delete([str(key) for key in gone if not isinstance(key, CommitKey)])
-        self._observer.gone(tier.index, gone)
-        self._count(deleted_objects=len(gone))
-
-    def _count(self, *, copied_bytes: int = 0, copied_objects: int = 0, deleted_objects: int = 0) -> None:
-        self.status = replace(
-            self.status,
-            copied_bytes=self.status.copied_bytes + copied_bytes,
-            copied_objects=self.status.copied_objects + copied_objects,
-            deleted_objects=self.status.deleted_objects + deleted_objects,
-        )
-
-    def _note(self, seen: Observation) -> None:
+    def _note(self) -> None:
+        """Make the status what is known now. It is read by other threads, so it is a value."""
+        seen = self._observer.seen()
         mark = watermark(seen)
         captured = own_bases(seen, seen.contents[0])
         durable = own_bases(seen, seen.contents[seen.durable.index])
         newest = durable[-1].first if durable else -1
-        self.status = replace(
-            self.status,
+        stopped = {MOVER: str(self._stopped)} if self._stopped else {}
+        self.status = MoverStatus(
             watermark=mark.version if mark else None,
             undrained_bases=sum(base.first > newest for base in captured),
             idle=all(self._idle),
-            errors=self._attempts.errors,
+            copied_bytes=self._actions.copied_bytes,
+            copied_objects=self._actions.copied_objects,
+            deleted_objects=self._actions.deleted_objects,
+            errors={**self._attempts.errors, **stopped},
+            slow_views_s=self._observer.slow_views_s,
+            base_needed_after=base_needed_after(seen, [key for _, key in self._observer.damaged]),
         )
 
 
-def _reencoded(shard: container.Shard, codec: str) -> Contents:
-    from tiercheck.streams.reencode import reencoded  # brings NumPy, which few movers need
+def base_needed_after(seen: Observation, damaged: Iterable[ShardKey]) -> int | None:
+    """See :attr:`MoverStatus.base_needed_after`; ``damaged``: copies that count as absent."""
+    needed = -1
+    for key in damaged:
+        if key.generation != seen.generation or key.stream is Stream.SNAPSHOT:
+            continue  # the next snapshot makes up for one
+        if not any(_held(contents, key) for contents in seen.contents):
+            # A base at the version of a damaged differential is as good as the differential.
+            needed = max(needed, key.last if key.stream is Stream.BASE else key.last - 1)
+    healed = any(base.first > needed for contents in seen.contents for base in own_bases(seen, contents))
+    return None if needed < 0 or healed else needed
 
-    return reencoded(shard, codec)
+
+def _held(contents: Contents, key: ShardKey) -> bool:
+    """Whether the contents have what the shard holds."""
+    if key.stream is Stream.BASE:
+        return key in contents
+    batches = contents.differentials(key.rank)
+    covered = {version for batch in batches if batch.generation == key.generation for version in batch.versions}
+    return covered.issuperset(key.versions)

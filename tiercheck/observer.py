@@ -1,45 +1,75 @@
-"""What the tiers hold, listed no more often than it takes.
+"""What the tiers hold, listed no more often than it takes, and at the price of what has changed.
 
-A tier inside the node is listed at each look. A store behind a network is listed when something may have changed: at
-first, again when somebody asks for a fresh view, and else after a pause that doubles as long as nothing changes. In
-between, and while a listing is under way, what this mover has itself put and deleted is added to what was listed. So a
-mover that copies a differential every second does not list its bucket every second; and a view that is behind costs a
-copy too many at most, since nothing is committed or deleted on it (:class:`tiercheck.mover.Mover` asks for a fresh one
-first).
+A tier inside the node is listed at each look. A store behind a network is listed by a task of its own: at first, again
+when somebody asks for it, and else after a pause that doubles as long as nothing changes, and is no shorter than the
+listing took. Nobody waits for a listing but who asks for it. Meanwhile all decide on what is known: what was listed
+last, and what this mover has itself put and deleted since. A tier that was never listed is unknown.
+
+A view may be old, since what a decision rests on stays true unless a newer generation opens
+(``docs/adr/0018-a-decision-is-fenced-not-its-view.md``). Whether one has is read by itself, right before the decision:
+:meth:`Observer.fence`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tiercheck import keys
-from tiercheck.attempts import Attempts
+from tiercheck.attempts import Action, Attempts
+from tiercheck.errors import Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import Key, ShardKey
+from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation
 
-__all__ = ["Observer"]
+__all__ = ["LISTING", "Observer"]
 
 RELIST_FIRST_S = 0.5
 RELIST_MAX_S = 30.0
+LISTING_S_MAX = 900.0
+FENCE_S = 1.0
+"""Of two decisions within this time the second one does not ask again whether a newer generation has opened."""
+FENCE_S_MAX = 60.0
+SLOW_VIEW_S = 60.0
+"""A view older than this is shown."""
+YIELD_EVERY = 1000
+"""So many listed objects are looked at, before others get their turn."""
+GENERATIONS = "lineage/g"
+LISTING = "listing"
 
 
 @dataclass
 class _Known:
     """What is known of one tier. Times are the event loop's, in seconds."""
 
-    objects: dict[Key, int] = field(default_factory=dict)
-    changes: dict[Key, int | None] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    """Every object's name and size, those that are none of TierCheck's among them."""
+    contents: Contents = field(default_factory=Contents)
+    """The same as keys, but for damaged copies."""
+    changes: dict[str, int | None] = field(default_factory=dict)
     """What this mover has put (bytes) and deleted (``None``) since the last listing began: one that was under way
     meanwhile shows some of it, and some not."""
     listed_at: float = float("-inf")
+    """When the listing began that ``names`` is of."""
+    attempted_at: float = float("-inf")
+    """When the last attempt began, whatever became of it."""
+    next_at: float = float("-inf")
+    """When another one is worth it."""
+    rest_until: float = float("-inf")
+    """Not before then, whatever changes: listing takes half of the time at most."""
     pause_s: float = RELIST_FIRST_S
     visible: bool = False
-    """The last attempt to list it succeeded."""
+    """The last attempt to list it has succeeded."""
+    fenced_at: float = float("-inf")
+    """When it was last asked which generations have opened."""
+    committed_at: float = float("-inf")
+    """When the newest of its commit records was learned of."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """This mover has put something, so that others may have, too."""
 
 
 class Observer:
@@ -65,14 +95,11 @@ class Observer:
         self._lineage = lineage
         self._known = [_Known() for _ in hierarchy.tiers]
 
-    async def look(self, fresh: Collection[int] = ()) -> Observation:
-        """What every tier holds; those in ``fresh`` (tier indices) are listed now, whatever is known of them."""
-        asked_at = asyncio.get_running_loop().time()
-        await asyncio.gather(*(self._list(tier, asked_at, tier.index in fresh) for tier in self._hierarchy.tiers))
-        contents = tuple(
-            Contents.of((key, nbytes) for key, nbytes in known.objects.items() if (tier.index, key) not in self.damaged)
-            for tier, known in zip(self._hierarchy.tiers, self._known, strict=True)
-        )
+    # What is known
+
+    def seen(self) -> Observation:
+        """What every tier holds, as far as is known now. Of a tier that was never listed nothing is known."""
+        contents = tuple(known.contents for known in self._known)
         return Observation(
             self._hierarchy.roles, contents, self._rank, self._world_size, self._generation, self._lineage
         )
@@ -81,42 +108,167 @@ class Observer:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
         return self._known[index].visible
 
-    def age_s(self, index: int) -> float:
-        """Seconds since the tier was last listed."""
-        return asyncio.get_running_loop().time() - self._known[index].listed_at
+    def attempted_since(self, index: int, since: float) -> bool:
+        """Whether the tier was listed since then, or could not be."""
+        return self._known[index].attempted_at >= since
+
+    @property
+    def slow_views_s(self) -> dict[str, float]:
+        """Per tier whose last listing began over a minute ago: how many seconds ago."""
+        ages = {tier.name: _now() - known.listed_at for tier, known in self._pairs() if known.visible}
+        return {name: age_s for name, age_s in ages.items() if age_s > SLOW_VIEW_S}
+
+    # What this mover does
 
     def put(self, index: int, key: Key, nbytes: int) -> None:
         """This mover has put an object."""
         known = self._known[index]
-        known.objects[key] = known.changes[key] = nbytes
+        known.names[str(key)] = known.changes[str(key)] = nbytes
+        known.contents = known.contents.changed({key: nbytes})
+        if isinstance(key, CommitKey):
+            known.committed_at = _now()
+        if isinstance(key, ShardKey):
+            self.damaged.discard((index, key))
         known.pause_s = RELIST_FIRST_S
+        known.changed.set()
 
-    def gone(self, index: int, deleted: Iterable[Key]) -> None:
+    def gone(self, index: int, deleted: Collection[Key]) -> None:
         """These objects are no longer there."""
         known = self._known[index]
         for key in deleted:
-            known.objects.pop(key, None)
-            known.changes[key] = None
+            known.names.pop(str(key), None)
+            known.changes[str(key)] = None
+        known.contents = known.contents.changed(dict.fromkeys(deleted))
 
-    async def _list(self, tier: OpenTier, asked_at: float, fresh: bool) -> None:
+    def found_damaged(self, index: int, key: ShardKey) -> None:
+        """This copy has failed verification."""
+        known = self._known[index]
+        self.damaged.add((index, key))
+        known.contents = known.contents.changed({key: None})
+
+    # Looking
+
+    async def look(self, fresh: Iterable[int] = ()) -> Observation:
+        """What every tier holds, once each has been listed where that is due; those in ``fresh`` now."""
+        now, wanted = _now(), set(fresh)
+        await asyncio.gather(*(self.refresh(tier, now if tier.index in wanted else None) for tier, _ in self._pairs()))
+        return self.seen()
+
+    async def refresh(self, tier: OpenTier, since: float | None = None) -> None:
+        """List the tier if that is due, or if its last listing began before ``since``. Its errors are its trouble."""
         known = self._known[tier.index]
-        nearby = tier.capabilities.mappable
         async with known.lock:
             # Another look may have listed it while this one waited.
-            due = asked_at - known.listed_at >= (0.0 if nearby or fresh else known.pause_s)
-            if due or not known.visible:
-                found: dict[Key, int] = {}
-                known.changes.clear()
-                known.visible = await self._attempts.run(tier, lambda: self._read(tier, found), listing=True)
-                if known.visible:
-                    listed: dict[Key, int | None] = {**found, **known.changes}
-                    found = {key: nbytes for key, nbytes in listed.items() if nbytes is not None}
-                    known.pause_s = min(2 * known.pause_s, RELIST_MAX_S) if found == known.objects else RELIST_FIRST_S
-                    known.objects = found
-                    known.listed_at = asyncio.get_running_loop().time()
+            if _now() >= known.next_at or (since is not None and known.attempted_at < since):
+                await self._list(tier, known)
 
-    async def _read(self, tier: OpenTier, found: dict[Key, int]) -> None:
+    async def refresh_nearby(self) -> None:
+        """List the tiers inside the node."""
+        await asyncio.gather(*(self.refresh(tier) for tier, _ in self._pairs() if tier.capabilities.mappable))
+
+    async def keep_listing(self, tier: OpenTier, changed: Callable[[], None]) -> None:
+        """List a tier behind a network whenever that is due, until cancelled. ``changed`` is told after each."""
+        known = self._known[tier.index]
+        while not tier.capabilities.mappable:
+            known.changed.clear()
+            await self.refresh(tier)
+            changed()
+            while (pause_s := known.next_at - _now()) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await known.changed.wait()
+                    known.next_at = max(known.rest_until, min(known.next_at, _now() + known.pause_s))
+                    known.changed.clear()
+
+    async def fence(self, tier: OpenTier) -> None:
+        """Learn which generations have opened in a tier that a decision is about, and in the durable one.
+
+        The durable one need not be asked again where it has been since the newest commit there was learned of: what
+        is deleted elsewhere rests on that. Errors: ``TierError`` of either.
+        """
+        own, durable = self._known[tier.index], self._hierarchy.tiers[self.seen().durable.index]
+        if own.fenced_at < _now() - FENCE_S:
+            await self._read_generations(tier)
+        known = self._known[durable.index]
+        if durable is not tier and known.fenced_at < known.committed_at:
+            await self._read_generations(durable)
+
+    async def _read_generations(self, tier: OpenTier) -> None:
+        known, began = self._known[tier.index], _now()
+        try:
+            async with asyncio.timeout(FENCE_S_MAX):
+                found = {info.key: info.nbytes async for info in tier.driver.list(GENERATIONS)}
+        except TimeoutError:
+            message = f"it did not tell within {FENCE_S_MAX:g} s which generations have opened"
+            raise Transient(message, tier=tier.name) from None
+        parsed = {keys.parse(name): nbytes for name, nbytes in found.items()}
+        known.contents = known.contents.changed(
+            {key: nbytes for key, nbytes in parsed.items() if isinstance(key, LineageKey)}
+        )
+        known.fenced_at = began
+
+    async def _list(self, tier: OpenTier, known: _Known) -> None:
+        began = _now()
+        found: dict[str, int] = {}
+        parsed: dict[str, Key | None] = {}
+        known.changes.clear()
+
+        async def read() -> None:
+            try:
+                async with asyncio.timeout(LISTING_S_MAX):
+                    await self._read(tier, known, found, parsed)
+            except TimeoutError:
+                raise Transient(f"its listing did not end within {LISTING_S_MAX:g} s", tier=tier.name) from None
+
+        known.visible = await self._attempts.run(tier, Action(LISTING, "", read, into_tier=False))
+        known.attempted_at = began
+        if known.visible:
+            changed = self._take(tier, known, {**found, **known.changes}, parsed)
+            known.pause_s = RELIST_FIRST_S if changed else min(2 * known.pause_s, RELIST_MAX_S)
+            # Keys are listed in order: of generations after the bases that are committed.
+            known.listed_at = known.fenced_at = began
+        ended = _now()
+        known.rest_until = 2 * ended - began
+        nearby = tier.capabilities.mappable
+        pause_s = known.pause_s if known.visible else RELIST_FIRST_S
+        known.next_at = began if nearby else max(known.rest_until, ended + pause_s)
+
+    async def _read(self, tier: OpenTier, known: _Known, found: dict[str, int], parsed: dict[str, Key | None]) -> None:
         async for info in tier.driver.list():
-            key = keys.parse(info.key)
-            if key is not None:
-                found[key] = info.nbytes
+            if info.key not in known.names:
+                parsed[info.key] = keys.parse(info.key)
+            found[info.key] = info.nbytes
+            if len(found) % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+
+    def _take(
+        self, tier: OpenTier, known: _Known, listed: dict[str, int | None], parsed: dict[str, Key | None]
+    ) -> bool:
+        """Make what was listed what is known. Whether anything has changed."""
+        names = {name: nbytes for name, nbytes in listed.items() if nbytes is not None}
+        if names == known.names:
+            return False
+        news: dict[str, int | None] = {name: size for name, size in names.items() if known.names.get(name) != size}
+        news |= dict.fromkeys(known.names.keys() - names.keys())
+        known.names = names
+        changes: dict[Key, int | None] = {}
+        for name, nbytes in news.items():
+            key = parsed[name] if name in parsed else keys.parse(name)
+            if key is None:
+                continue
+            if isinstance(key, ShardKey) and (tier.index, key) in self.damaged:
+                if nbytes is not None:
+                    continue
+                self.damaged.discard((tier.index, key))
+            changes[key] = nbytes
+            if isinstance(key, CommitKey) and nbytes is not None:
+                known.committed_at = known.attempted_at
+        known.contents = known.contents.changed(changes)
+        return True
+
+    def _pairs(self) -> Iterable[tuple[OpenTier, _Known]]:
+        return zip(self._hierarchy.tiers, self._known, strict=True)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

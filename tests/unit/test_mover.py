@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
 
+from tests.moving import Watched, base, capture, held, mover_of, record, running, shard, tiers, until
 from tiercheck import container
-from tiercheck.attempts import Attempts
-from tiercheck.container import ShardMetadata, TensorEntry
-from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, JobConflict, Transient
+from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, JobConflict, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
-from tiercheck.mover import Mover
-from tiercheck.observer import Observer
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.placement import Placement
-from tiercheck.policy.watermark import Retention
 from tiercheck.records import seal
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ObjectInfo, Payload, PutMode
-
-WORLD = 2
 
 
 @pytest.fixture(autouse=True)
@@ -34,54 +26,6 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test can sit out."""
     monkeypatch.setattr("tiercheck.attempts.RETRY_FIRST_S", 0.005)
     monkeypatch.setattr("tiercheck.attempts.RETRY_MAX_S", 0.02)
-
-
-def shard(key: ShardKey) -> list[bytes | bytearray | memoryview]:
-    metadata = ShardMetadata.of(key, WORLD, "")
-    name = f"{key.first}/x"
-    return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))]))
-
-
-def tiers(tmp_path: Path, *, durable: FaultPlan | None = None, middle: FaultPlan | None = None) -> OpenHierarchy:
-    def under(plan: FaultPlan | None, url: str) -> Tier:
-        return Tier(url, wrap=(lambda driver: FaultyDriver(driver, plan)) if plan else None)
-
-    urls = [Tier(f"memory://mover-{uuid.uuid4().hex}")]
-    if middle is not None:
-        urls.append(under(middle, f"nvme://{tmp_path}/middle"))
-    return Hierarchy.of(*urls, under(durable, f"nvme://{tmp_path}/durable?survives=rack")).open()
-
-
-FIRST = Lineage(((1, None),))
-
-
-def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1, lineage: Lineage = FIRST) -> Mover:
-    return Mover(
-        hierarchy,
-        rank=rank,
-        world_size=world_size,
-        generation=1,
-        placement=Placement(2),
-        retention=Retention(),
-        lineage=lineage,
-    )
-
-
-async def capture(hierarchy: OpenHierarchy, *keys: ShardKey) -> None:
-    for key in keys:
-        await hierarchy.first.driver.put(str(key), shard(key))
-
-
-def base(version: int, rank: int = 0) -> ShardKey:
-    return ShardKey.base(1, version, rank)
-
-
-def record(version: int) -> ShardKey:
-    return ShardKey.differential(1, version, version, 0)
-
-
-async def held(hierarchy: OpenHierarchy, index: int = -1) -> list[str]:
-    return [info.key async for info in hierarchy.tiers[index].driver.list("g")]
 
 
 @pytest.fixture
@@ -225,41 +169,6 @@ async def test_keys_of_others_are_left_alone(plain: OpenHierarchy) -> None:
     assert bytes(await plain.first.driver.get("g000001/base/elsewhere")) == b"mine"
 
 
-class Watched(FaultyDriver):
-    """Counts listings, and holds up puts while ``gate`` is closed."""
-
-    def __init__(self, inner: TierDriver) -> None:
-        super().__init__(inner, FaultPlan())
-        self.listings = 0
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        self.listings += 1
-        async for info in super().list(prefix):
-            yield info
-
-    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        await self.gate.wait()
-        return await super().put(key, payload, mode=mode)
-
-
-@asynccontextmanager
-async def running(mover: Mover) -> AsyncIterator[None]:
-    life = asyncio.create_task(mover.run())
-    try:
-        yield
-    finally:
-        life.cancel()
-        await asyncio.wait({life})
-
-
-async def until(what: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
-        while not await what():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)  # there is nothing to wait on past the driver
-
-
 async def test_a_store_is_not_listed_for_each_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercheck.observer.RELIST_FIRST_S", 1000.0)
     monkeypatch.setattr("tiercheck.observer.RELIST_MAX_S", 1000.0)
@@ -323,15 +232,13 @@ async def test_a_slow_tier_holds_up_none_of_the_others(tmp_path: Path) -> None:
 async def test_a_generation_that_opens_between_two_commits_stops_the_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ages_s = [0.0]
-    monkeypatch.setattr("tiercheck.observer.Observer.age_s", lambda observer, index: ages_s[0])
+    monkeypatch.setattr("tiercheck.observer.FENCE_S", 0.0)
 
     class Superseding(FaultyDriver):
         async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
             info = await super().put(key, payload, mode=mode)
             if key.endswith("/commit"):
                 await super().put(str(LineageKey(2)), [b"whatever"])
-                ages_s[0] = 2.0  # and putting it took so long
             return info
 
     durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: Superseding(driver, FaultPlan()))
@@ -370,30 +277,108 @@ async def test_a_full_tier_is_made_room_in_before_anything_is_copied_to_it(tmp_p
         assert calls.index("delete") < calls.index(f"put {base(30)}")
 
 
-async def test_a_listing_that_was_under_way_does_not_undo_what_was_done_meanwhile(tmp_path: Path) -> None:
-    """Else a base might be deleted of which the view does not know that it is committed."""
-    begun, go_on = asyncio.Event(), asyncio.Event()
+async def test_what_is_known_of_no_tier_yet_is_no_ground_for_deleting(tmp_path: Path) -> None:
+    """What the durable tier needs is not known while it could not be listed once."""
+    plan = FaultPlan.fail_call("list", lambda: Transient("cannot list"), times=10**9)
+    async with tiers(tmp_path, durable=plan) as hierarchy:
+        await capture(hierarchy, *(base(version) for version in (0, 10, 20)), record(21))
+        mover = mover_of(hierarchy)
+        assert not await mover.cycle()
+        assert len(await held(hierarchy, 0)) == 4
+        assert not mover.status.idle
+        with pytest.raises(DeadlineExceeded, match=r"nvme: what it holds is not known; its trouble: .*cannot list"):
+            await mover.drain(0.1, closing=True)
 
-    class Slow(FaultyDriver):
-        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-            found = [info async for info in super().list(prefix)]
-            begun.set()
-            await go_on.wait()
-            for info in found:
-                yield info
 
-    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: Slow(driver, FaultPlan()))
-    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
-        driver = hierarchy.tiers[1].driver
-        await driver.put(str(base(0)), shard(base(0)))
-        observer = Observer(hierarchy, Attempts(), rank=0, world_size=1, generation=1, lineage=Lineage(((1, None),)))
-        looking = asyncio.create_task(observer.look())
-        await begun.wait()
-        observer.put(1, CommitKey(1, 0), 10)
-        observer.gone(1, [base(0)])
-        go_on.set()
-        assert list((await looking).contents[1].nbytes) == [CommitKey(1, 0)]
-        assert list((await observer.look([1])).contents[1].nbytes) == [base(0)], "the next one tells the truth again"
+class Hanging(Watched):
+    """Its listings hang while ``listing`` is closed."""
+
+    def __init__(self, inner: TierDriver) -> None:
+        super().__init__(inner)
+        self.listing = asyncio.Event()
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        await self.listing.wait()
+        async for info in super().list(prefix):
+            yield info
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["never listed", "listed before"])
+async def test_a_listing_that_hangs_holds_up_no_copy_elsewhere(tmp_path: Path, known: bool) -> None:
+    hanging: list[Hanging] = []
+
+    def hang(driver: TierDriver) -> TierDriver:
+        hanging.append(Hanging(driver))
+        return hanging[-1]
+
+    middle, durable = f"nvme://{tmp_path}/middle?survives=node", f"nvme://{tmp_path}/durable?survives=rack"
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", middle, Tier(durable, wrap=hang)).open() as hierarchy:
+        mover = mover_of(hierarchy)
+        await capture(hierarchy, base(0))
+        if known:
+            hanging[0].listing.set()
+            await mover.cycle()
+            hanging[0].listing.clear()
+        async with running(mover):
+            await capture(hierarchy, record(1), record(2))
+            mover.nudge()
+
+            async def next_door() -> bool:
+                return await held(hierarchy, 1) == [str(base(0)), str(record(1)), str(record(2))]
+
+            await until(next_door)
+            if known:  # what is known of it is enough for a copy
+
+                async def outside() -> bool:
+                    return str(ShardKey.differential(1, 1, 2, 0)) in mover_keys(hierarchy)
+
+                await until(outside)
+            await mover.room_for_base(5)
+            with pytest.raises(DeadlineExceeded):
+                await mover.drain(0.1, closing=True)
+            hanging[0].listing.set()
+            await mover.drain(10, closing=True)
+            assert mover.status.watermark == 0
+
+
+def mover_keys(hierarchy: OpenHierarchy) -> list[str]:
+    """What the durable tier holds, without a listing."""
+    root = Path(hierarchy.tiers[-1].driver.url.removeprefix("nvme://").partition("?")[0])
+    return [str(path.relative_to(root)) for path in root.rglob("*.safetensors")]
+
+
+async def test_an_older_view_decides_as_long_as_no_newer_generation_has_opened(tmp_path: Path) -> None:
+    """However long ago it was listed. What has opened is read right before anything is committed or deleted."""
+    async with tiers(tmp_path) as hierarchy:
+        durable = hierarchy.tiers[-1].driver
+        mover = mover_of(hierarchy)
+        await capture(hierarchy, base(0))
+        await mover.cycle()
+        await capture(hierarchy, base(10), base(20), record(21), record(22))
+        hour_s = 3600.0
+        loop = asyncio.get_running_loop()
+        real = loop.time
+        loop.time = lambda: real() + hour_s  # type: ignore[method-assign]  # every view is an hour old
+        try:
+            assert await mover.cycle()
+            assert mover.status.watermark == 20
+            await capture(hierarchy, base(30), base(40))
+            loop.time = lambda: real() + 2 * hour_s  # type: ignore[method-assign]
+            await durable.put(str(LineageKey(2)), [b"whatever"])
+            with pytest.raises(JobConflict):
+                await mover.cycle()
+        finally:
+            loop.time = real  # type: ignore[method-assign]
+
+
+async def test_an_error_of_the_loop_itself_ends_the_mover_and_shows(
+    plain: OpenHierarchy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = mover_of(plain)
+    monkeypatch.setattr("tiercheck.mover.to_commit", lambda seen, tier: [][0])
+    with pytest.raises(SaveError, match="has ended the mover: IndexError"):
+        await mover.run()
+    assert "IndexError" in mover.status.errors["mover"]
 
 
 async def test_what_another_job_wrote_under_this_generations_number_is_neither_copied_nor_committed(

@@ -30,8 +30,8 @@ def as_stored(shard: Shard) -> Contents:
 def merge(differentials: Sequence[Contents], target: ShardKey) -> list[Buffer]:
     """The payload of the batch ``target``, made of shards that hold its versions, in order and without a gap.
 
-    Names in a differential carry their version, so that nothing is renamed. Errors: ``ValueError`` where the shards
-    are not exactly the batch.
+    Names in a differential carry their version, so that nothing is renamed. Errors: ``HeaderTooLarge`` if they do not
+    fit into one shard; ``ValueError`` if they are not exactly the batch.
     """
     keys = [each.metadata.key for each in differentials]
     versions = [version for key in keys for version in key.versions]
