@@ -65,7 +65,7 @@ def test_a_codec_that_nobody_knows_is_not_exact() -> None:
     assert told(Tally.of([described("tomorrow", trained_on=True)]))[0] is Fidelity.APPROXIMATE
 
 
-@pytest.mark.parametrize("name", ["implementation", "torch_version", "instruction_set", "device"])
+@pytest.mark.parametrize("name", ["implementation", "torch_version", "instruction_set", "device", "library"])
 def test_another_optimizer_than_the_one_that_stepped(name: str) -> None:
     fidelity, notes = told(Tally.of([described("exact")]), **{name: "another"})
     assert fidelity is Fidelity.APPROXIMATE

@@ -2,9 +2,9 @@
 
 The rule is the worst of all that took part. An encoding is exact where its codec keeps every bit, or where the
 optimizer stepped with the very tensor that it decodes to; otherwise it is what its codec declares. The steps are
-exact where the optimizer that replays them is, in implementation, torch version, instruction set and device, the one
-that took them: what replays is that optimizer, or a kernel that was certified to give its bits. Anything else is
-approximate, and a note says why.
+exact where the optimizer that replays them is, in implementation, torch version, instruction set, device and, where
+it is not torch's, library and code, the one that took them: what replays is that optimizer, or a kernel that was
+certified to give its bits. Anything else is approximate, and a note says why.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ caller asks for less. Where none is, the optimizer is called: so for the first s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,7 +129,14 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
         if not all_take(AdamInPlace, provider, steps):
             return None
         sparse = any(isinstance(each, SparseGradient) for step in steps for each in step.gradients.values())
-        kernel = supports(**asdict(optimizer), exact=exact or not sparse)
+        kernel = supports(
+            kind=optimizer.kind,
+            implementation=optimizer.implementation,
+            torch_version=optimizer.torch_version,
+            instruction_set=optimizer.instruction_set,
+            device=optimizer.device,
+            exact=exact or not sparse,
+        )
         return None if kernel is None else AdamInPlace(kernel)
     if optimizer.kind != SGD or len(set(now)) != 1 or any(reason_sgd_not_replayable(SGD, group) for group in options):
         return None

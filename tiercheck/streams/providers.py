@@ -19,6 +19,7 @@ import torch
 
 from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.streams.generators import random_state, restore_random_state
+from tiercheck.streams.libraries import library_of
 from tiercheck.streams.module_tensors import ModuleTensors
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_of
 
@@ -43,16 +44,20 @@ class OptimizerIdentity:
     torch_version: str
     instruction_set: str
     device: str
+    library: str = ""
+    """Where the optimizer is not torch's own: whose it is, and a digest of its code
+    (:mod:`tiercheck.streams.libraries`)."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerIdentity:
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        kind: type = type(optimizer)
         return cls(
-            kind=kind,
+            kind=f"{kind.__module__}.{kind.__qualname__}",
             implementation=implementation_of(optimizer, device),
             torch_version=str(torch.__version__),
             instruction_set=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device),
             device=device.type,
+            library=library_of(kind),
         )
 
 
