@@ -35,11 +35,11 @@ async def test_a_neighbours_objects_outlive_the_agent(
         assert (key is not None) == with_keys
         url = f"peer://run?at={endpoint}" + (f"&server_key={key}" if key else "")
         async with make_driver(url) as neighbour:
-            await neighbour.put("a/b", [b"x" * 3_000_000])
+            await neighbour.put(str(base(0)), [b"x" * 3_000_000])
             os.kill(client.hello.pid, signal.SIGKILL)
             status = await client.status()  # which starts another
             assert client.hello.peer_endpoint == endpoint, "the neighbours know the port"
-            assert bytes(await neighbour.get("a/b")) == b"x" * 3_000_000
+            assert bytes(await neighbour.get(str(base(0)))) == b"x" * 3_000_000
         assert status["peer"]["encrypted"] is with_keys
         assert (await client.status())["peer"]["counts"]["bytes_got"] == 3_000_000
 
@@ -73,6 +73,6 @@ async def test_memory_for_neighbours_is_bounded(node: Node) -> None:
     async with started(node, bind=None, memory_bytes=1_000_000) as client:
         node.namespaces.append(f"peer-{node.name}-run")
         async with make_driver(f"peer://run?at={client.hello.peer_endpoint}") as neighbour:
-            await neighbour.put("small", [b"x" * 500_000])
+            await neighbour.put(str(base(0)), [b"x" * 500_000])
             with pytest.raises(CapacityExceeded):
-                await neighbour.put("large", [b"x" * 4_000_000])
+                await neighbour.put(str(base(1)), [b"x" * 4_000_000])

@@ -198,7 +198,7 @@ async def test_who_was_not_listed_gets_in_once_it_is(tmp_path: Path) -> None:
         link = Link(settings_of(server), connections=1, keys=strangers, server_key=keys.server_public)
         with pytest.raises(Unauthorized, match="does not let this client in"):
             await link.run(hello())
-    listed = replace(keys, allowed=keys.allowed | {strangers.client_public})
+    listed = replace(keys, allowed={**keys.allowed, **strangers.allowed})
     async with serving(keys=listed, bind=bind):
         deadline = time.monotonic() + 20
         while True:

@@ -15,7 +15,7 @@ def test_what_is_generated_is_loaded(tmp_path: Path) -> None:
     place = tmp_path / "a" / "keys"
     keys = PeerKeys.generate(place)
     assert PeerKeys.load(place) == keys
-    assert keys.allowed == {keys.client_public}
+    assert keys.allowed == {keys.client_public: "owner"}
     for value in (keys.server_public, keys.server_secret, keys.client_public, keys.client_secret):
         assert re.fullmatch("[0-9a-f]{64}", value)
     assert len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
@@ -84,14 +84,21 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
         PeerKeys.load(tmp_path / "keys")
 
 
-def test_allowed_clients_are_lines_with_comments(tmp_path: Path) -> None:
+def test_allowed_clients_are_lines_with_their_owners(tmp_path: Path) -> None:
     PeerKeys.generate(tmp_path / "keys")
     path = tmp_path / "keys" / "clients.allowed"
-    path.write_text(f"# nodes\n{'ab' * 32} node 1\n\n{'cd' * 32} # node 2\n")
-    assert PeerKeys.load(tmp_path / "keys").allowed == {"ab" * 32, "cd" * 32}
+    path.write_text(f"# nodes\n{'ab' * 32} alice # node 1\n\n{'cd' * 32} bob\n")
+    keys = PeerKeys.load(tmp_path / "keys")
+    assert (keys.allowed, keys.owner) == ({"ab" * 32: "alice", "cd" * 32: "bob"}, None)
     path.write_text("# nobody\n")
     with pytest.raises(ConfigurationError, match="nobody could get in"):
         PeerKeys.load(tmp_path / "keys")
-    path.write_text("ab" * 32 + "\nnonsense\n")
+    for odd in ("", " a b", " a/b", " # alice", " " + "a" * 65):
+        path.write_text("ab" * 32 + f"{odd}\n")
+        with pytest.raises(ConfigurationError, match="owner by one word"):
+            PeerKeys.load(tmp_path / "keys")
+    with pytest.raises(ConfigurationError, match="an owner is a word"):
+        PeerKeys.generate(tmp_path / "other", owner="a b")
+    path.write_text("ab" * 32 + " alice\nnonsense\n")
     with pytest.raises(ConfigurationError, match="line 2"):
         PeerKeys.load(tmp_path / "keys")

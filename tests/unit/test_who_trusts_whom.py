@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tests.servers.agents import Node, base, fake_peer, node, open_generation, shard
 from tiercheck.agent.neighbours import kept_for_neighbours, namespace_opener, shm_name
 from tiercheck.agent.roster import nominating_namespaces
 from tiercheck.agent.service import Agent
-from tiercheck.errors import Unauthorized
+from tiercheck.errors import NotFound, Unauthorized
 from tiercheck.keys import LineageKey, NominationKey
 from tiercheck.policy.lineage import Branch
 from tiercheck.records import seal
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.namespaces import NamespaceKind, namespace_path, namespaces
+from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
+from tiercheck.tiers.peer.messages import Hello, encode
+from tiercheck.tiers.peer.serving import ServerProtocol
+from tiercheck.tiers.peer.work import Greet, Work
+from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm import ShmDriver
+from tiercheck.types import PutMode
 
 __all__ = ["node"]
 
 
 def running(node: Node) -> Agent:
     return Agent(node.settings(), make_peer_server=fake_peer)
+
+
+@asynccontextmanager
+async def serving_neighbours(node: Node) -> AsyncIterator[str]:
+    """The address of an agent's own peer server, for this user on this machine."""
+    async with Agent(node.settings(bind=None)) as agent:
+        endpoint = agent.hello().peer_endpoint
+        assert endpoint is not None
+        yield endpoint
 
 
 # Nominations: from this user's trainers alone.
@@ -67,3 +89,59 @@ async def test_a_job_and_a_peer_server_never_share_a_namespace(node: Node) -> No
         await ShmDriver(kept).open()
     kinds = {found.name: found.kind for found in namespaces()}
     assert (kinds[own], kinds[kept]) == (NamespaceKind.OWN, NamespaceKind.NEIGHBOURS)
+
+
+# Neighbours: their own objects, in the namespaces that are kept for them.
+
+
+@pytest.mark.parametrize("key", ["nominations/r00000", "nominations/x", "tmp/x", "g000001", "lineage/g000001/x", "a/b"])
+async def test_a_neighbour_names_nothing_but_shards_and_their_records(node: Node, key: str) -> None:
+    node.namespaces.append(shm_name(node.name, "run"))
+    async with serving_neighbours(node) as endpoint, make_driver(f"peer://run?at={endpoint}&deadline=10") as neighbour:
+        await neighbour.put(str(base(0)), shard(base(0)))
+        for mode in (PutMode.OVERWRITE, PutMode.CREATE):
+            for nbytes in (1, 9 << 20):  # in one piece, and in several
+                with pytest.raises(Unauthorized):
+                    await neighbour.put(key, [bytes(nbytes)], mode=mode)
+        for attempt in (neighbour.get(key), neighbour.stat(key), neighbour.delete([str(base(0)), key])):
+            with pytest.raises(Unauthorized):
+                await attempt
+        assert [info.key async for info in neighbour.list()] == [str(base(0))]
+
+
+async def test_clients_of_another_owner_have_namespaces_of_their_own(tmp_path: Path) -> None:
+    ours, theirs = (PeerKeys.generate(tmp_path / owner, owner=owner) for owner in ("ours", "theirs"))
+    listed = replace(ours, allowed={**ours.allowed, **theirs.allowed})
+    stores: dict[str, TierDriver] = {}
+
+    async def open_namespace(name: str) -> TierDriver:
+        stores[name] = MemoryDriver()
+        await stores[name].open()
+        return stores[name]
+
+    async with PeerServer(open_namespace, keys=listed) as server:
+        own = PeerDriver("run", server.endpoint, keys=ours)
+        other = PeerDriver("run", server.endpoint, keys=theirs, server_key=server.server_key)
+        async with own, other:
+            await own.put("a", [b"ours"])
+            assert [info.key async for info in other.list()] == []
+            with pytest.raises(NotFound):
+                await other.get("a")
+            await other.put("a", [bytes(9 << 20)])
+            await other.delete(["a"])
+            assert bytes(await own.get("a")) == b"ours"
+        assert set(stores) == {"run", "theirs/run"}
+    assert shm_name("n", "theirs/run") not in {shm_name("n", name) for name in ("run", "theirs.run", "theirs-run")}
+
+
+@pytest.mark.parametrize("namespace", ["theirs/run", "../run", "/run", "run/", "a/b/c", ""])
+def test_no_client_names_the_namespace_of_another_owner(namespace: str) -> None:
+    for owner in ("", "ours"):
+        protocol = ServerProtocol(PeerLimits(), 7)
+        asked = protocol.receive(b"1", [encode(1, Hello(namespace))], 0.0, owner)
+        if "/" in namespace:
+            assert (asked, protocol.desk.dropped) == ([], {"malformed": 1})
+        else:
+            assert [effect.task for effect in asked if isinstance(effect, Work)] == [
+                Greet(f"{owner}/{namespace}" if owner else namespace)
+            ]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.agent.snapshot import PeerSnapshot
+from tiercheck.keys import ClaimKey, CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.shm import NamespaceKind, ShmDriver
 
@@ -58,7 +59,13 @@ def make_peer_server(settings: AgentSettings, open_namespace: OpenNamespace, bin
 
     limits = PeerLimits() if settings.memory_bytes is None else PeerLimits(memory_bytes=settings.memory_bytes)
     keys = PeerKeys.load(settings.keys) if settings.keys else None
-    return PeerServer(open_namespace, bind=bind, keys=keys, limits=limits)
+    return PeerServer(open_namespace, bind=bind, keys=keys, limits=limits, may_name=may_name)
+
+
+def may_name(text: str) -> bool:
+    """Whether neighbours may put, read or delete an object of that name: the shards of their ranks, and the records
+    that go with them. A nomination tells an agent what to do, and no neighbour does."""
+    return isinstance(parse(text), ShardKey | LineageKey | ClaimKey | MarkerKey | CommitKey)
 
 
 def namespace_opener(node: str) -> OpenNamespace:

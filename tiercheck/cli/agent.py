@@ -79,13 +79,18 @@ def size(text: str | None) -> int | None:
         raise ConfigurationError(f"--memory: {error}") from None
 
 
-def keys(directory: Annotated[Path, typer.Argument(help="A new directory, to be brought to every node.")]) -> None:
+def keys(
+    directory: Annotated[Path, typer.Argument(help="A new directory, to be brought to every node.")],
+    owner: Annotated[
+        str, typer.Option(help="A word for whose they are: clients of one owner share the copies that they keep.")
+    ] = "owner",
+) -> None:
     """Make the keys that let agents and trainers of several machines talk to one another, and nobody else."""
     try:
         from tiercheck.tiers.peer import PeerKeys
     except ImportError as error:
         raise ConfigurationError(f"keys need {error.name}: pip install 'tiercheck[peer]'") from error
-    PeerKeys.generate(directory)
+    PeerKeys.generate(directory, owner=owner)
     typer.echo(
         f"Keys are in {directory}. Bring the directory to every node, readable by the job's user alone, and set "
         f"TIERCHECK_KEYS={directory} there."

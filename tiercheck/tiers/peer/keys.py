@@ -4,10 +4,13 @@
 
     server.secret    server.public      the key pair of every server of the network
     client.secret    client.public      the key pair of its clients
-    clients.allowed                     who gets in: a client's public key a line, a word of comment after it
+    clients.allowed                     who gets in: a client's public key a line, and after it the word for its owner
 
 Each key is 64 hex digits. A network whose nodes must be told apart has a directory with its own client pair for
 each node, and all the public keys in everybody's ``clients.allowed``.
+
+A client reaches the namespaces of its owner only: of two owners each has a namespace of its own under the same name.
+So the clients of one job (or of one user, who trusts himself) have one owner, and those of others another one.
 """
 
 from __future__ import annotations
@@ -16,18 +19,24 @@ import contextlib
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import zmq
 from zmq.utils import z85
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.types import shown
 
 __all__ = ["KEYS_VARIABLE", "PeerKeys", "parse_public_key"]
 
 KEYS_VARIABLE = "TIERCHECK_KEYS"
+OWNER = "owner"
+"""The word for the owner of the clients of a new network."""
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _HEX = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)
 ALLOWED_BYTES_MAX = 1 << 20
 _FILES = ("server.secret", "server.public", "client.secret", "client.public")
@@ -39,25 +48,33 @@ class PeerKeys:
 
     server_public: str
     client_public: str
-    allowed: frozenset[str]
-    """The public keys of the clients that a server lets in."""
+    allowed: Mapping[str, str] = field(hash=False)
+    """The public keys of the clients that a server lets in, and whose they are."""
     server_secret: str = field(repr=False)
     client_secret: str = field(repr=False)
 
+    @property
+    def owner(self) -> str | None:
+        """Of these keys' own clients; ``None`` if they are not listed."""
+        return self.allowed.get(self.client_public)
+
     @classmethod
-    def generate(cls, directory: str | os.PathLike[str]) -> Self:
+    def generate(cls, directory: str | os.PathLike[str], *, owner: str = OWNER) -> Self:
         """Make new keys and write them to ``directory`` (mode 0700, its files 0600), all of them or none.
 
-        Errors: ``ConfigurationError`` where the directory holds keys already, or cannot be written.
+        Errors: ``ConfigurationError`` where the directory holds keys already, or cannot be written, and for an
+        ``owner`` that is no plain word.
         """
         place = Path(directory)
+        if not _OWNER.match(owner):
+            raise ConfigurationError(f"an owner is a word of letters, digits, '.', '_' and '-', not {shown(owner)}")
         pairs = {name: _new_pair() for name in ("server", "client")}
         contents = {
             "server.secret": pairs["server"][1],
             "server.public": pairs["server"][0],
             "client.secret": pairs["client"][1],
             "client.public": pairs["client"][0],
-            "clients.allowed": f"{pairs['client'][0]} client",
+            "clients.allowed": f"{pairs['client'][0]} {owner}",
         }
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -157,15 +174,20 @@ def _read_key(path: Path) -> str:
     return content
 
 
-def _read_allowed(path: Path) -> frozenset[str]:
-    allowed = set()
+def _read_allowed(path: Path) -> Mapping[str, str]:
+    allowed: dict[str, str] = {}
     for number, line in enumerate(_read_text(path).splitlines(), 1):
-        words = line.partition("#")[0].split(maxsplit=1)
+        words = line.partition("#")[0].split()
         if not words:
             continue
         if not _HEX.match(words[0]):
             raise ConfigurationError(f"line {number} of {path} must start with a public key of 64 hex digits")
-        allowed.add(words[0])
+        if len(words) != 2 or not _OWNER.match(words[1]):
+            raise ConfigurationError(
+                f"line {number} of {path} must name the key's owner by one word after it: clients of one owner share "
+                "their namespaces, and nobody else reaches them. A comment begins with '#'"
+            )
+        allowed[words[0]] = words[1]
     if not allowed:
         raise ConfigurationError(f"{path} lists no client, so nobody could get in; add a client's public key a line")
-    return frozenset(allowed)
+    return MappingProxyType(allowed)

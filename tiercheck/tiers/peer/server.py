@@ -72,6 +72,9 @@ MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AU
 class PeerServer:
     """Serves the namespaces that ``open_namespace`` opens (once each; :meth:`close` closes them).
 
+    It is given the namespace's name, and for clients of another owner than this server's ``OWNER/NAME``. ``may_name``
+    says which keys objects may have here; others are ``Unauthorized``.
+
     ``bind``: ``tcp://HOST:PORT``, port 0 for a free one; or ``ipc:///PATH``, a socket in a directory of this user's
     alone, which lets nobody else in. With ``keys`` only clients whose public key is listed get in, and all traffic is
     encrypted. TCP without keys is for tests and benchmarks, and for a loopback address: every local user gets in.
@@ -85,7 +88,9 @@ class PeerServer:
         bind: str = "tcp://127.0.0.1:0",
         keys: PeerKeys | None = None,
         limits: PeerLimits | None = None,
+        may_name: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        self._may_name = may_name
         self._bind = check_bind(bind, with_keys=keys is not None)
         self._keys = keys
         self._limits = limits or PeerLimits()
@@ -118,7 +123,7 @@ class PeerServer:
         """Bind and serve. Errors: ``ConfigurationError`` where the address cannot be bound; ``RuntimeError`` twice."""
         if self._running is not None:
             raise RuntimeError("the peer server is running already")
-        store = NamespaceStore(self._open_namespace, self._limits)
+        store = NamespaceStore(self._open_namespace, self._limits, self._may_name)
         self._running = _Running(self._bind, self._keys, self._limits, store)
         if is_socket(self.endpoint):
             log.info("peer server at %s for this user", self.endpoint)
@@ -290,7 +295,12 @@ class _Running:
             except zmq.Again:
                 return
             frames = self._rest_of_message(peer.more)
-            self._act(self._protocol.receive(peer.bytes, [frame.buffer for frame in frames], time.monotonic()))
+            owner = self._owner(frames[0]) if frames else None
+            if owner is None:
+                self._drop("malformed")
+                continue
+            buffers = [frame.buffer for frame in frames]
+            self._act(self._protocol.receive(peer.bytes, buffers, time.monotonic(), owner))
 
     def _rest_of_message(self, more: bool) -> list[zmq.Frame]:
         """What follows the sender's name. One frame too many is enough to know what it is: the others are let go of,
@@ -308,6 +318,17 @@ class _Running:
         if fd is not None:
             self._watched.handled(fd, count, nbytes)
         return kept
+
+    def _owner(self, frame: zmq.Frame) -> str | None:
+        """Whose client has sent it, as :meth:`_admit` has said; empty for our own, and if there are no keys. ``None``
+        for nobody's."""
+        if self._keys is None:
+            return ""
+        try:
+            owner = str(frame.get("User-Id"))
+        except zmq.ZMQError:
+            return None
+        return "" if owner == self._keys.owner else owner
 
     def _act(self, effects: list[Reply | Work]) -> None:
         for effect in effects:
@@ -340,7 +361,7 @@ class _Running:
         """Answer libzmq's question whether a connection may be (RFC 27, ZAP)."""
         frames = self._zap.recv_multipart()
         envelope, request = frames[: frames.index(b"") + 1], frames[frames.index(b"") + 1 :]
-        status, reason = b"400", b"not listed"
+        status, reason, owner = b"400", b"not listed", b""
         if self._crowded():
             status, reason = b"500", b"too many connections"
             self._drop("too many connections")
@@ -352,10 +373,10 @@ class _Running:
         elif self._keys is None:
             status, reason = b"200", b"loopback"
         elif len(request) == 7 and request[5] == b"CURVE" and request[6].hex() in self._keys.allowed:
-            status, reason = b"200", b"listed"
+            status, reason, owner = b"200", b"listed", self._keys.allowed[request[6].hex()].encode()
         else:
             self._drop("not listed")
-        self._zap.send_multipart([*envelope, b"1.0", request[1], status, reason, b"", b""])
+        self._zap.send_multipart([*envelope, b"1.0", request[1], status, reason, owner, b""])
 
     def _crowded(self) -> bool:
         """Whether the connections, the one that asks among them, are too many. Those that are gone do not count."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tiercheck.errors import Corruption, NotFound
@@ -235,12 +235,14 @@ class ServerProtocol:
         limits = self.desk.limits
         return self.desk.working >= limits.calls or self.puts.whole_bytes >= limits.in_flight_bytes
 
-    def receive(self, peer: bytes, frames: Sequence[Buffer], now: float) -> list[Reply | Work]:
-        """One message: its head and, where its kind has it, its data."""
+    def receive(self, peer: bytes, frames: Sequence[Buffer], now: float, owner: str = "") -> list[Reply | Work]:
+        """One message: its head and, where its kind has it, its data. ``owner``: whose client has sent it, if another
+        one's than the server's."""
         try:
             if not 1 <= len(frames) <= 2:
                 raise BadFrame("malformed", f"a message has {len(frames)} frames")
             request_id, message = decode(frames[0])
+            message = of_owner(message, owner)
             self._dispatch(peer, request_id, message, frames[1] if len(frames) == 2 else None, now)
         except BadFrame as bad:
             self.desk.drop(bad.reason)
@@ -328,6 +330,15 @@ class ServerProtocol:
                 return failure_of(outcome)
             case _:
                 raise AssertionError(f"a task came to {outcome!r}")
+
+
+def of_owner(message: Message, owner: str) -> Message:
+    """The message about a namespace of its client's owner: another owner's of the same name is another one."""
+    if not isinstance(message, Hello | Stat | ListPage | Delete | MeasureUsage | BeginPut | BeginGet):
+        return message
+    if "/" in message.namespace:
+        raise BadFrame("malformed", "a namespace has a slash")
+    return replace(message, namespace=f"{owner}/{message.namespace}") if owner else message
 
 
 def checked_key(key: str) -> str:

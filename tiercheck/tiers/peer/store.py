@@ -6,7 +6,7 @@ import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
 
-from tiercheck.errors import CapacityExceeded, NotFound, Transient
+from tiercheck.errors import CapacityExceeded, NotFound, Transient, Unauthorized
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.limits import PeerLimits
@@ -36,10 +36,20 @@ PAGE_BYTES_MAX = HEAD_BYTES_MAX // 2
 
 
 def check_namespace(name: str) -> str:
-    """``name`` where it may be a namespace: one component of a key. ``ValueError`` otherwise."""
+    """``name`` if it may be a client's namespace: one component of a key. ``ValueError`` otherwise."""
     if "/" in name:
         raise ValueError(f"the namespace {shown(name)} has a slash")
     return validate_key(name, bytes_max=255)
+
+
+def keys_of(task: Task) -> tuple[str, ...]:
+    """The keys that a client names by it."""
+    match task:
+        case StatObject(_, key) | StoreWhole(_, key) | ReserveMemory(_, key) | OpenObject(_, key):
+            return (key,)
+        case DeleteObjects(_, keys):
+            return keys
+    return ()
 
 
 class BufferMemory:
@@ -67,11 +77,17 @@ class BufferMemory:
 
 
 class NamespaceStore:
-    """Does the protocol's tasks, within ``limits``."""
+    """Does the protocol's tasks, within ``limits``, for objects whose keys ``may_name`` allows."""
 
-    def __init__(self, open_namespace: Callable[[str], Awaitable[TierDriver]], limits: PeerLimits) -> None:
+    def __init__(
+        self,
+        open_namespace: Callable[[str], Awaitable[TierDriver]],
+        limits: PeerLimits,
+        may_name: Callable[[str], bool] = lambda _: True,
+    ) -> None:
         self._open_namespace = open_namespace
         self._limits = limits
+        self._may_name = may_name
         self._drivers: dict[str, TierDriver] = {}
         self._opening = asyncio.Lock()
         self._reserving = asyncio.Lock()
@@ -92,7 +108,10 @@ class NamespaceStore:
             raise errors[0]
 
     async def do(self, task: Task) -> object:
-        """The outcome of ``task``. Errors: the drivers'."""
+        """The outcome of ``task``. Errors: ``Unauthorized`` for a key that no object may have here; the drivers'."""
+        for key in keys_of(task):
+            if not self._may_name(key):
+                raise Unauthorized("no object of this name may lie in a neighbour's memory", key=key)
         match task:
             case Greet(namespace):
                 await self.driver(namespace)
@@ -128,7 +147,7 @@ class NamespaceStore:
         found = self._drivers.get(namespace)
         if found is not None:
             return found
-        check_namespace(namespace)
+        check_namespace(namespace.rpartition("/")[2])
         async with self._opening:
             found = self._drivers.get(namespace)
             if found is None:
