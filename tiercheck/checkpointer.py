@@ -18,7 +18,7 @@ import concurrent.futures
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -44,14 +44,16 @@ from tiercheck.errors import (
     ConfigurationError,
     DeadlineExceeded,
     GroupError,
+    RecoveryError,
     SaveError,
     TierCheckError,
 )
-from tiercheck.generation import open_generation, propose, withdraw_captures, withdraw_records
+from tiercheck.generation import UNSEEN, Opening, open_generation, propose, withdraw_captures, withdraw_records
 from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.mover import Mover, Moving
 from tiercheck.nomination import NominatedTier, Nomination
+from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
@@ -69,6 +71,8 @@ T = TypeVar("T")
 
 USAGE_S_MAX = 5.0
 """A store that must be listed to tell what it holds may take longer: then it is not asked."""
+NUMBERS_TRIED = 16
+"""Numbers for a generation, one after the other, until one is free in every tier."""
 
 
 class Checkpointer:
@@ -288,28 +292,17 @@ class Checkpointer:
         tiers = self._opened()
         exact, deadline_s = self.config.exact_replay, self.config.deadline_s
         restorer = Restorer(tiers, self._provider, self._group, self._loop, deadline_s, exact=exact)
+        restorer.restart = self.config.on_nothing_left == "restart"
         restorer.survey()
         self._recovery = restorer.restore()
         self._stream.load(restorer.residuals)
         point = self._recovery.point if self._recovery else None
         version = point.last if point else 0
-        proposal = propose(
-            restorer.branches,
-            restorer.claims,
-            parent=point.generation if point else 0,
-            left_at=version,
-            world_size=self._group.world_size,
-        )
-        proposals = self._gather("choosing the generation", proposal.to_object)
-        branch = Branch.from_object(proposals[0])
+        branch = self._open_generation(restorer, point)
         self._generation = branch.generation
         self._stream.token = branch.token
-        lineage = Lineage.of([*restorer.branches, branch])
+        lineage = Lineage.of([*restorer.past.branches, branch])
         try:
-            self._gather(
-                "opening the generation",
-                lambda: self._call(open_generation(tiers, branch), f"opening generation {branch.generation}"),
-            )
             read_from = self._gather("beginning to save", lambda: self._prepare(lineage, version))
         except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
             raise
@@ -381,6 +374,44 @@ class Checkpointer:
         except TierCheckError as error:
             log.debug("%s", error)
             return None
+
+    def _open_generation(self, restorer: Restorer, point: RecoveryPoint | None) -> Branch:
+        """The generation that begins at ``point``, recorded in every rank's tiers; in those that cannot be written to
+        just now later, where each rank's memory has served the recovery.
+
+        Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
+        """
+        taken = restorer.past.taken + (UNSEEN if restorer.past.away else 0)
+        for _ in range(NUMBERS_TRIED):
+            proposal = propose(
+                taken,
+                parent=point.generation if point else 0,
+                left_at=point.last if point else 0,
+                world_size=self._group.world_size,
+            )
+            branch = Branch.from_object(self._gather("choosing the generation", proposal.to_object)[0])
+
+            def open_it(branch: Branch = branch) -> dict[str, Any]:
+                opening = open_generation(self._opened(), branch, may_wait=restorer.in_memory)
+                return asdict(self._call(opening, f"opening generation {branch.generation}"))
+
+            try:
+                openings = [Opening(**each) for each in self._gather("opening the generation", open_it)]
+            except GroupError:
+                raise
+            except Exception:
+                self._withdraw(branch)
+                raise
+            if not any(opening.occupied for opening in openings):
+                for tier, error in openings[self._group.rank].later.items():
+                    log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
+                return branch
+            self._withdraw(branch)
+            taken = branch.generation
+        raise RecoveryError(
+            f"{NUMBERS_TRIED} numbers of generations up to {taken} are occupied by what is no lineage record: remove "
+            f"what is foreign under lineage/ in {', '.join(tier.driver.url for tier in self._opened().tiers)}"
+        )
 
     def _make_mover(self, placement: Placement, lineage: Lineage) -> Moving:
         """The mover, in this process; or what stands for it here, where the node's agent has it."""

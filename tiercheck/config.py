@@ -14,6 +14,7 @@ from tiercheck.keys import VERSION_MAX
 __all__ = ["CheckpointConfig"]
 
 ON_SAVE_ERROR = ("fail", "warn")
+ON_NOTHING_LEFT = ("refuse", "restart")
 MOVERS = ("auto", "trainer", "agent")
 DEADLINE_S_MAX = 30 * 86_400.0
 THREADS_MAX = 4096
@@ -47,6 +48,10 @@ class CheckpointConfig:
     """``fail``: a version that cannot be saved raises ``SaveError`` out of the step. ``warn``: it is logged and
     counted, and training goes on; bases are tried again at each version, without waiting for a tier once it has kept
     one waiting for ``deadline_s``. Closing logs what could not be brought to its tiers, too."""
+    on_nothing_left: str = "refuse"
+    """When versions were saved and none is left that every rank can come to, as when a node is lost before its first
+    base has left it. ``refuse``: ``RecoveryError`` says what was found where. ``restart``: begin anew at version 0, as
+    a new lineage, and log so as an error; never while a tier is away, or every rank's versions lie somewhere."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer lives, and is started where none runs. ``auto``: the agent where a tier is a
@@ -75,6 +80,10 @@ class CheckpointConfig:
             )
         if self.mover not in MOVERS:
             raise ConfigurationError(f"mover is one of {', '.join(MOVERS)}, not {self.mover!r}")
+        if self.on_nothing_left not in ON_NOTHING_LEFT:
+            raise ConfigurationError(
+                f"on_nothing_left is one of {', '.join(ON_NOTHING_LEFT)}, not {self.on_nothing_left!r}"
+            )
         if self.on_save_error not in ON_SAVE_ERROR:
             raise ConfigurationError(f"on_save_error is one of {', '.join(ON_SAVE_ERROR)}, not {self.on_save_error!r}")
 

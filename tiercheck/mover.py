@@ -24,11 +24,12 @@ from typing import Protocol
 from tiercheck.actions import COMMITTING, COPYING, DELETING, MARKING, Actions
 from tiercheck.attempts import RETRY_FIRST_S, Action, Attempts
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
+from tiercheck.generation import record_generation
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import ShardKey, Stream
+from tiercheck.keys import LineageKey, ShardKey, Stream
 from tiercheck.observer import Observer
 from tiercheck.policy.commit import superseded, to_commit, to_mark
-from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation
 from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 2.0
 NAMED_MAX = 3
 """Of the objects that a wait ended for, so many are named."""
+RECORDING = "recording"
 MOVER = "mover"
 """Under which :attr:`MoverStatus.errors` says why the mover has stopped."""
 
@@ -132,6 +134,10 @@ class Mover:
         self._serving = [asyncio.Lock() for _ in hierarchy.tiers]
         self._idle = [False for _ in hierarchy.tiers]
         self._looked = asyncio.Condition()
+        self._lineage = lineage
+        self._branch = lineage.branches.get(generation)
+        self._unrecorded = {tier.index for tier in hierarchy.tiers[1:] if self._branch is not None}
+        """Tiers that have not been seen to hold this generation's record: it may not have been writable at attach."""
 
     def nudge(self) -> None:
         """Something changed: look soon instead of at the next regular look."""
@@ -206,7 +212,7 @@ class Mover:
                 await self._observer.refresh_nearby()
                 actions = self._wanted(self._seen(), tier, closing)
                 if self._observer.visible(tier.index):
-                    self._attempts.keep(tier, (COPYING, MARKING, COMMITTING, DELETING), actions)
+                    self._attempts.keep(tier, (RECORDING, COPYING, MARKING, COMMITTING, DELETING), actions)
                 outcomes = [await self._try(tier, action) for action in self._attempts.ordered(tier, actions)]
                 acted |= any(outcomes)
                 done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
@@ -222,11 +228,19 @@ class Mover:
         self._note()
         return succeeded
 
+    async def _record(self, tier: OpenTier, branch: Branch) -> None:
+        """Before that nothing is done in the tier."""
+        await record_generation(tier, branch, self._lineage)
+        self._unrecorded.discard(tier.index)
+
     def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:
         """What policy asks to be done for the tier. Of a tier that cannot be listed nobody knows."""
         visible, actions = self._observer.visible, self._actions
         if not visible(tier.index):
             return []
+        if tier.index in self._unrecorded and self._branch is not None:
+            record = partial(self._record, tier, self._branch)
+            return [Action(RECORDING, str(LineageKey(self._branch.generation)), record)]
         return [
             *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
             *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),

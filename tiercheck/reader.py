@@ -22,6 +22,11 @@ the same shard as in the first. A copy that fails is quarantined, and other sour
 are taken. Only where there is none is the part :class:`Lost`: then the ranks agree to load the base again, and to
 replay up to an older version, :mod:`tiercheck.restore`.
 
+Only damage (``Corruption``) and an object that is not there, asked for twice, cost a copy. Every other error may pass:
+other copies are read meanwhile, where there are any, and else this one is tried again with growing pauses until the
+deadline. Then the recovery is refused, naming tier, rank and error: the copy may be whole, so nothing older is restored
+in its place.
+
 Reads have deadlines. An object that another tier holds too may take half of the time that is left; where nothing has
 come by then, its tier counts as silent, and is asked only for what no other one has.
 """
@@ -40,7 +45,7 @@ from typing import TypeVar
 
 from tiercheck import container
 from tiercheck.background import BackgroundLoop
-from tiercheck.errors import Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
+from tiercheck.errors import Corruption, DeadlineExceeded, NotFound, RecoveryError, TierError, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.consensus import RecoveryPoint
@@ -51,11 +56,16 @@ from tiercheck.streams.differential import Differential, read_differentials
 from tiercheck.streams.replay import STEPS_AT_ONCE
 from tiercheck.streams.runs import Run, Undecodable, check_fits, decode_run
 from tiercheck.streams.snapshot import advanced
+from tiercheck.survey import asked_twice
 
-__all__ = ["Lost", "Part", "Reader"]
+__all__ = ["Lost", "OutOfReach", "Part", "Reader"]
 
 log = logging.getLogger(__name__)
 
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 5.0
+ANSWER_S = 2.0
+"""A coroutine that gives up at the deadline has so long to say why."""
 BATCHES_AT_ONCE = 2
 """Batches in memory: one that is being replayed, and the next."""
 OBJECTS_AT_ONCE = 4
@@ -63,6 +73,10 @@ OBJECTS_AT_ONCE = 4
 
 
 Chosen = TypeVar("Chosen")
+
+
+class OutOfReach(RecoveryError):
+    """A copy that may be whole could not be read until the deadline, and there is no other."""
 
 
 class Lost(RecoveryError):
@@ -115,6 +129,9 @@ class Reader:
     read_bytes: int = 0
     """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
     _silent: set[int] = field(default_factory=set)
+    _troubled: dict[Source, TierError] = field(default_factory=dict)
+    """Copies that could not be read just now, and why. They are used where there are no others."""
+    _pause_s: float = RETRY_FIRST_S
     _base: tuple[Source, BaseState] | None = None
     _digests: dict[Source, str] = field(default_factory=dict)
     """What was verified, and the digest of its header, which holds the checksums of all the rest."""
@@ -123,14 +140,16 @@ class Reader:
 
     def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
         """Read and verify all that the rank needs to get to ``point``; ``None`` where some version has no good copy
-        left: then there are more in :attr:`quarantined`. Errors: ``DeadlineExceeded``."""
-        return self.loop.call(self._verify(point, own), what="reading the checkpoint", deadline_s=self.deadline_s)
+        left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
+        within_s = self.deadline_s + ANSWER_S
+        return self.loop.call(self._verify(point, own), what="reading the checkpoint", deadline_s=within_s)
 
     def runs(self, part: Part, own: Collection[Source], *, threads: int) -> Generator[Run, None, None]:
         """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
         decoded when it is asked for, by at most ``threads`` threads. None where a snapshot stands for them.
 
-        Errors: ``Lost`` where the last copy of a version has gone bad since it was verified; ``DeadlineExceeded``.
+        Errors: ``Lost`` where the last copy of a version has gone bad since it was verified; ``OutOfReach``;
+        ``DeadlineExceeded``.
         """
         if part.point.by_snapshot:
             self.used = list(part.plan.sources)
@@ -139,6 +158,7 @@ class Reader:
         left_s = self.deadline_s
         due = part.point.anchor + 1
         chosen: tuple[Source, ...] | Unreachable = part.plan.batches
+        self._troubled.clear()
         while not isinstance(chosen, Unreachable):
             stream = _Stream(self, part, own, deque(grouped(chosen, STEPS_AT_ONCE)), due, left_s)
             try:
@@ -148,11 +168,15 @@ class Reader:
             except Undecodable as error:
                 self._quarantine(stream.source_of(error.version), error)
             except _Failed as failed:
-                self._quarantine(failed.source, failed.cause)
+                self._note(failed)
             finally:
                 stream.close()
             due, left_s = stream.due, stream.left_s
-            chosen = self._choose(own, partial(batches, part.point, due, self.rank))
+            following = partial(batches, part.point, due, self.rank)
+            if pause_s := self._pause(own, following, left_s):
+                time.sleep(pause_s)
+                left_s -= pause_s
+            chosen = self._choose(own, following)
         raise Lost(
             f"rank {self.rank} has no good copy of differential {chosen.version} any more: the last one went bad "
             "after it was verified"
@@ -177,16 +201,56 @@ class Reader:
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
                 return Part(chosen, base, start)
             except _Failed as failed:
-                self._quarantine(failed.source, failed.cause)
+                self._note(failed)
                 self._let_go()
+            left_s = until - asyncio.get_running_loop().time()
+            if pause_s := self._pause(own, partial(plan, point, self.rank), left_s):
+                await asyncio.sleep(pause_s)
 
     def _choose(
         self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable]
     ) -> Chosen | Unreachable:
-        """What the policy chooses of the usable copies; without the tiers that keep silent, where it can."""
+        """What the policy chooses of the usable copies; without those in trouble and the tiers that keep silent, where
+        it can."""
         usable = self.usable(own)
-        prompt = policy([source for source in usable if source.tier not in self._silent])
-        return policy(usable) if isinstance(prompt, Unreachable) else prompt
+        answering = [source for source in usable if source not in self._troubled]
+        prompt = [source for source in answering if source.tier not in self._silent]
+        for copies in (prompt, answering):
+            if not isinstance(chosen := policy(copies), Unreachable):
+                return chosen
+        return policy(usable)
+
+    def _note(self, failed: _Failed) -> None:
+        """A copy that is damaged or gone is none. Any other error may pass."""
+        if isinstance(failed.cause, Corruption | NotFound):
+            self._quarantine(failed.source, failed.cause)
+            return
+        name = self._name(failed.source)
+        log.warning("%s cannot be read from tier %s just now: %s", failed.source.key, name, failed.cause)
+        self._troubled[failed.source] = failed.cause
+
+    def _pause(
+        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable], left_s: float
+    ) -> float:
+        """How long to wait before the next try; 0 where there is a way without the copies in trouble, or no way at all.
+
+        After a pause each of them is worth another try. Errors: ``OutOfReach`` where no time is left.
+        """
+        usable = self.usable(own)
+        answering = [source for source in usable if source not in self._troubled]
+        if not isinstance(policy(answering), Unreachable) or isinstance(policy(usable), Unreachable):
+            return 0.0
+        if left_s <= 0:
+            source, error = min(self._troubled.items(), key=lambda each: each[0])
+            raise OutOfReach(
+                f"rank {self.rank} cannot read {source.key} from tier {self._name(source)}, and tried for "
+                f"{self.deadline_s:g} s: {error}. The copy may be whole, so that nothing older is restored in its "
+                "place: start again when the tier can be read, or remove the object to go back without it"
+            )
+        self._troubled.clear()
+        self._silent.clear()
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, RETRY_MAX_S)
+        return min(pause_s, left_s)
 
     async def _verified_base(self, chosen: Plan, own: Collection[Source], until: float) -> BaseState:
         source = chosen.anchor
@@ -240,7 +304,7 @@ class Reader:
         await asyncio.gather(*(verify_group(group) for group in reversed(groups)))
         for failure in failures[1:]:
             if isinstance(failure, _Failed):
-                self._quarantine(failure.source, failure.cause)
+                self._note(failure)
         if failures:
             raise failures[0]
 
@@ -288,21 +352,23 @@ class Reader:
         return found
 
     async def _get(self, source: Source, own: Collection[Source], until: float) -> memoryview:
-        """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` where it can be had
-        elsewhere, and nothing came in half of the time left."""
+        """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` where nothing came in the
+        time left, or in half of it where the object can be had elsewhere."""
         held = self._held.get(source)
         if held is not None:
             if not self._mapped(source):
                 del self._held[source]
             return held
         left_s = max(0.0, until - asyncio.get_running_loop().time())
-        reading = asyncio.ensure_future(self.hierarchy.tiers[source.tier].driver.get(str(source.key)))
+        driver = self.hierarchy.tiers[source.tier].driver
+        reading = asyncio.ensure_future(asked_twice(lambda: driver.get(str(source.key))))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
         try:
-            await asyncio.wait({reading}, timeout=left_s / 2 if self._is_elsewhere(source, own) else None)
+            wait_s = left_s / 2 if self._is_elsewhere(source, own) else left_s
+            await asyncio.wait({reading}, timeout=wait_s)
             if not reading.done():
                 self._silent.add(source.tier)
-                raise Transient(f"nothing came within {left_s / 2:.3g} s", tier=self._name(source), key=str(source.key))
+                raise Transient(f"nothing came within {wait_s:.3g} s", tier=self._name(source), key=str(source.key))
         finally:
             # Not waited for: a tier that does not answer may not hear of it either.
             reading.cancel()
@@ -314,10 +380,12 @@ class Reader:
         """Whether other tiers hold all that is in the source."""
         key = source.key
         if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even where it spans them
-            return any(each.key == key and each.tier != source.tier for each in self.usable(own))
+            return any(
+                each.key == key and each.tier != source.tier for each in self.usable(own) - self._troubled.keys()
+            )
         others = [
             each.key
-            for each in self.usable(own)
+            for each in self.usable(own) - self._troubled.keys()
             if each.tier != source.tier and (each.key.stream, each.key.generation) == (key.stream, key.generation)
         ]
         return all(any(version in other.versions for other in others) for version in key.versions)
@@ -403,7 +471,7 @@ class _Stream:
         (group, coming), self._coming = self._coming, None
         began = time.perf_counter()
         try:
-            shards = coming.result(timeout=self.left_s)
+            shards = coming.result(timeout=self.left_s + ANSWER_S)
         except TimeoutError:
             if coming.done():  # the coroutine's own, not ours
                 raise

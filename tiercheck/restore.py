@@ -12,38 +12,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from tiercheck import keys, objects
+from tiercheck import objects
 from tiercheck.background import BackgroundLoop
-from tiercheck.errors import (
-    Corruption,
-    Mismatch,
-    RecoveryError,
-    TierCheckError,
-)
+from tiercheck.errors import Mismatch, RecoveryError, TierCheckError
 from tiercheck.group import Group
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.keys import ClaimKey, LineageKey, ShardKey
-from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.recovery import Availability, Source, availability
+from tiercheck.past import Past, Points
+from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.recovery import Availability, Source
 from tiercheck.reader import Lost, Part, Reader
-from tiercheck.records import read_record
 from tiercheck.streams.base import BaseState
 from tiercheck.streams.fidelity import reached
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.replay import Replayed, replay_runs, threads_granted
 from tiercheck.streams.runs import Run
 from tiercheck.streams.trained_on import forget_sent
+from tiercheck.survey import Survey, sources_of, survey
 from tiercheck.types import Fidelity
 
 __all__ = ["Recovery", "Restorer", "gather"]
 
 log = logging.getLogger(__name__)
 
+ASK_AGAIN_S = 5.0
+"""How long a tier that fails is asked again before the ranks see whether they need it."""
+NOTHING_KNOWN_S = 10.0
+"""How long a tier that fails is asked where nothing tells of a past: most likely its address is wrong."""
+ANSWER_S = 5.0
+"""A rank that ends its waiting at the deadline has so long to tell the others why."""
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
 
@@ -57,7 +57,7 @@ class Recovery:
     sources: tuple[tuple[str, str], ...]
     """What this rank loaded and replayed, in order: (object, tier)."""
     quarantined: tuple[tuple[str, str, str], ...]
-    """Copies of this rank's objects that failed verification: (object, tier, reason)."""
+    """Copies of this rank's objects that failed verification, and records set aside: (object, tier, reason)."""
     matrix: tuple[Availability, ...]
     """What each tier could give each rank before anything was read."""
     fidelity: Fidelity
@@ -125,30 +125,6 @@ def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: f
     return [answer["value"] for answer in answers]
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What one rank found: copies of its own shards, and the lineage and the claims its tiers tell of."""
-
-    sources: frozenset[Source]
-    branches: frozenset[Branch]
-    claims: frozenset[ClaimKey]
-
-    def to_object(self) -> dict[str, Any]:
-        return {
-            "sources": [(source.tier, str(source.key)) for source in sorted(self.sources)],
-            "branches": [branch.to_object() for branch in sorted(self.branches)],
-            "claims": [str(claim) for claim in sorted(self.claims)],
-        }
-
-    @classmethod
-    def from_object(cls, value: Any) -> Survey:
-        found = frozenset(
-            Source(tier, key) for tier, text in value["sources"] if isinstance(key := keys.parse(text), ShardKey)
-        )
-        claims = frozenset(key for text in value["claims"] if isinstance(key := keys.parse(text), ClaimKey))
-        return cls(found, frozenset(Branch.from_object(each) for each in value["branches"]), claims)
-
-
 @dataclass
 class Restorer:
     """Restores one rank, together with all the others. Make one, :meth:`survey`, then :meth:`restore`.
@@ -165,122 +141,113 @@ class Restorer:
     deadline_s: float
     threads: int | None = None
     exact: bool = True
-    lineage: Lineage = field(default_factory=lambda: Lineage(()))
-    branches: tuple[Branch, ...] = ()
-    claims: frozenset[ClaimKey] = frozenset()
+    restart: bool = False
+    """Begin anew where versions were saved and none is left that all ranks can come to."""
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """After :meth:`restore`, by master, the residuals of training on compressed gradients: what the base holds, less
     what was sent since (:mod:`tiercheck.streams.trained_on`)."""
-    _surveys: list[Survey] = field(default_factory=list)
-    _quarantined: dict[Source, str] = field(default_factory=dict)
+    in_memory: bool = False
+    """After :meth:`restore`: whether every rank came to its version by what its first tier holds."""
+    _past: Past | None = None
+    _asked: bool = False
+    """Tiers that are away were asked until the deadline."""
+
+    @property
+    def past(self) -> Past:
+        """What all ranks have found. Not before :meth:`survey`."""
+        if self._past is None:
+            raise AssertionError("the tiers were not surveyed")
+        return self._past
 
     def survey(self) -> None:
         """Learn what every rank can read. Collective.
 
-        Errors: ``Mismatch`` where the checkpoint is one of another world size; ``GroupError``; ``TierError``.
+        A tier that cannot be listed is done without where every rank has its way to the newest version in its memory;
+        else it is asked until the deadline. Errors: ``Mismatch`` where the checkpoint is one of another world size;
+        ``RecoveryError`` for two histories, and where a tier that stays away may hold something newer; ``GroupError``.
         """
-
-        def look() -> dict[str, Any]:
-            survey = self.loop.call(self._look(), what="the survey of the tiers", deadline_s=self.deadline_s)
-            return survey.to_object()
-
-        answers = gather(self.group, "the survey before recovery", look, deadline_s=self.deadline_s)
-        self._surveys = [Survey.from_object(answer) for answer in answers]
-        branches = {branch for survey in self._surveys for branch in survey.branches}
-        self.branches = tuple(sorted(branches))
-        self.claims = frozenset(claim for survey in self._surveys for claim in survey.claims)
-        self.lineage = Lineage.of(self.branches)
-        self._check_lineage()
-        self._check_world_size()
+        soon_s = min(ASK_AGAIN_S, self.deadline_s / 4)
+        found = self._look(range(len(self.hierarchy.tiers)), retry_s=soon_s, answer_s=self.deadline_s / 2)
+        self._past = Past(found, self.hierarchy.roles, self._places())
+        self._points(None)
+        self.past.check(self.group.world_size)
 
     def restore(self) -> Recovery | None:
         """Bring every rank to the newest version all can reach; ``None``: there is nothing, begin at 0.
 
         Collective. Errors: ``Mismatch`` (another model) and ``RecoveryError`` (versions exist, but none that
-        every rank can read) before anything was changed; ``GroupError``.
+        every rank can read, or none that is as new as what a tier that cannot be asked may hold) before anything was
+        changed; ``GroupError``.
         """
         began = time.perf_counter()
         threads = threads_granted(self.threads)
-        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads, self.lineage)
+        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads, self.past.lineage)
+        best: Points | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
-            points = decide([Readable.of(s.key for s in survey.sources) for survey in self._surveys], self.lineage)
+            points = self._points(best)
             if points is None:
-                self._refuse_to_lose()
+                self.past.check_nothing_is_lost(restart=self.restart)
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
                 return None
-            matrix = availability(
-                points, [tier.name for tier in self.hierarchy.tiers], [survey.sources for survey in self._surveys]
-            )
+            best = best or points
+            matrix = self.past.matrix(points)
             part = self._verify(reader, points[self.group.rank])
             if part is None:
                 continue
             touched = True
             replayed = self._rebuild(reader, part)
             if replayed is not None:
+                self.in_memory = self.past.in_memory(points)
                 return self._report(reader, part, self._settle(part, replayed), matrix, began)
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 
-    async def _look(self) -> Survey:
-        sources: set[Source] = set()
-        branches: set[Branch] = set()
-        claims: set[ClaimKey] = set()
-        for tier in self.hierarchy.tiers:
-            async for info in tier.driver.list():
-                key = keys.parse(info.key)
-                if isinstance(key, ShardKey) and key.rank == self.group.rank:
-                    sources.add(Source(tier.index, key))
-                elif isinstance(key, ClaimKey):
-                    claims.add(key)
-                elif isinstance(key, LineageKey):
-                    try:
-                        branches.add(Branch.from_object(await read_record(tier.driver, key, nbytes=info.nbytes)))
-                    except (Corruption, ValueError) as error:
-                        log.warning("the lineage record %s in tier %s is ignored: %s", info.key, tier.name, error)
-        return Survey(frozenset(sources), frozenset(branches), frozenset(claims))
+    def _points(self, best: Points | None) -> Points | None:
+        """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
+        have met before copies were found damaged."""
+        points = self.past.points()
+        if not self.past.away or (self.past.orphaned is None and self.past.in_memory(points)):
+            return points
+        if not self._asked:
+            self._ask_absent()
+            points = self.past.points()
+        behind = points is None or (best is not None and points[0].last < best[0].last)
+        if self.past.away and (behind or not self.past.covers(points)):
+            raise self.past.cannot_ask(points)
+        return points
 
-    def _check_lineage(self) -> None:
-        """A generation's record is written before its first shard and stays: where the newest one is gone, it is lost,
-        and what it opened would be passed over for something older."""
-        newest = max((source.key.generation for survey in self._surveys for source in survey.sources), default=0)
-        if newest > self.lineage.newest:
-            raise RecoveryError(
-                f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
-                f"in every tier ({self._places()}): bring back a tier that holds it, or remove the objects "
-                f"{LineageKey(newest)} and g{newest:06d}/* to go back to an older version"
-            )
+    def _ask_absent(self) -> None:
+        """Look again into the tiers that are away, until the deadline; not for long where nothing tells of a past."""
+        evidence = any(survey.generations or survey.recorded for survey in self.past.surveys)
+        patience_s = self.deadline_s if evidence else min(NOTHING_KNOWN_S, self.deadline_s)
+        absent = [tier for tier, _ in self.past.surveys[self.group.rank].away]
+        for rank, tier, error in self.past.away:
+            if rank == self.group.rank:
+                log.warning("tier %s cannot be asked what it holds: %s; trying for %g s", tier, error, patience_s)
+        later = self._look(absent, retry_s=patience_s, answer_s=patience_s)
+        self._past = self.past.joined(later)
+        self._asked = bool(self.past.away)
 
-    def _check_world_size(self) -> None:
-        newest = next((b for b in self.branches if b.generation == self.lineage.newest), None)
-        if newest is not None and newest.world_size != self.group.world_size:
-            raise Mismatch(
-                f"the checkpoint in {self._places()} is of {newest.world_size} ranks, this job has "
-                f"{self.group.world_size}: resume with {newest.world_size} ranks, or use another place"
-            )
+    def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float) -> list[Survey]:
+        """What every rank finds in these of its tiers. Collective."""
+        chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
-    def _refuse_to_lose(self) -> None:
-        """No common point is fine where nothing was trained yet. Otherwise the user must say so."""
-        trained = [s.key for survey in self._surveys for s in survey.sources if s.key.last > 0]
-        if trained:
-            newest = max(trained, key=lambda key: (key.generation, key.last))
-            held = "; ".join(
-                f"rank {rank}: "
-                + (", ".join(sorted({self.hierarchy.tiers[s.tier].name for s in survey.sources})) or "nothing")
-                for rank, survey in enumerate(self._surveys)
-            )
-            raise RecoveryError(
-                f"versions up to {newest.last} were saved, but there is no base that every rank can read "
-                f"(copies found in: {held}). Bring the missing tier back, or remove what is left in "
-                f"{self._places()} to begin at version 0"
-            )
+        def look() -> dict[str, Any]:
+            looking = survey(chosen, self.group.rank, retry_s=retry_s, answer_s=answer_s)
+            within_s = max(retry_s, answer_s) + ANSWER_S / 2
+            return self.loop.call(looking, what="the survey of the tiers", deadline_s=within_s).to_object()
+
+        deadline_s = self.deadline_s + ANSWER_S
+        answers = gather(self.group, "the survey before recovery", look, deadline_s=deadline_s)
+        return [Survey.from_object(answer) for answer in answers]
 
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
 
     @property
     def _own(self) -> frozenset[Source]:
-        return self._surveys[self.group.rank].sources
+        return self.past.surveys[self.group.rank].sources
 
     def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
         """Read and verify this rank's part; ``None`` where some rank cannot."""
@@ -347,15 +314,11 @@ class Restorer:
             damaged = [(source.tier, str(source.key)) for source in sorted(reader.quarantined)]
             return {"succeeded": succeeded, "damaged": damaged}
 
-        answers = gather(self.group, what, produce, deadline_s=self.deadline_s)
+        answers = gather(self.group, what, produce, deadline_s=self.deadline_s + ANSWER_S)
         if all(answer["succeeded"] for answer in answers):
             return True
         for rank, answer in enumerate(answers):
-            damaged = {
-                Source(tier, key) for tier, text in answer["damaged"] if isinstance(key := keys.parse(text), ShardKey)
-            }
-            survey = self._surveys[rank]
-            self._surveys[rank] = replace(survey, sources=survey.sources - damaged)
+            self.past.forget(rank, sources_of(answer["damaged"]))
         return False
 
     def _settle(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
@@ -403,12 +366,23 @@ class Restorer:
         return Recovery(
             point=part.point,
             sources=tuple((str(source.key), names[source.tier]) for source in reader.used),
-            quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(reader.quarantined.items())),
+            quarantined=(
+                *sorted(self.past.surveys[self.group.rank].set_aside),
+                *((str(s.key), names[s.tier], why) for s, why in sorted(reader.quarantined.items())),
+            ),
             matrix=matrix,
             fidelity=fidelity,
-            notes=notes,
+            notes=notes + self._absent(),
             seconds=time.perf_counter() - began,
             read_bytes=reader.read_bytes,
+        )
+
+    def _absent(self) -> tuple[str, ...]:
+        """What tiers were done without."""
+        return tuple(
+            f"tier {tier} of rank {rank} could not be asked what it holds ({error}): the recovery needed nothing of "
+            "it, and what is captured from here on is brought there when it answers"
+            for rank, tier, error in self.past.away
         )
 
 

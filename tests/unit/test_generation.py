@@ -126,7 +126,7 @@ async def test_what_a_crashed_claimant_left_is_passed_over() -> None:
         with pytest.raises(JobConflict):
             await open_generation(hierarchy, branch("a"))
         assert [info.key async for info in hierarchy.first.driver.list()] == [str(stale)]
-        again = propose([], [stale], parent=0, left_at=0, world_size=1)
+        again = propose(1, parent=0, left_at=0, world_size=1)
         assert again.generation == 2
         await open_generation(hierarchy, again)
         assert str(LineageKey(2)) in [info.key async for info in hierarchy.first.driver.list()]

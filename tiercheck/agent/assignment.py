@@ -12,14 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tiercheck import keys
 from tiercheck.agent.patient import PatientDriver
 from tiercheck.agent.record import as_agent_opens
 from tiercheck.agent.throughput import Throughput
 from tiercheck.attempts import Attempts
-from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, NotFound, TierCheckError, TierError, Transient
-from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier
-from tiercheck.keys import LineageKey
+from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, TierError, Transient
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.mover import Mover, MoverStatus
 from tiercheck.nomination import Nomination
 from tiercheck.observer import Observer
@@ -27,7 +25,7 @@ from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
-from tiercheck.records import read_record
+from tiercheck.survey import read_branches
 from tiercheck.tiers.namespaces import SHM, namespace_path
 from tiercheck.tiers.url import TierURL
 
@@ -353,7 +351,7 @@ class Assignment:
         away: list[TierError] = []
         for tier in hierarchy.tiers:
             try:
-                for branch in await read_branches(tier):
+                for branch in (await read_branches(tier))[0]:
                     branches.setdefault(branch.generation, branch)
             except TierError as error:
                 away.append(error)
@@ -445,18 +443,6 @@ def patient(hierarchy: Hierarchy) -> Hierarchy:
     first, *others = hierarchy.tiers
     first = replace(first, url=as_agent_opens(first.url))
     return replace(hierarchy, tiers=(first, *(replace(tier, wrap=PatientDriver) for tier in others)))
-
-
-async def read_branches(tier: OpenTier) -> list[Branch]:
-    """The lineage records of one tier. Errors: ``TierError``."""
-    branches = []
-    for name in [info.key async for info in tier.driver.list("lineage/")]:
-        if isinstance(key := keys.parse(name), LineageKey):
-            try:
-                branches.append(Branch.from_object(await read_record(tier.driver, key)))
-            except ValueError as error:
-                raise Corruption(str(error), tier=tier.name, key=name) from error
-    return branches
 
 
 def _now() -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Branch", "Lineage"]
+__all__ = ["Branch", "Lineage", "strangers"]
 
 
 @dataclass(frozen=True, order=True)
@@ -92,3 +92,14 @@ class Lineage:
             if candidate == generation:
                 return limit is None or version <= limit
         return False
+
+
+def strangers(lineage: Lineage, recorded: Iterable[int], captured: Iterable[int]) -> list[int]:
+    """Generations of another history in one tier, ascending: after the newest of the lineage's that the tier knows of,
+    and with something captured. ``recorded``, ``captured``: the generations that have a record, and shards, there.
+
+    What a failed start left behind comes before a generation of the lineage, or has captured nothing.
+    """
+    known = {generation for generation, _ in lineage.chain}
+    newest = max(known & set(recorded), default=0)
+    return sorted(generation for generation in set(recorded) & set(captured) - known if generation > newest)
