@@ -16,14 +16,15 @@ from tests.failing_disk import failing_directory_fsyncs
 from tiercheck.errors import (
     AlreadyExists,
     ConfigurationError,
-    NotFound,
     TierError,
     Transient,
     Unsupported,
 )
 from tiercheck.tiers import lustre, remembering_directory, striping
+from tiercheck.tiers.beneath import status_of
 from tiercheck.tiers.lustre import LustreDriver
 from tiercheck.tiers.mounts import Mount, Traits, mount_of, parse_mounts, traits_of
+from tiercheck.tiers.object_files import Temporary
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shared_directory import SharedDirectory, parse_temporary_name, temporary_name
 from tiercheck.tiers.striping import ALL, parse_stripe_count, parse_stripe_size, stripes_for
@@ -247,7 +248,7 @@ def recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
     record(os, "fsync", "fsync")
     record(os, "rename", "rename")
-    record(Path, "mkdir", "mkdir")
+    record(os, "mkdir", "mkdir")
     yield events
 
 
@@ -336,14 +337,14 @@ class TestDebris:
 
     async def test_one_that_could_not_be_removed_goes_with_the_next_put(self, root: Path) -> None:
         async with LustreDriver(root) as driver:
-            unlink, away = Path.unlink, [True]
+            unlink, away = os.unlink, [True]
 
-            def refused(path: Path, missing_ok: bool = False) -> None:
+            def refused(path: str, *, dir_fd: int | None = None) -> None:
                 if away[0]:
                     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-                unlink(path, missing_ok=missing_ok)
+                unlink(path, dir_fd=dir_fd)
 
-            with mock.patch.object(Path, "unlink", refused):
+            with mock.patch.object(os, "unlink", refused):
                 with (
                     mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))),
                     pytest.raises(Transient),
@@ -360,9 +361,9 @@ async def test_a_creation_whose_answer_was_lost_is_ours(root: Path) -> None:
     """The client's kernel asks again, and is told that the name exists: by its own link."""
     link = SharedDirectory.link
 
-    def twice(directory: SharedDirectory, source: Path, path: Path) -> None:
-        link(directory, source, path)
-        link(directory, source, path)
+    def twice(directory: SharedDirectory, temporary: Temporary, folder: int, name: str) -> None:
+        link(directory, temporary, folder, name)
+        link(directory, temporary, folder, name)
 
     async with LustreDriver(root) as driver:
         with mock.patch.object(SharedDirectory, "link", twice):
@@ -422,7 +423,7 @@ async def test_a_tier_whose_directory_goes_away(root: Path) -> None:
     async with LustreDriver(root) as driver:
         await driver.put("a", [b"x"])
         shutil.rmtree(root)
-        with pytest.raises(NotFound):
+        with pytest.raises(TierError, match="removed while the tier was open"):
             await driver.get("a")
         with pytest.raises(TierError, match="removed while the tier was open"):
             await driver.put("a/b", [b"x"])
@@ -457,17 +458,17 @@ class TestMountsThatRemember:
     ) -> None:
         async with LustreDriver(root) as driver:
             await driver.put("v/a", [b"old"])
-            lstat, left = Path.lstat, [0]
-            old = lstat(root / "v" / "a")
+            left = [0]
+            old = (root / "v" / "a").lstat()
 
-            def remembered(path: Path) -> os.stat_result:
-                if path == root / "v" / "a" and left[0] > 0:
+            def remembered(folder: int, name: str) -> os.stat_result:
+                if name == "a" and left[0] > 0:
                     left[0] -= 1
                     return old
-                return lstat(path)
+                return status_of(folder, name)
 
             info = await driver.put("v/a", [b"newer"])
-            monkeypatch.setattr(Path, "lstat", remembered)
+            monkeypatch.setattr(remembering_directory, "status_of", remembered)
             for call in (lambda: driver.stat("v/a"), lambda: listed(driver), lambda: driver.get("v/a")):
                 left[0] = old_answers
                 found = await call()
@@ -480,10 +481,13 @@ class TestMountsThatRemember:
         monkeypatch.setattr(remembering_directory, "STALE_S_MAX", 0.01)
         async with LustreDriver(root) as driver:
             await driver.put("a", [b"old"])
-            lstat = Path.lstat
-            old = lstat(root / "a")
+            old = (root / "a").lstat()
             await driver.put("a", [b"newer"])
-            monkeypatch.setattr(Path, "lstat", lambda path: old if path == root / "a" else lstat(path))
+            monkeypatch.setattr(
+                remembering_directory,
+                "status_of",
+                lambda folder, name: old if name == "a" else status_of(folder, name),
+            )
             for call in (lambda: driver.stat("a"), lambda: listed(driver), lambda: driver.get("a")):
                 with pytest.raises(Transient, match="has shown an old"):
                     await call()
@@ -495,15 +499,14 @@ class TestMountsThatRemember:
             fsync = os.fsync
 
             def look_everywhere(fd: int) -> None:
-                lstat = Path.lstat
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     fsync(fd)  # of a directory: the object has its name
                     return
-                with mock.patch.object(Path, "lstat", autospec=True, side_effect=lstat) as looked:
+                with mock.patch.object(remembering_directory, "status_of", side_effect=status_of) as looked:
                     assert [info.key for info in second.directory.scan()] == ["b"]
                     second.directory.held_bytes()
                     second.directory.reclaim()
-                    seen.extend(str(call.args[0]) for call in looked.mock_calls)
+                    seen.extend(str(call.args[1]) for call in looked.mock_calls)
                 fsync(fd)
 
             seen: list[str] = []

@@ -16,6 +16,7 @@ import pytest
 
 from tests.failing_disk import failing_directory_fsyncs
 from tiercheck.errors import (
+    AlreadyExists,
     CapacityExceeded,
     ConfigurationError,
     Corruption,
@@ -27,6 +28,7 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers import directory, files
 from tiercheck.tiers.files import unlock
+from tiercheck.tiers.mounts import Mount
 from tiercheck.tiers.nvme import NvmeDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import PutMode, Survives
@@ -61,9 +63,9 @@ async def test_everything_is_flushed_before_a_put_returns(root: Path, monkeypatc
         events.append(f"fsync {'file' if stat.S_ISREG(os.fstat(fd).st_mode) else path.relative_to(root.parent.parent)}")
         fsync(fd)
 
-    def renamed(path: str, target: Path) -> None:
+    def renamed(path: str, target: str, **folders: int) -> None:
         events.append("rename")
-        rename(path, target)
+        rename(path, target, **folders)
 
     monkeypatch.setattr(os, "fsync", seen)
     monkeypatch.setattr(os, "rename", renamed)
@@ -139,10 +141,10 @@ async def test_a_disk_that_becomes_read_only_once_it_has_published(root: Path) -
     """Such a file system refuses to unlink also what is not there."""
     unlink = os.unlink
 
-    def refused(path: str) -> None:
-        if Path(path).parent.name == "tmp":
+    def refused(path: str, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None and Path(f"/proc/self/fd/{dir_fd}").readlink().name == "tmp":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        unlink(path)
+        unlink(path, dir_fd=dir_fd)
 
     async with NvmeDriver(root) as driver:
         with mock.patch.object(os, "unlink", refused):
@@ -152,18 +154,14 @@ async def test_a_disk_that_becomes_read_only_once_it_has_published(root: Path) -
 async def test_a_put_whose_object_is_deleted_at_once_was_stored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other client has removed the directory, which the put is about to make durable, with its last object."""
     async with NvmeDriver(root) as driver, NvmeDriver(root) as other:
-        publish = driver.directory.replace
+        sync = driver.directory.beneath.sync_upwards
 
-        def published(source: str, path: Path, current: os.stat_result | None) -> None:
-            publish(source, path, current)
-            monkeypatch.setattr(driver.directory, "_sync_upwards", deleted_first)
-
-        def deleted_first(path: Path, top: Path) -> None:
+        def deleted_first(path: str) -> None:
             other.directory.remove("a/b/c")
-            assert not path.exists()
-            type(driver.directory)._sync_upwards(path, top)
+            assert not (root / path).exists()
+            sync(path)
 
-        monkeypatch.setattr(driver.directory, "replace", published)
+        monkeypatch.setattr(driver.directory.beneath, "sync_upwards", deleted_first)
         assert (await driver.put("a/b/c", [b"xy"])).nbytes == 2
         with pytest.raises(NotFound):
             await driver.stat("a/b/c")
@@ -234,10 +232,13 @@ async def test_a_tier_whose_directory_goes_away(root: Path) -> None:
     async with NvmeDriver(root) as driver:
         await driver.put("a", [b"x"])
         shutil.rmtree(root)
-        with pytest.raises(NotFound):
-            await driver.get("a")
+        # Not that there is no such object: nobody knows.
+        for call in (lambda: driver.get("a"), lambda: driver.stat("a"), lambda: driver.put("a", [b"x"])):
+            with pytest.raises(TierError, match="removed while the tier was open") as caught:
+                await call()
+            assert not isinstance(caught.value, NotFound)
         with pytest.raises(TierError, match="removed while the tier was open"):
-            await driver.put("a", [b"x"])
+            assert [info async for info in driver.list()]
 
 
 class TestDebris:
@@ -271,7 +272,7 @@ class TestDebris:
             call = getattr(module, gone_before)
 
             def give_up_first(first: object, *arguments: object, **options: object) -> object:
-                is_it = str(first) == temporary.path or (
+                is_it = str(first) == temporary.name or (
                     isinstance(first, int) and os.fstat(first).st_ino == os.fstat(temporary.fd).st_ino
                 )
                 if not given_up and is_it:
@@ -385,3 +386,75 @@ async def test_cancelling_between_two_chunks(root: Path, monkeypatch: pytest.Mon
         assert temporaries(root) == []
         assert written <= cut + 2, "it stops soon after"
         assert chunks[0] == written, "and for good"
+
+
+class TestWithoutLocks:
+    """On a mount whose flock is the node's own, as of NFS with local locks and of most FUSE file systems."""
+
+    @pytest.fixture(autouse=True)
+    def locks_exclude_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fcntl.flock", lambda fd, operation: None)
+
+    async def test_of_two_that_create_one_object_one_wins(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The other one comes between this one's look and its name."""
+        async with NvmeDriver(root) as driver, NvmeDriver(root) as elsewhere:
+            check, theirs = directory.check_condition, []
+
+            def checked(mode: PutMode, key: str, current: os.stat_result | None) -> None:
+                check(mode, key, current)
+                if not theirs:
+                    theirs.append(key)
+                    theirs.append(elsewhere.directory.store(key, [b"theirs"], PutMode.CREATE, lambda: None))
+
+            monkeypatch.setattr(directory, "check_condition", checked)
+            with pytest.raises(AlreadyExists):
+                await driver.put("g/claim", [b"mine"], mode=PutMode.CREATE)
+            assert bytes(await driver.get("g/claim")) == b"theirs"
+            assert await driver.stat("g/claim") == theirs[1]
+            assert temporaries(root) == []
+
+    @pytest.mark.parametrize(
+        ("kind", "options", "conditional"),
+        [
+            ("fuse.sshfs", "rw", False),
+            ("nfs4", "rw,local_lock=all", False),
+            ("nfs4", "rw,local_lock=none", True),
+            ("beegfs", "rw", False),
+            ("lustre", "rw", False),
+            ("lustre", "rw,flock", True),
+            ("ext4", "rw", True),
+        ],
+    )
+    async def test_conditions_are_claimed_only_where_locks_are_known_to_reach_all(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: str, conditional: bool
+    ) -> None:
+        mount = Mount(root, kind, frozenset(options.split(",")))
+        monkeypatch.setattr("tiercheck.tiers.nvme.mount_of", lambda path: mount)
+        async with NvmeDriver(root) as driver:
+            assert driver.capabilities.conditional_put is conditional
+            assert driver.facts()["locks"].startswith("flock" if conditional else "none")
+            if not conditional:
+                with pytest.raises(Unsupported, match="knows no conditions"):
+                    await driver.put("a", [b"x"], mode=PutMode.CREATE)
+            await driver.put("a", [b"x"])
+
+
+async def test_a_file_system_without_hard_links_says_so(root: Path) -> None:
+    async with NvmeDriver(root) as driver:
+        with (
+            mock.patch.object(os, "link", side_effect=OSError(errno.EPERM, os.strerror(errno.EPERM))),
+            pytest.raises(Unsupported, match="no hard links"),
+        ):
+            await driver.put("a", [b"x"], mode=PutMode.CREATE)
+        assert temporaries(root) == []
+
+
+async def test_one_that_died_between_linking_and_unlinking_has_created(root: Path) -> None:
+    async with NvmeDriver(root) as driver:
+        await driver.put("a", [b"x" * 100], mode=PutMode.CREATE)
+        left = Path(driver.directory.temporary_path())
+        os.link(root / "a", left)
+        assert (await driver.usage()).used_bytes == 100, "it is counted once"
+    async with NvmeDriver(root) as driver:
+        assert temporaries(root) == []
+        assert bytes(await driver.get("a")) == b"x" * 100

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.errors import Transient
-from tiercheck.tiers.directory import CONTROL
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.files import try_lock
 from tiercheck.tiers.namespaces import SHM, namespace_path, namespaces, open_alive
+from tiercheck.tiers.object_files import CONTROL
 from tiercheck.tiers.registry import TierURL, make_driver
 
 __all__ = ["Scratch", "remove_all", "scratch", "within"]

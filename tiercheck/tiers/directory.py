@@ -6,76 +6,61 @@ An object is the file ``<root>/<key>``: exactly its bytes, no trailer. Everythin
     lock      held (flock) while names change; its content is the last stamp that was given out
     tmp/      files being written, each held exclusively by its writer; one that nobody holds is debris
 
-A put writes a temporary file and renames it onto the key under the lock, so that the condition of the put
-and the rename are one step to every client. The lock covers the threads and processes of one host, and those
-of other hosts as far as the file system carries flock.
+A put writes a temporary file and renames it onto the key under the lock, so that the condition of an ``UPDATE``
+and the rename are one step to every client that the lock excludes: those of one host, and those of other hosts if
+the mount carries flock. A ``CREATE`` relies on no lock: ``link`` fails if the name exists, whoever made it.
 
-Nothing here is asynchronous; every method may be called from any thread.
+Below the root no symbolic link is followed (:mod:`tiercheck.tiers.beneath`); one is no object and no directory of
+objects. Nothing here is asynchronous; every method may be called from any thread.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
-import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Transient, Unsupported
+from tiercheck.errors import AlreadyExists, TierError, Transient, Unsupported
 from tiercheck.keys import validate_key
-from tiercheck.tiers.files import (
-    fsync_directory,
-    locked,
-    probe_stamp_step_ns,
-    try_lock,
-    unlock,
+from tiercheck.tiers.beneath import Beneath, check_owners, parent_of, status_of
+from tiercheck.tiers.files import fsync_directory, locked, meaning_of, probe_stamp_step_ns, try_lock, unlock
+from tiercheck.tiers.object_files import (
+    CONTROL,
+    FOREIGN_DEBRIS_AGE_S,
+    HOST,
+    TEMPORARIES,
+    Entry,
+    Temporary,
+    check_condition,
+    info_of,
+    is_file,
+    make_directory,
+    name_in_folder,
+    not_found,
+    once_published,
+    payload_bytes,
 )
 from tiercheck.tiers.transfer import Sequential, Transfer
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
-__all__ = [
-    "CONTROL",
-    "HOST",
-    "ObjectDirectory",
-    "Temporary",
-    "check_condition",
-    "info_of",
-    "not_found",
-    "once_published",
-    "payload_bytes",
-]
+__all__ = ["ObjectDirectory"]
 
-CONTROL = ".tiercheck"
-"""The directory, beside the objects, that is TierCheck's own; no key may begin with it."""
-FOREIGN_DEBRIS_AGE_S = 24 * 3600
-"""Another host's temporary file is debris once it is this old: its lock may not reach us."""
-HOST = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64] or "host"
+log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Temporary:
-    """A file being written: open, locked exclusively, and not yet an object."""
-
-    path: str
-    fd: int
-    stamp_ns: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a listing of a directory shows. ``status``: where the listing came with it."""
-
-    name: str
-    is_directory: bool
-    status: os.stat_result | None = None
-
-    def order(self) -> bytes:
-        # A directory sorts as its name with the slash: the order of keys, not of names.
-        return os.fsencode(self.name) + (b"/" if self.is_directory else b"")
+LOCK = f"{CONTROL}/lock"
+ATTEMPTS_MAX = 100
+LINKS_TOLD_MAX = 16
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What link answers on a file system that has none."""
 
 
 class ObjectDirectory:
@@ -84,31 +69,53 @@ class ObjectDirectory:
     ``transfer`` moves the bytes; it may be replaced while nothing moves.
     """
 
+    makes_folders_first = False
+    """Most objects are the first of their directory, so that it is made without a look whether it is there."""
+
     def __init__(self, root: Path, *, durable: bool) -> None:
         self.root = root
         self.durable = durable
         self.transfer: Transfer = Sequential()
         self.control = root / CONTROL
+        self.beneath = Beneath(root)
         self._root_prefix = os.path.join(root, "")
-        self._lock_path = self.control / "lock"
-        self._temporary_prefix = str(self.control / "tmp" / HOST)
         self._stamp_step_ns = 1
+        self._links_told: set[str] = set()
 
     def prepare(self) -> None:
         """Make the directories that are missing (0700), and remove what dead processes left in ``tmp``."""
-        try:
-            made = self._make_directory(self.control / "tmp")
-        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
-            raise TierError(f"the directory {self.root} cannot be made: {error.strerror}: {error.filename}") from error
-        if self.durable and made:
-            self._sync_upwards(self.control / "tmp", made[0].parent)
+        self.make_place()
         with self.locked() as lock_fd:
             self._stamp_step_ns = probe_stamp_step_ns(lock_fd)
             self.reclaim()
 
+    def make_place(self) -> None:
+        """Make the root and the tier's own directories; see that nobody else has them.
+
+        Errors: what the system says, with the path it is about; ``Unauthorized`` for directories that others may write.
+        """
+        try:
+            made = make_directory(self.root)
+            is_new = self.beneath.make(TEMPORARIES)
+            with self.beneath.listed(TEMPORARIES):
+                pass
+        except OSError as error:
+            kind, advice = meaning_of(error)
+            named = str(error.filename or "")
+            at = named if named.startswith("/") else self.control
+            raise kind(f"the directory {self.root} cannot be made: {error.strerror}: {at}; {advice}") from error
+        if self.durable and is_new:
+            self.beneath.sync_upwards(TEMPORARIES)
+            for folder in reversed(made):
+                fsync_directory(folder.parent)
+        check_owners(self.beneath, CONTROL)
+
     def locked(self, *, shared: bool = False) -> AbstractContextManager[int]:
         """The lock under which names change; keep what is done inside it short."""
-        return locked(self._lock_path, shared=shared)
+        return locked(self.control / "lock", self._open_lock, shared=shared)
+
+    def _open_lock(self) -> int:
+        return self.beneath.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
 
     def path_of(self, key: str) -> Path:
         """The file of ``key``. Errors: as :meth:`check_key`."""
@@ -141,25 +148,31 @@ class ObjectDirectory:
         """A file to write an object of ``nbytes`` to; ``check`` may raise to give up."""
         del nbytes, check
         path = self.temporary_path()
-        # Under the lock, so that nobody takes it for debris between its creation and its own lock.
-        with self.locked() as lock_fd:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try_lock(fd)
-            return Temporary(path, fd, self.next_stamp_ns(lock_fd))
+        folder = self.beneath.open(TEMPORARIES, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Under the lock, so that nobody takes it for debris between its creation and its own lock.
+            with self.locked() as lock_fd:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(os.path.basename(path), flags, 0o600, dir_fd=folder)
+                try_lock(fd)
+                return Temporary(path, fd, self.next_stamp_ns(lock_fd), folder)
+        except BaseException:
+            os.close(folder)
+            raise
 
     def publish(self, temporary: Temporary, key: str, mode: PutMode) -> ObjectInfo:
-        """Rename the temporary file onto ``key`` where the mode's condition holds.
+        """Give the temporary file the name of the key if the mode's condition holds.
 
         The file keeps its writer's lock, now shared; :meth:`discard` must follow in any case.
         """
-        path = self.name_of(key)
+        self.check_key(key)
         info = self.stamped(temporary, key)
         with self.locked():
-            self.give_name(temporary, path, key, mode)
+            self.give_name(temporary, key, mode)
         if self.durable:
-            # Where a directory is missing, another client has removed what was put, and the directory with it.
+            # If a directory is missing, another client has removed what was put, and the directory with it.
             with once_published(key), suppress(FileNotFoundError):
-                self._sync_upwards(Path(path).parent, self.root)
+                self.beneath.sync_upwards(parent_of(key))
         return info
 
     def stamped(self, temporary: Temporary, key: str) -> ObjectInfo:
@@ -169,34 +182,102 @@ class ObjectDirectory:
             os.fsync(temporary.fd)
         return info_of(key, os.fstat(temporary.fd))
 
-    def give_name(self, temporary: Temporary, path: str, key: str, mode: PutMode) -> None:
-        """Rename it onto the key's ``path`` where the mode's condition holds; called under the lock."""
-        current = None
-        if mode.kind == "update" or not self._opens_directory(path):
-            current = self._current(Path(path), key)
+    def give_name(self, temporary: Temporary, key: str, mode: PutMode) -> None:
+        """Give it the key's name if the mode's condition holds; called under the lock."""
+
+        def step(folder: int, made: bool) -> None:
+            current = None if made else self._current(folder, key)
             check_condition(mode, key, current)
-            self._make_parents(Path(path), key)
+            self.share_lock(temporary)
+            self._name(temporary, folder, key, mode, current)
+
+        self.with_folder(key, mode, step)
+
+    def share_lock(self, temporary: Temporary) -> None:
+        """From here on readers may lock the file too."""
         try_lock(temporary.fd, shared=True)
-        self.replace(temporary.path, path, current)
+
+    def with_folder(self, key: str, mode: PutMode, step: Callable[[int, bool], T]) -> T:
+        """``step`` with the key's directory, open, and whether it was made for it; again if another client removes it.
+
+        Errors: ``PreconditionFailed`` for an update of an object whose directory is missing.
+        """
+        parent, made = parent_of(key), False
+        for attempt in range(ATTEMPTS_MAX):
+            try:
+                if self.makes_folders_first and not attempt and mode.kind != "update":
+                    made = self.beneath.make(parent)
+                with self.beneath.folder(parent) as folder:
+                    return step(folder, made)
+            except NotADirectoryError:
+                raise self._nested(key) from None
+            except FileNotFoundError:
+                # Usually the first object of its version; now and then another client has just removed the last one.
+                if not self.beneath.exists(CONTROL):
+                    raise
+            check_condition(mode, key, None)
+            try:
+                made = self.make_folder(parent)
+            except NotADirectoryError:
+                raise self._nested(key) from None
+            except FileNotFoundError:
+                made = False  # one above it has been removed in between: once more
+        raise Transient("the object's directory is removed faster than it can be made; try again", key=key)
+
+    def make_folder(self, path: str) -> bool:
+        """Make a directory for objects; whether it was missing."""
+        return self.beneath.make(path)
+
+    def _name(self, temporary: Temporary, folder: int, key: str, mode: PutMode, current: os.stat_result | None) -> None:
+        """Give the file its name, in one step of the file system's."""
+        name = name_in_folder(key)
+        try:
+            if mode.kind == "create":
+                self.link(temporary, folder, name)
+            else:
+                self.replace(temporary, folder, name, current)
+        except FileExistsError:
+            # After an answer that was lost the kernel may have asked twice: then the name is ours.
+            if not is_file(folder, name, temporary.fd):
+                raise AlreadyExists("there is an object under this key already", key=key) from None
+        except IsADirectoryError:
+            raise self._nested(key) from None
+        except FileNotFoundError:
+            if temporary.exists():
+                raise  # it is the directory that is missing
+            raise Transient(
+                "the file being written was taken away before it was published; try again", key=key
+            ) from None
 
     def discard(self, temporary: Temporary) -> None:
-        """Close the temporary file, and remove it where it was not published."""
+        """Close the temporary file, and remove its name: one that was published has another."""
         try:
             # Looked for first: a file system that has become read-only refuses to unlink even what is not there.
-            if os.path.exists(temporary.path):
+            if temporary.exists():
                 with suppress(FileNotFoundError):
-                    os.unlink(temporary.path)
+                    temporary.unlink()
             unlock(temporary.fd)
         finally:
             os.close(temporary.fd)
+            if temporary.folder is not None:
+                os.close(temporary.folder)
 
-    def replace(self, source: str, path: str | Path, current: os.stat_result | None) -> None:
-        """Put ``source`` in the place of ``path``, whose file is ``current``; called under the lock."""
+    def replace(self, temporary: Temporary, folder: int, name: str, current: os.stat_result | None) -> None:
+        """Put the file in the place of ``name``, which is ``current``; called under the lock."""
         del current
-        os.rename(source, path)
+        os.rename(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder)
+
+    def link(self, temporary: Temporary, folder: int, name: str) -> None:
+        """Give the file the name as well. Errors: ``FileExistsError`` if anybody has it, whatever locks there are."""
+        try:
+            os.link(temporary.name, name, src_dir_fd=temporary.folder, dst_dir_fd=folder, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                raise Unsupported("the file system has no hard links, which CREATE needs; choose another") from error
+            raise
 
     def temporary_path(self) -> str:
-        return f"{self._temporary_prefix}-{os.getpid()}-{secrets.token_hex(8)}"
+        return f"{self._root_prefix}{TEMPORARIES}/{HOST}-{os.getpid()}-{secrets.token_hex(8)}"
 
     def next_stamp_ns(self, lock_fd: int) -> int:
         """A modification time that no other file of this directory ever had; called under the lock.
@@ -213,11 +294,11 @@ class ObjectDirectory:
 
     def open_object(self, key: str) -> int:
         """A descriptor whose content never changes while it is open. Errors: ``NotFound``."""
-        path = self.path_of(key)
+        self.check_key(key)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = self.beneath.open(key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
-            raise not_found(key) from None
+            raise self._absent(key) from None
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise not_found(key)
@@ -227,19 +308,27 @@ class ObjectDirectory:
         """Let go of the lock that :meth:`open_object` may have taken; before ``fd`` is closed, see :func:`unlock`."""
         unlock(fd)
 
-    def look_up(self, path: Path) -> os.stat_result:
-        """What has the name ``path`` now. Errors: ``FileNotFoundError``, ``NotADirectoryError``."""
-        return path.lstat()
+    def look_up(self, path: str) -> os.stat_result:
+        """What has the name ``path`` below the root now. Errors: ``FileNotFoundError``, ``NotADirectoryError``."""
+        return self.beneath.status(path)
 
     def info(self, key: str) -> ObjectInfo:
         """Size and etag. Errors: ``NotFound``."""
+        self.check_key(key)
         try:
-            status = self.look_up(self.path_of(key))
+            status = self.look_up(key)
         except (FileNotFoundError, NotADirectoryError):
-            raise not_found(key) from None
+            raise self._absent(key) from None
         if not stat.S_ISREG(status.st_mode):
             raise not_found(key)
         return info_of(key, status)
+
+    def _absent(self, key: str) -> TierError:
+        """That there is no such object; or that the tier is gone: then nothing is known of its objects."""
+        if self.beneath.exists(CONTROL):
+            return not_found(key)
+        kind, advice = meaning_of(FileNotFoundError(errno.ENOENT, ""))
+        return kind(f"{advice}: there is no {self.control}", key=key or None)
 
     def scan(self, prefix: str = "", *, locked: bool = False) -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, in the byte order of their keys; one directory at a time.
@@ -249,96 +338,130 @@ class ObjectDirectory:
         """
         parent, slash, start = prefix.rpartition("/")
         try:
-            folder = self.path_of(parent) if slash else self.root
+            if slash:
+                self.check_key(parent)
         except ValueError:
             return  # no key has this prefix
-        yield from self._scan(folder, parent + slash, start, locked)
+        yield from self._scan(parent, start, locked)
 
-    def _scan(self, folder: Path, above: str, start: str, locked: bool) -> Iterator[ObjectInfo]:
+    def _scan(self, folder: str, start: str, locked: bool) -> Iterator[ObjectInfo]:
         try:
-            found = self.entries(folder, start, locked)
+            with self.beneath.listed(folder) as fd:
+                found = self.entries(fd, folder, start, locked)
         except (FileNotFoundError, NotADirectoryError):
+            if not self.beneath.exists(CONTROL):
+                raise self._absent("") from None
             return
         for entry in sorted(found, key=Entry.order):
-            path = folder / entry.name
-            if entry.is_directory and path != self.control:
-                yield from self._scan(path, f"{above}{entry.name}/", "", locked)
-            elif not entry.is_directory:
-                try:
-                    key = above + entry.name
-                    self.path_of(key)
-                    status = entry.status or path.lstat()
-                except (FileNotFoundError, NotADirectoryError, ValueError):
-                    continue  # deleted meanwhile, or not named by a key
-                if stat.S_ISREG(status.st_mode):
-                    yield info_of(key, status)
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_directory:
+                yield from self._scan(path, "", locked)
+                continue
+            with suppress(ValueError):  # no key names it
+                self.check_key(path)
+                assert entry.status is not None
+                yield info_of(path, entry.status)
 
-    def entries(self, folder: Path, start: str, locked: bool) -> list[Entry]:
-        """The directories and regular files in ``folder`` whose name begins with ``start``, in any order."""
+    def entries(self, fd: int, folder: str, start: str, locked: bool) -> list[Entry]:
+        """The directories and regular files in ``folder``, open as ``fd``, whose name begins with ``start``, in any
+        order; TierCheck's own left out."""
         # Under the lock, since a rename onto a name that is being listed may show it twice, or not at all.
-        with self._names_at_rest(locked), os.scandir(folder) as entries:
-            return [
-                Entry(entry.name, entry.is_dir(follow_symlinks=False))
-                for entry in entries
-                if entry.name.startswith(start)
-                and (entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False))
+        with self._names_at_rest(locked), os.scandir(fd) as listed:
+            names = [
+                (entry.name, entry.is_dir(follow_symlinks=False), entry.is_symlink())
+                for entry in listed
+                if entry.name.startswith(start) and (folder or entry.name != CONTROL)
             ]
+        found = []
+        for name, is_directory, is_link in names:
+            if is_link:
+                self._tell_link(f"{folder}/{name}" if folder else name)
+            elif is_directory:
+                found.append(Entry(name, True))
+            else:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    status = status_of(fd, name)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(Entry(name, False, status))
+        return found
+
+    def _tell_link(self, path: str) -> None:
+        if path not in self._links_told and len(self._links_told) < LINKS_TOLD_MAX:
+            self._links_told.add(path)
+            log.warning(
+                "%s/%s is a symbolic link, which is not followed: what lies behind it is no part of the tier; put it "
+                "there itself, or make the tier's own directory the link",
+                self.root,
+                path,
+            )
 
     def held_bytes(self, *, locked: bool = False) -> int:
         """Bytes of the objects and of the temporary files. ``locked``: the caller holds the lock."""
-        temporaries = sum(status.st_size for _, status in files_in(self.control / "tmp"))
+        # One with two names is an object already.
+        temporaries = sum(status.st_size for _, status in self._temporary_files() if status.st_nlink == 1)
         return temporaries + sum(found.nbytes for found in self.scan(locked=locked))
 
     # Removing.
 
     def remove(self, key: str) -> None:
         """Remove the object and the directories it leaves empty; a missing one is no error."""
-        path = self.path_of(key)
+        self.check_key(key)
         with self.locked():
             try:
-                status = path.lstat()
+                with self.beneath.folder(parent_of(key)) as folder:
+                    status = status_of(folder, name_in_folder(key))
+                    if not stat.S_ISREG(status.st_mode):
+                        return
+                    self.retire(folder, name_in_folder(key), status)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            if not stat.S_ISREG(status.st_mode):
-                return
-            self.retire(path, status)
-            folder = path.parent
-            while folder != self.root and not any(folder.iterdir()):
-                folder.rmdir()
-                folder = folder.parent
+            stays = self.beneath.remove_empty(parent_of(key))
             if self.durable:
-                fsync_directory(folder)
+                with self.beneath.listed(stays) as fd:
+                    os.fsync(fd)
 
-    def retire(self, path: Path, status: os.stat_result) -> None:
-        """Take the file of an object away; called under the lock."""
+    def retire(self, folder: int, name: str, status: os.stat_result) -> None:
+        """Take the file away that is no longer wanted; called under the lock."""
         del status
-        path.unlink()
+        os.unlink(name, dir_fd=folder)
 
     def reclaim(self) -> None:
         """Remove temporary files whose writer is dead; called under the lock."""
-        for path, status in files_in(self.control / "tmp"):
-            ours = path.name.rpartition("-")[0].rpartition("-")[0] == HOST
-            if ours or time.time() - status.st_mtime > FOREIGN_DEBRIS_AGE_S:
-                try:
-                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                except FileNotFoundError:
-                    continue  # its writer has just given it up
-                try:
-                    if try_lock(fd):
-                        with suppress(FileNotFoundError):
-                            self.retire(path, status)
-                        unlock(fd)
-                finally:
-                    os.close(fd)
+        with self.beneath.folder(TEMPORARIES) as folder:
+            for name, status in self._temporary_files():
+                ours = name.rpartition("-")[0].rpartition("-")[0] == HOST
+                if ours or time.time() - status.st_mtime > FOREIGN_DEBRIS_AGE_S:
+                    try:
+                        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+                    except FileNotFoundError:
+                        continue  # its writer has just given it up
+                    try:
+                        if try_lock(fd):
+                            with suppress(FileNotFoundError):
+                                self.retire(folder, name, status)
+                            unlock(fd)
+                    finally:
+                        os.close(fd)
+
+    def _temporary_files(self) -> list[tuple[str, os.stat_result]]:
+        """The regular files in ``tmp``; those that vanish meanwhile are left out."""
+        found = []
+        with self.beneath.listed(TEMPORARIES) as fd:
+            for name in os.listdir(fd):
+                with suppress(FileNotFoundError):
+                    status = status_of(fd, name)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((name, status))
+        return found
 
     # Details.
 
     def _names_at_rest(self, already: bool) -> AbstractContextManager[int | None]:
         return nullcontext() if already else self.locked(shared=True)
 
-    def _current(self, path: Path, key: str) -> os.stat_result | None:
+    def _current(self, folder: int, key: str) -> os.stat_result | None:
         try:
-            status = self.look_up(path)
+            status = self.current_status(folder, key)
         except FileNotFoundError:
             return None
         except NotADirectoryError:
@@ -347,98 +470,12 @@ class ObjectDirectory:
             raise self._nested(key)
         return status
 
-    @staticmethod
-    def _opens_directory(path: str) -> bool:
-        """Whether this is the first object of a directory, which is made then: as a rule, that of a version."""
-        try:
-            os.mkdir(os.path.dirname(path), 0o700)
-        except OSError:  # it is there, or another one above it is missing too, or no directory can be there
-            return False
-        return True
-
-    def _make_parents(self, path: Path, key: str) -> None:
-        try:
-            self._make_directory(path.parent)
-        except (FileExistsError, NotADirectoryError):
-            raise self._nested(key) from None
+    def current_status(self, folder: int, key: str) -> os.stat_result:
+        """What has the key's name in its open directory. Errors: as :meth:`look_up`."""
+        return status_of(folder, name_in_folder(key))
 
     @staticmethod
     def _nested(key: str) -> Unsupported:
         return Unsupported(
             "in a file system a key cannot lie under another key, nor be what others lie under; rename one", key=key
         )
-
-    @staticmethod
-    def _make_directory(path: Path) -> list[Path]:
-        """Make ``path`` and what is missing above it, all 0700; returns those made, topmost first."""
-        missing = []
-        folder = path
-        while not folder.is_dir():
-            missing.append(folder)
-            folder = folder.parent
-        made = []
-        for folder in reversed(missing):
-            try:
-                folder.mkdir(mode=0o700)
-            except FileExistsError:
-                if not folder.is_dir():
-                    raise
-            else:
-                made.append(folder)
-        return made
-
-    @staticmethod
-    def _sync_upwards(path: Path, top: Path) -> None:
-        # All of them, each time: a directory may be new although another client made it. Clean ones cost microseconds.
-        fsync_directory(path)
-        while path != top:
-            path = path.parent
-            fsync_directory(path)
-
-
-@contextmanager
-def once_published(key: str) -> Iterator[None]:
-    """What is left to do when an object has its name. Errors: ``Transient`` for whatever the system refuses.
-
-    Not the error's usual meaning: ``CapacityExceeded``, say, would promise that nothing was published.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise Transient(
-            f"the object is published, but may not outlive a power failure: {error.strerror or error}; put it again",
-            key=key,
-        ) from error
-
-
-def check_condition(mode: PutMode, key: str, current: os.stat_result | None) -> None:
-    """Errors: ``AlreadyExists``, ``PreconditionFailed``."""
-    if mode.kind == "create" and current is not None:
-        raise AlreadyExists("there is an object under this key already", key=key)
-    if mode.kind == "update":
-        found = None if current is None else info_of(key, current).etag
-        if found != mode.etag:
-            raise PreconditionFailed(f"the etag should be {mode.etag!r}, but it is {found!r}", key=key)
-
-
-def payload_bytes(payload: Payload) -> int:
-    return sum(memoryview(buffer).nbytes for buffer in payload)
-
-
-def info_of(key: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, status.st_size, f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}")
-
-
-def files_in(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """The files of a control directory; those that vanish meanwhile are left out."""
-    found = []
-    for path in folder.iterdir():
-        try:
-            found.append((path, path.lstat()))
-        except FileNotFoundError:
-            continue
-    return found
-
-
-def not_found(key: str) -> NotFound:
-    return NotFound("there is no object under this key", key=key)

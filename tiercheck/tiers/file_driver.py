@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
-from tiercheck.errors import Closed
+from tiercheck.errors import Closed, Unsupported
 from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.files import map_os_errors
@@ -88,6 +88,13 @@ class FileDriver(TierDriver):
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         self.directory.check_key(key)
+        if mode.conditional and self.is_open and not self.capabilities.conditional_put:
+            raise Unsupported(
+                "the mount carries no locks across nodes, as far as is known, so that a put knows no conditions; mount "
+                "it with them (Lustre: -o flock)",
+                tier=self._url,
+                key=key,
+            )
         return await self.run(lambda check: self.directory.store(key, payload, mode, check), key)
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:

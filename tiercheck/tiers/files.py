@@ -16,6 +16,7 @@ __all__ = [
     "fsync_directory",
     "locked",
     "map_os_errors",
+    "meaning_of",
     "probe_stamp_step_ns",
     "read_into",
     "try_lock",
@@ -39,7 +40,7 @@ _ERRORS: dict[int, tuple[type[TierError], str]] = {
     errno.EACCES: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),
     errno.EPERM: (Unauthorized, "the file system refuses this user; check the directory's owner and mode"),
     errno.EROFS: (Unauthorized, "the file system is mounted read-only"),
-    errno.ELOOP: (Unauthorized, "a symbolic link stands where an object should; remove it"),
+    errno.ELOOP: (Unauthorized, "a symbolic link stands where an object, or a directory above it, should; remove it"),
     errno.ENOLCK: (Unsupported, "the file system takes no locks (flock); mount it with them, or choose another"),
     errno.EOPNOTSUPP: (Unsupported, "the file system cannot do this; choose another"),
     errno.ENOSYS: (Unsupported, "the file system cannot do this; choose another"),
@@ -69,10 +70,15 @@ class map_os_errors:  # noqa: N801  (it is used as a verb)
             error.tier = error.tier or self._tier
             error.key = error.key or self._key
         elif isinstance(error, OSError):
-            meaning, advice = _ERRORS.get(error.errno or 0, (TierError, "the file system failed in an unexpected way"))
-            if error.errno in _TRANSIENT:
-                meaning, advice = Transient, "the file system failed, perhaps not for long"
+            meaning, advice = meaning_of(error)
             raise meaning(f"{advice}: {error.strerror or error}", tier=self._tier, key=self._key) from error
+
+
+def meaning_of(error: OSError) -> tuple[type[TierError], str]:
+    """The kind of ``TierError`` that the system's error is, and what to do about it."""
+    if error.errno in _TRANSIENT:
+        return Transient, "the file system failed, perhaps not for long"
+    return _ERRORS.get(error.errno or 0, (TierError, "the file system failed in an unexpected way"))
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -90,19 +96,21 @@ def unlock(fd: int) -> None:
 
 
 class locked:  # noqa: N801  (it is used as a verb)
-    """Hold the lock file ``path``, made where missing; gives its descriptor.
+    """Hold the lock file ``path``, made where missing; gives its descriptor. ``open_file``: how to open it.
 
     Excludes threads as well as processes, since each holder opens the file for itself. A holder's death
     releases it. Errors: ``Transient`` after :data:`LOCK_WAIT_S_MAX`.
     """
 
-    def __init__(self, path: Path, *, shared: bool = False) -> None:
+    def __init__(self, path: Path, open_file: Callable[[], int] | None = None, *, shared: bool = False) -> None:
         self._path = path
+        self._open_file = open_file
         self._shared = shared
         self._fd = -1
 
     def __enter__(self) -> int:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._path, flags, 0o600) if self._open_file is None else self._open_file()
         try:
             self._wait(fd)
         except BaseException:

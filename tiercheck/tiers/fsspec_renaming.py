@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiercheck.errors import Transient, Unsupported
-from tiercheck.tiers.directory import once_published
 from tiercheck.tiers.files import fsync_directory
 from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Parts, Reading, opened, token
 from tiercheck.tiers.fsspec_errors import meaning_of
 from tiercheck.tiers.fsspec_workers import Ticket
+from tiercheck.tiers.object_files import once_published
 
 __all__ = ["LocalBackend", "MovingBackend", "RenamingBackend", "SftpBackend", "Stamps"]
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.errors import Transient, Unsupported
-from tiercheck.tiers.directory import HOST
 from tiercheck.tiers.file_driver import FileDriver
 from tiercheck.tiers.mounts import mount_of, traits_of
+from tiercheck.tiers.object_files import CONTROL, HOST
 from tiercheck.tiers.probe import Geometry
 from tiercheck.tiers.remembering_directory import RememberingDirectory
 from tiercheck.tiers.shared_directory import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.striping import Striper, StripingFailed, parse_stripe_count, parse_stripe_size
 from tiercheck.tiers.transfer import Blocks
 from tiercheck.tiers.url import TierURL, directory_of
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
+from tiercheck.types import ByteRange, Capabilities, Survives
 
 __all__ = ["LustreDriver"]
 
@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 STRIPE_BYTES = 4 << 20
 DEPTH = 4
+LAYOUT = f"{CONTROL}/layout"
+LAYOUT_CHARS_MAX = 256
 REPLACED_S_MAX = 10.0
 """For this long an object may be replaced under its reader, again and again, before the reader gives up."""
 REPLACED_PAUSE_S = 0.002
@@ -120,43 +122,40 @@ class LustreDriver(FileDriver):
         if lfs is None:
             return "lfs is not installed"
         striper = Striper(lfs, self._stripe_count, stripe_bytes)
-        trial = self.shared.control / temporary_name(HOST, time.time())
+        beneath, trial = self.shared.beneath, self.shared.control / temporary_name(HOST, time.time())
         try:
-            os.close(striper.create(trial, 1))
-            trial.unlink()
-            known = self.shared.control / "layout"
-            if not known.exists() or known.read_text() != str(striper):
+            with beneath.folder(CONTROL) as folder:
+                os.close(striper.create(folder, trial, 1))
+                os.unlink(trial.name, dir_fd=folder)
+            if self._known_layout() != str(striper):
                 striper.set_default(self.shared.root)
-                known.write_text(str(striper))
+                with os.fdopen(beneath.open(LAYOUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC), "w") as file:
+                    file.write(str(striper))
         except StripingFailed as failure:
             return str(failure)
         self._striper = striper
         self.shared.create_file = self._create_striped
         return None
 
-    def _create_striped(self, path: Path, nbytes: int) -> int:
+    def _known_layout(self) -> str:
+        """The layout that was last given to the tier's directory; empty for none."""
+        try:
+            fd = self.shared.beneath.open(LAYOUT, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return ""
+        with os.fdopen(fd) as file:
+            return file.read(LAYOUT_CHARS_MAX)
+
+    def _create_striped(self, folder: int, path: Path, nbytes: int) -> int:
         striper = self._striper
         if striper is None or striper.count_for(nbytes) == striper.default_count:
-            return create_plain(path, nbytes)  # the directory's default is what it needs
-        if not path.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "no such directory", str(path.parent))
+            return create_plain(folder, path, nbytes)  # the directory's default is what it needs
         try:
-            return striper.create(path, nbytes)
+            return striper.create(folder, path, nbytes)
         except StripingFailed:
             # An object with another layout is worth more than none; facts() tells.
             self._unstriped += 1
-            return create_plain(path, nbytes)
-
-    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
-        if mode.conditional and self.is_open and not self.capabilities.conditional_put:
-            self.directory.check_key(key)
-            raise Unsupported(
-                "the mount carries no locks across nodes, so that a put knows no conditions; mount it with them "
-                "(Lustre: -o flock)",
-                tier=self.url,
-                key=key,
-            )
-        return await super().put(key, payload, mode=mode)
+            return create_plain(folder, path, nbytes)
 
     def fetch(self, key: str, range: ByteRange | None, check: Callable[[], None]) -> memoryview:
         fetch = super().fetch

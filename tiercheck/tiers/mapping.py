@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from tiercheck.errors import CapacityExceeded
 from tiercheck.tiers.direct import address_of
-from tiercheck.tiers.directory import payload_bytes
 from tiercheck.tiers.files import write_buffers
 from tiercheck.tiers.numa import Locality
+from tiercheck.tiers.object_files import payload_bytes
 from tiercheck.tiers.pinning import CudaPinning
 from tiercheck.tiers.segments import Segment, SegmentDirectory
 from tiercheck.tiers.spares import NOBODY, SPARE_BYTES_MIN, Selection, whole_pages

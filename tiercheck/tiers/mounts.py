@@ -25,13 +25,15 @@ class Traits:
     coherent: bool
     """What one client has done, every other one sees in its next call; else it may remember old names for a while."""
     locks: bool
-    """flock excludes the clients on other nodes too, as far as the mount's options say."""
+    """flock excludes every other client of the file system, on other nodes too, by its type and the mount's options."""
     inodes_unique: bool
     """The number of an inode that is gone is not given out again."""
 
 
 _LOCAL = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay".split())  # noqa: SIM905
 _COHERENT = _LOCAL | {"lustre", "gpfs", "ceph"}
+_LOCKS = _COHERENT | {"nfs", "nfs4", "fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs", "fuse.juicefs"}
+"""Where flock reaches every client. Of other FUSE file systems most leave it to the node's kernel, and say nothing."""
 _INODES_UNIQUE = frozenset({"lustre", "ceph", "fuse.glusterfs", "fuse.juicefs"})
 _LOCAL_LOCKS = frozenset({"localflock", "nolock", "local_lock=flock", "local_lock=all"})
 
@@ -49,8 +51,8 @@ def mount_of(path: Path) -> Mount:
 
 
 def traits_of(mount: Mount) -> Traits:
-    """What is known of the file system's type. Of an unknown one only locks are expected, and those are tried."""
-    locks = not mount.options & _LOCAL_LOCKS
+    """What is known of the file system's type. Of an unknown one nothing is expected."""
+    locks = mount.type in _LOCKS and not mount.options & _LOCAL_LOCKS
     if mount.type == "lustre":
         locks = (
             locks and "flock" in mount.options

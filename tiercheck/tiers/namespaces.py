@@ -21,8 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, NotFound, Transient, Unauthorized, Unsupported
-from tiercheck.tiers.directory import CONTROL
 from tiercheck.tiers.files import locked, map_os_errors, try_lock, unlock
+from tiercheck.tiers.object_files import CONTROL
 
 __all__ = [
     "SHM",

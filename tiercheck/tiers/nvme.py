@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tiercheck.errors import Unsupported
 from tiercheck.tiers.direct import ALIGNMENT, direct_obstacle
 from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.file_driver import FileDriver
-from tiercheck.tiers.mounts import mount_of
+from tiercheck.tiers.mounts import mount_of, traits_of
 from tiercheck.tiers.probe import CANDIDATES, Geometry, measure_geometry
 from tiercheck.tiers.transfer import Blocks, Sequential
 from tiercheck.tiers.url import TierURL, directory_of, number_from, parse_size
@@ -41,8 +42,11 @@ class NvmeDriver(FileDriver):
     that storage outlives, with ``?survives=node``, ``rack`` or ``site``; where several nodes use it, ``lustre://`` is
     the better driver for it: this one expects a mount to show at once what other nodes did.
 
-    Conditional puts are atomic between the clients of one host, and between hosts as far as the file system
-    carries flock (NFS does since version 4; Lustre with ``-o flock``).
+    Conditional puts: a ``CREATE`` gives the file its name by ``link``, which no other client can do as well, whatever
+    locks there are. An ``UPDATE`` needs a lock that excludes all clients. A local file system has it; so has a mount
+    known to carry flock to its server (NFS 4, Lustre with ``-o flock``, GPFS, CephFS, GlusterFS, JuiceFS). On any other
+    ``capabilities.conditional_put`` is false once the driver is open: its locks may be this node's own, and nothing
+    tells.
     """
 
     def __init__(
@@ -75,12 +79,15 @@ class NvmeDriver(FileDriver):
         return cls(Path(url.location), survives=survives, io=io, block=block, depth=depth)
 
     def facts(self) -> Mapping[str, str]:
-        """``file system``: its type; ``io``: ``direct 4 MiB x 4``, or ``buffered`` and why."""
+        """``file system``: its type; ``locks``: whether puts know conditions; ``io``: ``direct 4 MiB x 4``, or
+        ``buffered`` and why."""
         return dict(self._facts)
 
     def prepare(self) -> None:
         super().prepare()
-        kind = mount_of(self.directory.root).type
+        mount = mount_of(self.directory.root)
+        kind, locks = mount.type, traits_of(mount).locks
+        self._capabilities = replace(self._capabilities, conditional_put=locks)
         obstacle, geometry = self._examine(kind)
         if obstacle is None:
             self.directory.transfer = Blocks(block_bytes=geometry.block_bytes, depth=geometry.depth, direct=True)
@@ -90,6 +97,7 @@ class NvmeDriver(FileDriver):
             self.directory.transfer = Sequential()
         self._facts = {
             "file system": kind,
+            "locks": "flock" if locks else "none across nodes, as far as is known: puts know no conditions",
             "io": f"direct {geometry}" if obstacle is None else f"buffered ({obstacle})",
         }
 

@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Transient
-from tiercheck.tiers.directory import ObjectDirectory, Temporary, not_found
+from tiercheck.tiers.directory import ObjectDirectory
 from tiercheck.tiers.files import try_lock, unlock
 from tiercheck.tiers.hugepages import back_with_huge_pages
+from tiercheck.tiers.object_files import CONTROL, Temporary, not_found
 from tiercheck.tiers.spares import ANY, NOBODY, SPARE_BYTES_MIN, Ledger, Selection, Spares, whole_pages
 from tiercheck.types import ObjectInfo, PutMode
 
@@ -57,6 +58,8 @@ class Segment:
 class SegmentDirectory(ObjectDirectory):
     """``limit_bytes`` bounds objects, temporary files and pool together; ``pool_bytes`` the pool alone."""
 
+    makes_folders_first = True
+
     def __init__(self, root: Path) -> None:
         super().__init__(root, durable=False)
         self.limit_bytes = 0
@@ -68,7 +71,9 @@ class SegmentDirectory(ObjectDirectory):
         self._spares = Spares(self.control / "pool", self._ledger)
 
     def prepare(self) -> None:
-        self._make_directory(self._spares.folder)
+        # The namespace is this user's alone, and nobody moves it: whoever removes it waits for its lock.
+        self.beneath.hold()
+        self.beneath.make(f"{CONTROL}/pool")
         super().prepare()
         with self.locked():
             self._ledger.set(charged=self.held_bytes(locked=True))
@@ -85,6 +90,7 @@ class SegmentDirectory(ObjectDirectory):
             with suppress(FileNotFoundError), self.locked():  # removed by force, with all that was kept
                 self._spares.disown()
         self._ledger.close()
+        self.beneath.release()
 
     # Writing.
 
@@ -137,13 +143,13 @@ class SegmentDirectory(ObjectDirectory):
 
     def publish_beginning(self, segment: Segment, nbytes: int, key: str, mode: PutMode) -> ObjectInfo:
         """Cut it to ``nbytes``, and publish that as :meth:`publish` does, under one lock."""
-        path = self.name_of(key)
+        self.check_key(key)
         with self.locked():
             if nbytes != segment.nbytes:  # under the lock: a recount in between would count the cut twice
                 os.ftruncate(segment.fd, nbytes)
                 self._ledger.add(charged=nbytes - segment.nbytes)
             info = self.stamped(segment.temporary, key)
-            self.give_name(segment.temporary, path, key, mode)
+            self.give_name(segment.temporary, key, mode)
         return info
 
     def extend(self, segment: Segment, nbytes: int, check: Callable[[], None]) -> Segment:
@@ -168,11 +174,11 @@ class SegmentDirectory(ObjectDirectory):
         """
         self._taken.discard(temporary)
         try:
-            if os.path.exists(temporary.path):
+            if temporary.exists():
                 with self.locked():
                     if mapped:
                         try_lock(temporary.fd, shared=True)
-                    self._retire(Path(temporary.path), os.fstat(temporary.fd), owner)
+                    self._retire(None, temporary.path, os.fstat(temporary.fd), owner)
         finally:
             if not mapped:
                 unlock(temporary.fd)
@@ -188,15 +194,19 @@ class SegmentDirectory(ObjectDirectory):
         unlock(segment.fd)
         os.close(segment.fd)
 
-    def replace(self, source: str, path: str | Path, current: os.stat_result | None) -> None:
+    def replace(self, temporary: Temporary, folder: int, name: str, current: os.stat_result | None) -> None:
         if current is not None and current.st_size >= SPARE_BYTES_MIN:
             # The old file gets its name in the pool first, so that at no moment there is no object. Dying in between
             # leaves a file with two names, which nobody reuses.
-            os.link(path, self._spares.path_for(current.st_size, current.st_ino))
-        os.rename(source, path)
+            os.link(name, self._spares.path_for(current.st_size, current.st_ino), src_dir_fd=folder)
+        super().replace(temporary, folder, name, current)
         if current is not None:
             self._ledger.add(charged=-current.st_size)
             self._trim_pool()
+
+    def link(self, temporary: Temporary, folder: int, name: str) -> None:
+        # One kernel has all clients of its memory, so the lock excludes them; a file with two names is not reused.
+        self.replace(temporary, folder, name, None)
 
     # Reading.
 
@@ -224,8 +234,8 @@ class SegmentDirectory(ObjectDirectory):
 
     # Removing.
 
-    def retire(self, path: Path, status: os.stat_result) -> None:
-        self._retire(path, status, NOBODY)
+    def retire(self, folder: int, name: str, status: os.stat_result) -> None:
+        self._retire(folder, name, status, NOBODY)
 
     def empty_pool(self) -> int:
         """Give the pool's memory back; returns its bytes. Called under the lock."""
@@ -247,11 +257,11 @@ class SegmentDirectory(ObjectDirectory):
 
     # Details; all but _back are called under the lock.
 
-    def _retire(self, path: Path, status: os.stat_result, owner: int) -> None:
+    def _retire(self, folder: int | None, name: str, status: os.stat_result, owner: int) -> None:
         if status.st_size >= SPARE_BYTES_MIN:
-            path.rename(self._spares.path_for(status.st_size, status.st_ino, owner))
+            os.rename(name, self._spares.path_for(status.st_size, status.st_ino, owner), src_dir_fd=folder)
         else:
-            path.unlink()
+            os.unlink(name, dir_fd=folder)
         self._ledger.add(charged=-status.st_size)
         self._trim_pool()
 

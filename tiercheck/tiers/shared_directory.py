@@ -25,22 +25,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
 
-from tiercheck.errors import AlreadyExists, TierError, Transient
-from tiercheck.tiers.directory import (
+from tiercheck.tiers.beneath import parent_of
+from tiercheck.tiers.directory import ObjectDirectory
+from tiercheck.tiers.files import try_lock, unlock
+from tiercheck.tiers.mounts import Traits
+from tiercheck.tiers.object_files import (
     CONTROL,
     FOREIGN_DEBRIS_AGE_S,
     HOST,
-    ObjectDirectory,
     Temporary,
-    check_condition,
-    info_of,
+    name_in_folder,
     once_published,
     payload_bytes,
 )
-from tiercheck.tiers.files import locked, try_lock, unlock
-from tiercheck.tiers.mounts import Traits
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
 __all__ = ["NO_LOCKS", "TEMPORARY_PREFIX", "SharedDirectory"]
@@ -49,17 +47,16 @@ TEMPORARY_PREFIX = f"{CONTROL}\\"
 """No key has a backslash, so that no key, and no listing, ever meets a file being written."""
 DEBRIS_AGE_S = 60.0
 """A writer locks its file at once; what is unlocked and older than this has lost its writer."""
-ATTEMPTS_MAX = 100
 ANCHORED_MAX = 4096
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """What flock answers on a mount that carries no locks."""
 
-T = TypeVar("T")
-CreateFile = Callable[[Path, int], int]
+CreateFile = Callable[[int, Path, int], int]
 
 
 class SharedDirectory(ObjectDirectory):
-    """``traits``: what the mount promises. ``create_file(path, nbytes)`` makes and opens a new file, 0600."""
+    """``traits``: what the mount promises. ``create_file(folder, path, nbytes)`` makes and opens a new
+    file, 0600, in the directory that is open as ``folder``."""
 
     def __init__(self, root: Path, traits: Traits) -> None:
         super().__init__(root, durable=True)
@@ -67,20 +64,16 @@ class SharedDirectory(ObjectDirectory):
         self.locks = traits.locks
         self.create_file: CreateFile = create_plain
         self._anchored: set[int] = set()
-        self._left_over: list[Path] = []
+        self._left_over: list[str] = []
         self._guard = threading.Lock()
 
     def prepare(self) -> None:
         """Make the tier's own directory (0700), find out about locks, and remove what dead writers left."""
+        self.make_place()
+        self.locks = True
         try:
-            made = self._make_directory(self.control / "tmp")
-        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
-            raise TierError(f"the directory {self.root} cannot be made: {error.strerror}: {error.filename}") from error
-        if made:
-            self._sync_upwards(self.control / "tmp", made[0].parent)
-        try:
-            with locked(self.control / "lock"):
-                self.locks = True
+            with self.locked():
+                pass
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -89,9 +82,9 @@ class SharedDirectory(ObjectDirectory):
 
     # How names change; a mount that may remember old ones needs other ways.
 
-    def folder_for_writing(self, path: Path) -> Path:
-        """Where the file lies that will become ``path``."""
-        return path.parent
+    def folder_for_writing(self, key: str) -> str:
+        """Where the file lies that will become ``key``."""
+        return parent_of(key)
 
     def names_changing(self, mode: PutMode) -> AbstractContextManager[int]:
         """Held while a put changes a name."""
@@ -111,6 +104,9 @@ class SharedDirectory(ObjectDirectory):
 
     # Writing.
 
+    def share_lock(self, temporary: Temporary) -> None:
+        """Readers take none, so the writer keeps its own."""
+
     def store(self, key: str, payload: Payload, mode: PutMode, check: Callable[[], None]) -> ObjectInfo:
         self._remove_left_over()
         nbytes = payload_bytes(payload)
@@ -123,108 +119,73 @@ class SharedDirectory(ObjectDirectory):
             self.discard(temporary)
 
     def publish(self, temporary: Temporary, key: str, mode: PutMode) -> ObjectInfo:
-        path = self.path_of(key)
-        os.utime(temporary.fd, ns=(temporary.stamp_ns, temporary.stamp_ns))
-        os.fsync(temporary.fd)
-        info = info_of(key, os.fstat(temporary.fd))
+        self.check_key(key)
+        info = self.stamped(temporary, key)
         with self.names_changing(mode):
-            current = self._current(path, key)
-            check_condition(mode, key, current)
-            self.with_parents(path, key, lambda: self._name(Path(temporary.path), path, key, mode))
+            self.give_name(temporary, key, mode)
         with once_published(key):
-            self._sync_names(path.parent)
+            self._sync_names(parent_of(key))
         return info
 
     def discard(self, temporary: Temporary) -> None:
         try:
-            Path(temporary.path).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                temporary.unlink()
         except OSError:
             # The file system is away. The object's fate is decided; this file is removed when it is back.
             with self._guard:
-                self._left_over.append(Path(temporary.path))
+                self._left_over.append(os.path.relpath(temporary.path, self.root))
         # A lock that cannot be given back went with the connection, and what close may report, fsync has reported.
         with suppress(OSError):
             if self.locks:
                 unlock(temporary.fd)
-        with suppress(OSError):
-            os.close(temporary.fd)
+        for fd in (temporary.fd, temporary.folder):
+            with suppress(OSError):
+                if fd is not None:
+                    os.close(fd)
 
     def create_temporary_for(self, key: str, nbytes: int) -> Temporary:
         """A file to write an object of ``nbytes`` to, which will be published under ``key``."""
-        path = self.path_of(key)
-        temporary = self.folder_for_writing(path) / temporary_name(HOST, time.time())
-        fd = self.with_parents(temporary, key, lambda: self.create_file(temporary, nbytes))
-        if self.locks:
-            try_lock(fd)
-        # To the second by the clock, below that by chance: see the module's docstring.
-        return Temporary(str(temporary), fd, time.time_ns() // 10**9 * 10**9 + secrets.randbelow(10**9))
+        self.check_key(key)
+        where, name = self.folder_for_writing(key), temporary_name(HOST, time.time())
 
-    def with_parents(self, path: Path, key: str, step: Callable[[], T]) -> T:
-        """``step()``, with the directories above ``path`` made where it finds them missing."""
-        for _ in range(ATTEMPTS_MAX):
-            try:
-                return step()
-            except NotADirectoryError:
-                raise self._nested(key) from None
-            except FileNotFoundError:
-                # Usually the first object of its version; now and then another client has just removed the last one.
-                if not self.control.is_dir():
-                    raise
-            with suppress(FileNotFoundError):  # one above it has been removed in between: once more
-                self._make_parents(path, key)
-        raise Transient("the object's directory is removed faster than it can be made; try again", key=key)
+        def step(folder: int, made: bool) -> Temporary:
+            del made
+            path = self.root / where / name
+            fd = self.create_file(folder, path, nbytes)
+            if self.locks:
+                try_lock(fd)
+            # To the second by the clock, below that by chance: see the module's docstring.
+            stamp_ns = time.time_ns() // 10**9 * 10**9 + secrets.randbelow(10**9)
+            return Temporary(str(path), fd, stamp_ns, os.dup(folder))
 
-    def _name(self, source: Path, path: Path, key: str, mode: PutMode) -> None:
-        """Give the file its name, in one step of the server's."""
-        try:
-            if mode.kind == "create":
-                self.link(source, path)
-            else:
-                self.replace(str(source), path, None)
-        except FileExistsError:
-            # After an answer that was lost the kernel may have asked twice: then the name is ours.
-            if not same_file(path, source):
-                raise AlreadyExists("there is an object under this key already", key=key) from None
-        except IsADirectoryError:
-            raise self._nested(key) from None
-        except FileNotFoundError:
-            if source.exists():
-                raise  # it is the directory that is missing
-            raise Transient(
-                "the file being written was taken away before it was published; try again", key=key
-            ) from None
-
-    def link(self, source: Path, path: Path) -> None:
-        """Give ``source`` the name ``path`` as well, which nobody has."""
-        os.link(source, path, follow_symlinks=False)
+        return self.with_folder(f"{where}/{name}" if where else name, PutMode.OVERWRITE, step)
 
     def _remove_left_over(self) -> None:
         with self._guard:
             left_over, self._left_over = self._left_over, []
         for path in left_over:
             try:
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    self.beneath.unlink(path)
             except OSError:
                 with self._guard:
                     self._left_over.append(path)
 
-    def _sync_names(self, folder: Path) -> None:
+    def _sync_names(self, folder: str) -> None:
         """Make the names in ``folder`` durable, and its own, and those above it up to the tier's.
 
         Those above it once only, where the number of the directory's inode tells it from a later one of its name.
         """
         try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with self.beneath.listed(folder) as fd:
+                os.fsync(fd)
+                inode = os.fstat(fd).st_ino
         except FileNotFoundError:
             return  # another client has removed what was put, and the directory with it
-        try:
-            os.fsync(fd)
-            inode = os.fstat(fd).st_ino
-        finally:
-            os.close(fd)
-        if folder == self.root or inode in self._anchored:
+        if not folder or inode in self._anchored:
             return
-        self._sync_names(folder.parent)
+        self._sync_names(parent_of(folder))
         if self.traits.inodes_unique:
             with self._guard:
                 if len(self._anchored) >= ANCHORED_MAX:
@@ -238,60 +199,63 @@ class SharedDirectory(ObjectDirectory):
 
     def held_bytes(self, *, locked: bool = False) -> int:
         objects = sum(found.nbytes for found in self.scan(locked=locked))
-        for path in self._temporaries(self.root):
+        for path in self._half_written(""):
             with suppress(FileNotFoundError):  # published, or dropped
-                objects += path.lstat().st_size
+                status = self.beneath.status(path)
+                objects += status.st_size if status.st_nlink == 1 else 0
         return objects
 
     # Removing.
 
     def remove(self, key: str) -> None:
-        path = self.path_of(key)
+        self.check_key(key)
         with self.names_changing(PutMode.OVERWRITE):
             try:
-                if not stat.S_ISREG(self.look_up(path).st_mode):
+                if not stat.S_ISREG(self.look_up(key).st_mode):
                     return
-                path.unlink()
+                self.beneath.unlink(key)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            folder = path.parent
-            while folder != self.root and remove_empty(folder):
-                folder = folder.parent
-        self._sync_names(folder)
+            stays = self.beneath.remove_empty(parent_of(key))
+        self._sync_names(stays)
 
     def reclaim(self) -> None:
         """Remove the files of dead writers: they lie there unlocked, or, where our lock does not reach, for a day."""
-        for path in self._temporaries(self.root):
-            host, made_s = parse_temporary_name(path.name)
+        for path in self._half_written(""):
+            host, made_s = parse_temporary_name(name_in_folder(path))
             age_s = time.time() - made_s
             lock_reaches = self.locks and (host == HOST or (self.traits.locks and self.traits.coherent))
             if age_s > FOREIGN_DEBRIS_AGE_S or (lock_reaches and age_s > DEBRIS_AGE_S):
                 self._remove_unlocked(path)
 
-    def _remove_unlocked(self, path: Path) -> None:
+    def _remove_unlocked(self, path: str) -> None:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = self.beneath.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return
         try:
             if not self.locks or try_lock(fd):
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    self.beneath.unlink(path)
         finally:
             os.close(fd)
 
-    def _temporaries(self, folder: Path) -> Iterator[Path]:
-        folders = []
+    def _half_written(self, folder: str) -> Iterator[str]:
+        """The files being written, wherever they lie; no link is followed."""
+        above = f"{folder}/" if folder else ""
+        found, folders = [], []
         try:
-            with os.scandir(folder) as entries:
+            with self.beneath.listed(folder) as fd, os.scandir(fd) as entries:
                 for entry in entries:
                     if entry.name.startswith(TEMPORARY_PREFIX):
-                        yield Path(entry.path)
+                        found.append(above + entry.name)
                     elif entry.is_dir(follow_symlinks=False):
-                        folders.append(Path(entry.path))
-        except FileNotFoundError:
+                        folders.append(above + entry.name)
+        except (FileNotFoundError, NotADirectoryError):
             return
+        yield from found
         for below in folders:
-            yield from self._temporaries(below)
+            yield from self._half_written(below)
 
 
 def temporary_name(host: str, made_s: float) -> str:
@@ -306,28 +270,8 @@ def parse_temporary_name(name: str) -> tuple[str, float]:
     return (host, float(made_s)) if made_s.isdecimal() else ("", time.time())
 
 
-def create_plain(path: Path, nbytes: int) -> int:
-    """Make and open the file ``path``, which must not exist."""
+def create_plain(folder: int, path: Path, nbytes: int) -> int:
+    """Make the file ``path``, which must not exist, in the directory open as ``folder``, and open it."""
     del nbytes
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def same_file(path: Path, other: Path) -> bool:
-    """Whether both are names of one file; ``False`` where either is missing."""
-    try:
-        return path.samefile(other)
-    except FileNotFoundError:
-        return False
-
-
-def remove_empty(folder: Path) -> bool:
-    """Remove the directory where it is empty, or gone already."""
-    try:
-        folder.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-            raise
-        return False
-    return True
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path.name, flags, 0o600, dir_fd=folder)

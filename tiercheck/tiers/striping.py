@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,18 +66,20 @@ class Striper:
     def count_for(self, nbytes: int) -> int:
         return stripes_for(nbytes) if self.count is None else self.count
 
-    def create(self, path: Path, nbytes: int) -> int:
-        """Make the file ``path`` (0600), which must not exist, with the layout for ``nbytes``, and open it.
+    def create(self, folder: int, path: Path, nbytes: int) -> int:
+        """Make the file ``path`` (0600), which must not exist, with the layout for ``nbytes``; open it in ``folder``.
 
+        ``lfs`` takes a path, and may be led elsewhere on its way: what it made counts only in the open directory.
         Errors: :class:`StripingFailed`, with no file left; ``OSError``.
         """
         try:
             self._run("--stripe-count", str(self.count_for(nbytes)), "--stripe-size", str(self.size), str(path))
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
         except FileNotFoundError:
             raise StripingFailed(f"{self.lfs} reported success, but made no file") from None
         except StripingFailed:
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
             raise
         os.fchmod(fd, 0o600)
         return fd
