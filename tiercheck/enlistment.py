@@ -5,6 +5,9 @@ ZeroMQ is imported only where a job has an agent.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import logging
 import os
 import socket
 from collections.abc import Coroutine
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercheck.agent.introduction import Introduction
 from tiercheck.background import BackgroundLoop
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.mover import Moving
 from tiercheck.nomination import Nomination
@@ -23,48 +26,78 @@ from tiercheck.tiers.url import TierURL
 if TYPE_CHECKING:
     from tiercheck.agent.client import AgentClient
     from tiercheck.agent.moving import AgentMover
+    from tiercheck.agent.trainer_lock import TrainerLock
 
 __all__ = ["Enlistment"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 FIRST_TIER = "shm://"
 LISTEN_EVERYWHERE = "tcp://0.0.0.0:0"
+KEEP_S = 0.5
+"""How often a rank that recovers looks whether the agent lives."""
+LEFT_S_MIN = 0.1
+TOLD_S = 5.0
+"""What a call may take beyond its own deadline, whose error says more."""
 
 
 class Enlistment:
     """Made by :meth:`of`; :meth:`end` it."""
 
-    def __init__(self, client: AgentClient, namespace: str, rank: int, loop: BackgroundLoop, deadline_s: float) -> None:
+    def __init__(self, client: AgentClient, lock: TrainerLock, loop: BackgroundLoop, deadline_s: float) -> None:
         self._client = client
-        self._namespace = namespace
-        self._rank = rank
+        self._lock = lock
         self._loop = loop
         self._deadline_s = deadline_s
         self._mover: AgentMover | None = None
+        self._keeping: concurrent.futures.Future[None] | None = loop.submit(self._keep())
 
     @classmethod
     def of(cls, hierarchy: Hierarchy, rank: int, loop: BackgroundLoop, deadline_s: float) -> Self:
-        """Find this node's agent, or start one, and have it move nothing of this rank until :meth:`nominate`.
+        """Find this node's agent, or start one, and have it move nothing of this rank until :meth:`nominate`. Until
+        then an agent that dies is replaced: the neighbours look for it, too.
 
         ``TIERCHECK_AGENT_NODE`` is the agent's name; ``TIERCHECK_KEYS`` the directory of keys without which an agent
         that is started serves this user on its own machine only, and ``TIERCHECK_BIND`` where it listens with them.
-        Errors: ``ConfigurationError`` for a hierarchy that another process cannot work with; those of the agent's
-        start.
+        Errors: ``ConfigurationError`` for a hierarchy that another process cannot work with; ``JobConflict`` if another
+        process of this node holds the rank, whose mover then goes on; those of the agent's start; ``DeadlineExceeded``
+        naming who has not answered.
         """
         check_shareable(hierarchy)
         try:
             from tiercheck.agent.client import ensure_agent
-            from tiercheck.agent.rundir import default_node
+            from tiercheck.agent.rundir import RunDirectory, default_node
+            from tiercheck.agent.start import START_S_MAX
+            from tiercheck.agent.trainer_lock import TrainerLock
         except ImportError as error:
             raise ConfigurationError(f"the node agent needs {error.name}: pip install 'tiercheck[agent]'") from error
         keys = os.environ.get("TIERCHECK_KEYS")
         bind = os.environ.get("TIERCHECK_BIND") or (LISTEN_EVERYWHERE if keys else None)
-        starting = ensure_agent(default_node(), keys=Path(keys) if keys else None, bind=bind)
-        client = loop.call(starting, what="finding the node's agent", deadline_s=deadline_s)
-        enlistment = cls(client, hierarchy.tiers[0].url, rank, loop, deadline_s)
-        enlistment._call(client.pause(enlistment._namespace, rank, pause_s=deadline_s), "pausing the node's agent")
-        return enlistment
+        namespace = hierarchy.tiers[0].url
+        lock = TrainerLock(RunDirectory.of(default_node()), namespace, rank)
+
+        async def found() -> AgentClient:
+            began = asyncio.get_running_loop().time()
+            start_s = min(START_S_MAX, deadline_s)
+            client = await ensure_agent(
+                default_node(), keys=Path(keys) if keys else None, bind=bind, deadline_s=start_s
+            )
+            try:
+                left_s = deadline_s - (asyncio.get_running_loop().time() - began)
+                await client.pause(namespace, rank, deadline_s=max(LEFT_S_MIN, left_s))
+            except BaseException:
+                await client.close()
+                raise
+            return client
+
+        try:
+            client = loop.call(found(), what="finding the node's agent", deadline_s=deadline_s + TOLD_S)
+            return cls(client, lock, loop, deadline_s)
+        except BaseException:
+            lock.release()
+            raise
 
     def introduction(self, node: int) -> Introduction:
         """What the other ranks need to know of this one's node, which is number ``node`` of its machine.
@@ -80,30 +113,55 @@ class Enlistment:
         """What stands for the mover here, and moves nothing before :meth:`nominate`."""
         from tiercheck.agent.moving import AgentMover
 
-        self._mover = AgentMover(self._client, first, nomination)
+        self._mover = AgentMover(self._client, first, nomination, deadline_s=self._deadline_s)
         return self._mover
 
     def nominate(self) -> None:
         """Hand this rank's objects over to the agent, as :meth:`mover` was told."""
         assert self._mover is not None, "there is a mover to nominate for"
-        self._call(self._mover.nominate(), "nominating to the node's agent")
+        self._call(self._mover.nominate(self._deadline_s), "nominating to the node's agent")
+        self._lock.recovered()
+        self._stop_keeping()  # from here on each look of the mover's keeps the agent alive
 
     @property
     def node(self) -> str:
         """The agent's name."""
         return self._client.hello.node
 
+    @property
+    def pid(self) -> int:
+        """The agent's process."""
+        return self._client.hello.pid
+
     def withdraw(self) -> None:
         """The job is done, and nothing is left to move."""
         if self._mover is not None:
-            self._call(self._mover.withdraw(), "taking leave of the node's agent")
+            self._call(self._mover.withdraw(self._deadline_s), "taking leave of the node's agent")
 
     def end(self) -> None:
-        """Give the connection back. The agent goes on with what was nominated. Idempotent."""
-        self._call(self._client.close(), "leaving the node's agent")
+        """Give the connection back, and the rank. The agent goes on with what was nominated. Idempotent."""
+        self._stop_keeping()
+        try:
+            self._call(self._client.close(), "leaving the node's agent")
+        finally:
+            self._lock.release()
+
+    async def _keep(self) -> None:
+        """Until cancelled, a dead agent is replaced. It finds by the lock that this rank recovers."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            try:
+                await self._client.keep(self._deadline_s)
+            except TierCheckError as error:
+                log.warning("the node's agent has died, and there is no other yet: %s", error)
+
+    def _stop_keeping(self) -> None:
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.cancel()
 
     def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self._loop.call(coroutine, what=what, deadline_s=self._deadline_s)
+        return self._loop.call(coroutine, what=what, deadline_s=self._deadline_s + TOLD_S)
 
 
 def check_shareable(hierarchy: Hierarchy) -> None:

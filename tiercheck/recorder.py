@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TOLD_S = 5.0
+"""What the mover may take beyond its own deadline, whose error names the tier that it waits for."""
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -449,8 +452,7 @@ class Recorder:
 
     def _call_mover(self, coroutine: Coroutine[Any, Any, object], what: str) -> None:
         try:
-            # The mover's own deadline names the tier it waits for, so it must come first.
-            self._loop.call(coroutine, what=what, deadline_s=2 * self._config.deadline_s)
+            self._loop.call(coroutine, what=what, deadline_s=self._config.deadline_s + TOLD_S)
         except JobConflict:
             raise
         except TierCheckError as error:

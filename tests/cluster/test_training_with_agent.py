@@ -136,18 +136,11 @@ def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path:
     checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn", deadline_s=2.0)
     training.step(1)
     checkpointer.flush()
-    asyncio.run(pause(name))
+    (tmp_path / "durable").rename(tmp_path / "aside")
+    (tmp_path / "durable").write_text("in the way")
     training.step(2)
     checkpointer.close()
     assert str(NominationKey(0)) in asyncio.run(held(f"shm://{name}")), "nobody has taken it back"
-
-
-async def pause(name: str) -> None:
-    """Nothing leaves the first tier any more, as while the durable tier is away."""
-    async with await connect_agent(name) as client:
-        status = await client.status()
-        (rank,) = status["ranks"]
-        await client.pause(rank["namespace"], 0, pause_s=60.0)
 
 
 def test_the_launchers_word_must_be_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

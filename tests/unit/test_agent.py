@@ -26,7 +26,9 @@ from tiercheck.agent import roster as roster_module
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.messages import Look, RankReply
 from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.rundir import RunDirectory
 from tiercheck.agent.service import Agent
+from tiercheck.agent.trainer_lock import TrainerLock
 from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, LineageKey, NominationKey, ShardKey
@@ -193,7 +195,7 @@ async def test_a_store_that_is_down_stops_nobody_else_and_is_shown(node: Node) -
             assert not await troubled.cycle()
             assert "notadir" in troubled.status.errors["nvme"]
             with pytest.raises(DeadlineExceeded, match=r"2 bases have not reached the durable tier .*notadir"):
-                await troubled.room_for_base(0.2)
+                await troubled.room_for_base(1.0)
             (node.folder / "notadir").unlink()
             await troubled.drain(20, closing=True)
             assert troubled.status.errors == {}
@@ -406,24 +408,40 @@ async def test_a_superseded_mover_tells_its_trainer_and_closes_its_tiers(node: N
         assert (assignment.state, assignment.needed) == ("superseded", False)
 
 
+async def client_waits(mover: AgentMover) -> None:
+    """Whether it is done before the pause comes is chance."""
+    try:
+        await mover.drain(20, closing=True)
+    except Transient as error:
+        assert "broken off" in str(error)
+
+
+def holding(node: Node, nomination: Nomination) -> TrainerLock:
+    """Of a trainer that is about to recover."""
+    return TrainerLock(RunDirectory.of(node.name), nomination.tiers[0][1], nomination.rank)
+
+
 async def test_while_a_trainer_recovers_nothing_moves(node: Node) -> None:
     nomination = node.nomination(node.shm())
     async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
         await mover.nominate()
         await mover.drain(10, closing=False)
-        await client.pause(nomination.tiers[0][1], 0, pause_s=60)
+        lock = holding(node, nomination)
+        await client.pause(nomination.tiers[0][1], 0)
         (assignment,) = agent.roster
-        assert assignment.state == "paused"
+        assert (assignment.state, assignment.needed) == ("paused", True)
         await capture(hierarchy, base(0))
         with pytest.raises(DeadlineExceeded, match="its nomination is paused"):
-            await mover.drain(0.3, closing=False)
+            await mover.drain(1.0, closing=False)
         assert await held(hierarchy) == []
         await mover.nominate()
+        lock.recovered()
         await mover.drain(10, closing=False)
         assert str(CommitKey(1, 0)) in await held(hierarchy)
+        lock.release()
 
 
-async def test_a_pause_ends_by_itself_and_breaks_off_what_waits(node: Node) -> None:
+async def test_a_pause_ends_with_who_asked_for_it_and_breaks_off_what_waits(node: Node) -> None:
     nomination = node.nomination(node.shm(), world_size=2)
     async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
         await mover.nominate()
@@ -432,18 +450,47 @@ async def test_a_pause_ends_by_itself_and_breaks_off_what_waits(node: Node) -> N
         await until(lambda: assignment.state == "moving", "the mover")
         (node.durable / "g000001").mkdir(exist_ok=True)
         waiting = asyncio.create_task(client_waits(mover))
-        await client.pause(nomination.tiers[0][1], 0, pause_s=0.3)
+        lock = holding(node, nomination)
+        await client.pause(nomination.tiers[0][1], 0)
+        assert assignment.state == "paused"
+        lock.release()  # as the kernel does, however the process ends
         await until(lambda: assignment.state == "moving", "the end of the pause")
         await waiting
         await client.pause("shm://nobody", 3)
 
 
-async def client_waits(mover: AgentMover) -> None:
-    """Whether it is done before the pause comes is chance."""
-    try:
-        await mover.drain(20, closing=True)
-    except Transient as error:
-        assert "broken off" in str(error)
+async def test_whoever_does_not_hold_the_rank_pauses_nothing(node: Node) -> None:
+    """Such as another job of the name, which is refused: the mover of the one that trains goes on."""
+    nomination = node.nomination(node.shm())
+    async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
+        lock = holding(node, nomination)
+        await mover.nominate()
+        lock.recovered()
+        with pytest.raises(JobConflict, match=r"this process is using shm://.* for rank 0 already"):
+            holding(node, nomination)
+        await client.pause(nomination.tiers[0][1], 0)
+        (assignment,) = agent.roster
+        assert assignment.state != "paused"
+        await capture(hierarchy, base(0))
+        await mover.drain(10, closing=False)
+        lock.release()
+
+
+async def test_an_agent_that_comes_back_finds_the_pause(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node), trainer(node, nomination) as (mover, hierarchy, _):
+        await mover.nominate()
+        await mover.drain(10, closing=False)
+    lock = holding(node, nomination)
+    async with node.open(nomination) as hierarchy:
+        await capture(hierarchy, base(0))
+        async with running(node) as agent:
+            (assignment,) = agent.roster
+            assert assignment.state == "paused"
+            await asyncio.wait([assignment._life], timeout=0.2)  # type: ignore[list-item]
+            assert await held(hierarchy) == []
+            lock.release()
+            await until(lambda: assignment.status.watermark == 0, "the end of the pause")
 
 
 async def test_what_is_withdrawn_is_forgotten(node: Node) -> None:

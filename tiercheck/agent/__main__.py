@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import sys
 
-__all__: list[str] = []
+__all__ = ["KILLED"]
+
+KILLED = 128
+"""The exit status of :func:`main` where a signal killed the agent: this, and the signal's number."""
 
 
 def main() -> int:
-    """Leave a child of the init process behind that is the agent; return once it is ready (0) or has failed (1).
+    """Leave a child of the init process behind that is the agent; return once it is ready (0), or has failed or was
+    killed.
 
     Whoever ends the trainer and its children, in whatever way, does not find the agent among them.
     """
     ready, readied = os.pipe()
-    if os.fork():
+    if agent := os.fork():
         os.close(readied)
-        return 0 if os.read(ready, 1) else 1
+        if os.read(ready, 1):
+            return 0
+        status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        return KILLED - status if status < 0 else status or 1
     os.close(ready)
     os.setsid()
     os.chdir("/")

@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tiercheck.agent.patient import PatientDriver
+from tiercheck.agent.patient import CallsUnderWay, PatientDriver
 from tiercheck.agent.record import as_agent_opens
 from tiercheck.agent.throughput import Throughput
+from tiercheck.agent.trainer_lock import Trainer
 from tiercheck.attempts import Attempts
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, TierError, Transient
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
@@ -68,7 +70,15 @@ class Assignment:
     so long does so whatever is left, as where a neighbour never comes back; the next agent goes on with that.
     """
 
-    def __init__(self, nomination: Nomination, *, rest_s: float, abandon_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        nomination: Nomination,
+        *,
+        rest_s: float,
+        abandon_s: float = math.inf,
+        trainer: Callable[[], Trainer | None] = lambda: None,
+    ) -> None:
+        """``trainer``: who holds the rank now."""
         self.nomination = nomination
         self.conflict: JobConflict | None = None
         self.gone = False
@@ -84,7 +94,10 @@ class Assignment:
         self._before = MoverStatus()
         """What the movers counted that this one replaces."""
         self._heard_at = _now()
-        self._paused_until: float | None = None
+        self._trainer = trainer
+        self._nominated = False
+        """The trainer that recovers has nominated this: its pause is over."""
+        self._calls = CallsUnderWay()
         self._brought_home_at: float | None = None
         """Since when what a silent trainer left has all gone out."""
         self._changed = asyncio.Event()
@@ -131,14 +144,14 @@ class Assignment:
         """Whether ending the agent now would leave something undone, or a trainer without its mover."""
         if self.conflict is not None or self.gone:
             return False
-        return self.silent_s < self._rest_s or not self._finished
+        return self._paused or self.silent_s < self._rest_s or not self._finished
 
     @property
     def needed_at(self) -> float:
         """When its trainer was last heard of, or something was left to move (loop time, seconds)."""
         if self.conflict is not None or self.gone or self._abandoned:
             return self._heard_at
-        return _now() if self._brought_home_at is None else max(self._heard_at, self._brought_home_at)
+        return _now() if self._paused or self._brought_home_at is None else max(self._heard_at, self._brought_home_at)
 
     async def observe(self) -> Observation | None:
         """What its tiers hold, listed seldom enough; ``None`` while they are not open."""
@@ -158,17 +171,28 @@ class Assignment:
         if self._mover is not None:
             self._mover.nudge()
 
-    async def pause(self, pause_s: float) -> None:
-        """Stop moving, for at most so long: on return nothing moves. What was being done is broken off, and nothing is
-        left half done."""
-        self._paused_until = _now() + pause_s
-        for operation in self._operations:
-            operation.cancel()
+    async def pause(self, deadline_s: float) -> None:
+        """Stop moving for as long as the rank's trainer recovers: on return nothing moves. What was being done is
+        broken off, and nothing is left half done; what a store is doing just then is waited for.
+
+        Errors: ``DeadlineExceeded`` naming the store.
+        """
+        self._nominated = False
+        if self._paused:
+            for operation in self._operations:
+                operation.cancel()
         self._wake()
-        await self._until(lambda: not self._paused or not (self._active or self._operations))
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._until(lambda: not self._paused or not (self._active or self._operations))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._where}: what was being moved could not be broken off within {deadline_s:g} s "
+                f"({self._calls or 'nothing is asked of a tier any more'})"
+            ) from None
 
     def resume(self) -> None:
-        self._paused_until = None
+        self._nominated = True
         self._wake()
 
     async def room_for_base(self, deadline_s: float) -> None:
@@ -212,7 +236,7 @@ class Assignment:
     async def _live(self) -> None:
         failures = 0
         while self.conflict is None and not self.gone:
-            await self._until(lambda: not self._resting)
+            await self._until(lambda: not self._resting and not self._paused)
             try:
                 await self._open_and_move()
                 failures = 0
@@ -235,7 +259,7 @@ class Assignment:
 
     async def _open_and_move(self) -> None:
         nomination = self.nomination
-        hierarchy = patient(nomination.hierarchy).open()
+        hierarchy = patient(nomination.hierarchy, self._calls).open()
         await self._opened(hierarchy)
         try:
             lineage = await _within(OPEN_S_MAX, self._lineage(hierarchy), f"reading the lineage of {self._where}")
@@ -395,7 +419,10 @@ class Assignment:
 
     @property
     def _paused(self) -> bool:
-        return self._paused_until is not None and _now() < self._paused_until
+        if self._nominated:
+            return False
+        trainer = self._trainer()
+        return trainer is not None and trainer.recovering
 
     @property
     def _resting(self) -> bool:
@@ -438,11 +465,13 @@ def memory_is_there(url: str) -> bool:
     return whole.scheme != "shm" or namespace_path(whole.location, Path(whole.options.get("mount", SHM))).is_dir()
 
 
-def patient(hierarchy: Hierarchy) -> Hierarchy:
-    """The same, that opens even where a store is away; not the first tier, without which there is nothing to move."""
+def patient(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:
+    """The same, that opens even where a store is away; not the first tier, without which there is nothing to move.
+    ``calls`` knows then what is asked of the others."""
     first, *others = hierarchy.tiers
     first = replace(first, url=as_agent_opens(first.url))
-    return replace(hierarchy, tiers=(first, *(replace(tier, wrap=PatientDriver) for tier in others)))
+    wrap = partial(PatientDriver, calls=calls)
+    return replace(hierarchy, tiers=(first, *(replace(tier, wrap=wrap) for tier in others)))
 
 
 def _now() -> float:

@@ -42,7 +42,8 @@ REQUEST_S = 30.0
 """For what the agent answers from memory, or with a look into shared memory."""
 PLATFORM_S = 20.0
 """How long a platform that runs the agent has to bring it back before a trainer starts one itself."""
-PAUSE_S = 600.0
+LEFT_S_MIN = 0.1
+"""What a request that is made again may take at least; 0 would mean something else."""
 END_S_MAX = 45.0
 """How long an agent may take to end, beside bringing everything home: longer than it gives itself."""
 AGAIN_S = 0.1
@@ -76,8 +77,8 @@ class AgentClient:
         until = loop.time() + request.deadline_s
         with self._speaking():
             while True:
-                connection = await self._connected(max(1.0, until - loop.time()))
-                left_s = max(0.0, until - loop.time())
+                connection = await self._connected(max(request.look_s, until - loop.time()))
+                left_s = max(LEFT_S_MIN, until - loop.time()) if request.deadline_s else 0.0
                 try:
                     return await connection.request(replace(request, deadline_s=left_s), kind)
                 except AgentGone:
@@ -98,12 +99,22 @@ class AgentClient:
         """
         return await self.request(Nominate(deadline_s, namespace, rank, generation), RankReply)
 
-    async def pause(
-        self, namespace: str, rank: int, *, pause_s: float = PAUSE_S, deadline_s: float = REQUEST_S
-    ) -> None:
-        """Have nothing of this rank moved until it nominates again, or ``pause_s`` have passed: on return nothing
-        moves. For a trainer that is about to read what an older generation left."""
-        await self.request(Pause(deadline_s, namespace, rank, pause_s), RankReply)
+    async def pause(self, namespace: str, rank: int, *, deadline_s: float = REQUEST_S) -> None:
+        """Wait until nothing of this rank moves, which its trainer holds (:class:`TrainerLock`) and is about to
+        recover. It stays so until that nominates, or is gone.
+
+        Errors: ``DeadlineExceeded`` naming the store that has not ended what it was asked for.
+        """
+        await self.request(Pause(deadline_s, namespace, rank), RankReply)
+
+    async def keep(self, deadline_s: float = START_S_MAX) -> None:
+        """See to it that an agent lives: one that has died is started again. Errors: as :meth:`connect`."""
+        connection = self._connection
+        if connection is not None and connection.lives:
+            return
+        if connection is not None:
+            await self._disconnect(connection)
+        await self.connect(deadline_s)
 
     async def withdraw(self, namespace: str, rank: int, generation: int, *, deadline_s: float = REQUEST_S) -> None:
         """Have the nomination forgotten: nothing of this rank is left to move. Idempotent.
@@ -172,14 +183,17 @@ class AgentClient:
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
         while True:
-            await self._have_agent(until)
-            connection = Connection(self._run)
+            connection: Connection | None = None
             try:
-                hello = await connection.request(Hello(max(1.0, until - loop.time())), HelloReply)
+                await self._have_agent(until)
+                connection = Connection(self._run)
+                hello = await connection.request(Hello(max(LEFT_S_MIN, until - loop.time())), HelloReply)
             except BaseException as error:
-                await connection.close()
-                if isinstance(error, AgentGone) and loop.time() < until:
-                    await asyncio.sleep(AGAIN_S)  # it is still starting, perhaps
+                if connection is not None:
+                    await connection.close()
+                may_start = self._settings is not None or connection is not None
+                if isinstance(error, AgentGone) and may_start and loop.time() < until:
+                    await asyncio.sleep(AGAIN_S)  # it is still starting, or was killed meanwhile
                     continue
                 raise
             if self._hello is not None and hello.incarnation != self._hello.incarnation:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
+from dataclasses import replace
 from typing import TypeVar
 
 import zmq
@@ -23,8 +25,10 @@ T = TypeVar("T")
 
 LOOK_S = 0.5
 """How often a request that waits looks whether the agent still lives."""
-GRACE_S = 5.0
-"""What an answer may take beyond all that the agent allows it: the agent stands back, and may be slow to say it."""
+ANSWER_S_MIN, ANSWER_S_MAX = 0.5, 5.0
+ANSWER_SHARE = 0.1
+"""Of a request's deadline, what is kept for its answer (half of it at most): the agent is told of the rest, since its
+own error says more than that it is late; it stands back, and may be slow to say it."""
 
 
 class AgentGone(Transient):
@@ -52,16 +56,17 @@ class Connection:
         self._receiving = asyncio.create_task(self._receive())
 
     async def request(self, request: Request, kind: type[T]) -> T:
-        """The agent's reply, as ``kind``.
+        """The agent's reply, as ``kind``; within the request's deadline (one of 0: what a look may take).
 
-        Errors: the request's own; :class:`AgentGone`; ``DeadlineExceeded`` where the agent lives and says nothing.
+        Errors: the request's own; :class:`AgentGone`; ``DeadlineExceeded`` if the agent lives and says nothing, naming
+        its process.
         """
         self._check()
         identifier = next(self._ids)
         waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = waiting
         try:
-            await self._socket.send(pack_request(identifier, request))
+            await self._socket.send(pack_request(identifier, as_told(request)))
             answer = await self._answer(waiting, request)
         finally:
             del self._waiting[identifier]
@@ -69,6 +74,11 @@ class Connection:
             return answer.read(kind)
         except ValueError as error:
             raise Transient(f"the agent of node {self._run.node!r} gave an answer of another kind: {error}") from error
+
+    @property
+    def lives(self) -> bool:
+        """Whether this agent is still there."""
+        return self._incarnation is not None and self._run.incarnation() == self._incarnation
 
     async def tell(self, request: Request) -> None:
         """Send without waiting for an answer; it is lost where the agent is gone."""
@@ -85,14 +95,15 @@ class Connection:
 
     async def _answer(self, waiting: asyncio.Future[Answer], request: Request) -> Answer:
         loop = asyncio.get_running_loop()
-        allowed_s = request.deadline_s + request.grace_s + GRACE_S
+        allowed_s = answer_s_max(request)
         until = loop.time() + allowed_s
         while not waiting.done():
             left_s = until - loop.time()
             if left_s <= 0:
                 raise DeadlineExceeded(
-                    f"the agent of node {self._run.node!r} lives, but did not answer {type(request).__name__} within "
-                    f"{allowed_s:g} s; its log is {self._run.log}"
+                    f"the agent {self._run.node!r} of {socket.gethostname()} ({self._run.process}) lives, but has not "
+                    f"answered {type(request).__name__} within {allowed_s:.3g} s; its log is {self._run.log}. If it is "
+                    "killed (kill -9), a trainer starts another, and nothing is lost"
                 )
             await asyncio.wait([waiting], timeout=min(LOOK_S, left_s))
             if not waiting.done():
@@ -101,7 +112,7 @@ class Connection:
 
     def _check(self) -> None:
         """Errors: :class:`AgentGone` where this agent is no more, or another one is in its place."""
-        if self._incarnation is None or self._run.incarnation() != self._incarnation:
+        if not self.lives:
             raise AgentGone(f"the agent of node {self._run.node!r} has ended before it answered")
 
     async def _receive(self) -> None:
@@ -117,3 +128,15 @@ class Connection:
             if waiting is not None and not waiting.done():
                 with contextlib.suppress(asyncio.InvalidStateError):
                     waiting.set_result(answer)
+
+
+def as_told(request: Request) -> Request:
+    """The request as the agent gets it."""
+    whole_s = request.deadline_s
+    answer_s = min(ANSWER_S_MAX, max(ANSWER_SHARE * whole_s, min(ANSWER_S_MIN, whole_s / 2)))
+    return replace(request, deadline_s=round(whole_s - answer_s, 3))  # errors show it
+
+
+def answer_s_max(request: Request) -> float:
+    """How long its answer is waited for."""
+    return request.deadline_s or request.look_s + ANSWER_S_MAX

@@ -60,12 +60,13 @@ TIERS_S = 30.0
 
 @dataclass(frozen=True)
 class Request:
-    """Anything a client may ask. ``deadline_s``: how long the agent may take to answer."""
+    """Anything a client may ask. ``deadline_s``: how long the agent may take to answer; 0: as long as it takes to look,
+    and nothing is waited for."""
 
     deadline_s: float
 
-    grace_s: ClassVar[float] = 1.0
-    """What the answer may take beyond that: the agent's own error says more than that it is late."""
+    look_s: ClassVar[float] = 1.0
+    """What such a look may take."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.deadline_s <= DEADLINE_S_MAX:
@@ -111,9 +112,8 @@ class Nominate(Nominated):
 
 @dataclass(frozen=True)
 class Pause(Rank):
-    """Move nothing of this rank until it nominates again, or ``pause_s`` have passed."""
-
-    pause_s: float
+    """The trainer that holds this rank (:class:`~tiercheck.agent.trainer_lock.TrainerLock`) recovers: answer once
+    nothing of it moves. Nothing does then until the trainer nominates, or is gone."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ class Look(Nominated):
 class RoomForBase(Nominated):
     """Answer once another base may be captured."""
 
-    grace_s: ClassVar[float] = TIERS_S
+    look_s: ClassVar[float] = TIERS_S
 
 
 @dataclass(frozen=True)
 class Drain(Nominated):
     """Answer once everything captured is where it belongs."""
 
-    grace_s: ClassVar[float] = TIERS_S
+    look_s: ClassVar[float] = TIERS_S
 
     closing: bool
 
@@ -151,7 +151,7 @@ class Drain(Nominated):
 class Cycle(Nominated):
     """Look and act once."""
 
-    grace_s: ClassVar[float] = TIERS_S
+    look_s: ClassVar[float] = TIERS_S
 
     closing: bool
 

@@ -32,8 +32,12 @@ class AgentMover:
     :meth:`nominate` first; then :meth:`run` is its life, as it is the mover's.
     """
 
-    def __init__(self, client: AgentClient, first: TierDriver, nomination: Nomination) -> None:
+    def __init__(
+        self, client: AgentClient, first: TierDriver, nomination: Nomination, *, deadline_s: float = CYCLE_S
+    ) -> None:
+        """``deadline_s``: what a call that names no deadline may take."""
         self.nomination = nomination
+        self._deadline_s = deadline_s
         self._client = client
         self._first = first
         self._status = MoverStatus()
@@ -50,12 +54,13 @@ class AgentMover:
         """Why the mover has stopped for good: a newer generation has opened."""
         return self._conflict
 
-    async def nominate(self, deadline_s: float = LOOK_S) -> None:
+    async def nominate(self, deadline_s: float | None = None) -> None:
         """Write the nomination down in the first tier and have the agent take it up. Idempotent.
 
         Errors: ``ConfigurationError`` for a hierarchy that the agent cannot open; ``JobConflict`` where a newer
         generation is nominated, whose record stays; ``TierError``; ``DeadlineExceeded``.
         """
+        deadline_s = min(LOOK_S, self._deadline_s) if deadline_s is None else deadline_s
         for tries_left in reversed(range(NOMINATIONS_MAX)):
             await write_nomination(self._first, self.nomination)
             try:
@@ -82,7 +87,7 @@ class AgentMover:
         """Keep :attr:`status` fresh and the agent alive until cancelled, or until a newer generation opens."""
         while self._conflict is None:
             try:
-                await self._ask(Look(LOOK_S, *self._who))
+                await self._ask(Look(min(LOOK_S, self._deadline_s), *self._who))
                 if await self._nudged_within(REFRESH_S):
                     await self._client.tell(Nudge(0.0, *self._who))
             except JobConflict as conflict:
@@ -96,7 +101,7 @@ class AgentMover:
 
     async def cycle(self, *, closing: bool = False) -> bool:
         """As :meth:`tiercheck.mover.Mover.cycle`. Errors: also ``DeadlineExceeded``."""
-        return (await self._ask(Cycle(CYCLE_S, *self._who, closing))).result
+        return (await self._ask(Cycle(self._deadline_s, *self._who, closing))).result
 
     async def room_for_base(self, deadline_s: float) -> None:
         """As :meth:`tiercheck.mover.Mover.room_for_base`."""

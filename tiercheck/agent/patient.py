@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from tiercheck.errors import ConfigurationError, TierError, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
 
-__all__ = ["PatientDriver"]
+__all__ = ["CallsUnderWay", "PatientDriver"]
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,30 @@ CALL_S = 0.5
 CLOSE_S_MAX = 10.0
 
 
+class CallsUnderWay:
+    """What is asked of some tiers just now: for the errors of those who wait for its end."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[str, float]] = {}
+        self._count = 0
+
+    @contextlib.contextmanager
+    def noted(self, tier: str, call: Call) -> Iterator[None]:
+        """Inside, ``call`` is under way."""
+        self._count += 1
+        number = self._count
+        what = f"{tier}: {call.operation}" + (f" of {call.key}" if call.key else "")
+        self._calls[number] = what, asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            del self._calls[number]
+
+    def __str__(self) -> str:
+        now = asyncio.get_running_loop().time()
+        return "; ".join(f"{what}, for {now - since:.1f} s" for what, since in self._calls.values())
+
+
 class PatientDriver(WrappingDriver):
     """Opens whether ``inner`` can be opened or not; then each call tries to open it first, and fails where that fails.
 
@@ -33,8 +57,9 @@ class PatientDriver(WrappingDriver):
     the store does not answer; ``ConfigurationError`` from opening alone, for what no patience mends.
     """
 
-    def __init__(self, inner: TierDriver) -> None:
+    def __init__(self, inner: TierDriver, calls: CallsUnderWay | None = None) -> None:
         super().__init__(inner)
+        self._calls = calls or CallsUnderWay()
         self._wanted = False
         """Somebody has opened this one, and not closed it."""
         self._open = False
@@ -52,7 +77,8 @@ class PatientDriver(WrappingDriver):
             await self._reach(CALL_S)
         except ConfigurationError as error:
             raise Transient(str(error), tier=self.url) from error
-        return await work()
+        with self._calls.noted(self.url, call):
+            return await work()
 
     async def _begin(self) -> None:
         if self._wanted:

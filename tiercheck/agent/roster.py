@@ -7,12 +7,15 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from tiercheck import keys
 from tiercheck.agent.assignment import Assignment
 from tiercheck.agent.record import check_newest, first_tier, read_nomination, remove_nomination
+from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.trainer_lock import trainer_of
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.keys import NominationKey
 from tiercheck.nomination import Nomination
@@ -91,7 +94,9 @@ class Roster:
             nomination.hierarchy.open()  # refuses what can never be opened, before anything is replaced
             if (known := self._assignments.get(place)) is not None:
                 await check_newest(first, known.nomination, nomination)
-            return await self._take_up(place, nomination)
+            assignment = await self._take_up(place, nomination)
+            assignment.resume()
+            return assignment
 
     async def withdraw(self, namespace: str, rank: int, generation: int) -> None:
         """Forget the nomination of that generation, and delete its record. Errors: ``JobConflict`` where a newer one
@@ -187,12 +192,16 @@ class Roster:
         known = self._assignments.get(place)
         if known is not None and known.nomination == nomination and not known.gone:
             known.heard()
-            known.resume()
             return known
         if known is None and len(self._assignments) >= ASSIGNMENTS_MAX:
             raise CapacityExceeded(f"the agent of node {self.node!r} moves for {ASSIGNMENTS_MAX} ranks already")
         await self._drop(place)
-        assignment = self._assignments[place] = Assignment(nomination, rest_s=self._rest_s, abandon_s=self._abandon_s)
+        assignment = self._assignments[place] = Assignment(
+            nomination,
+            rest_s=self._rest_s,
+            abandon_s=self._abandon_s,
+            trainer=partial(trainer_of, RunDirectory.of(self.node), *place),
+        )
         assignment.start()
         log.info("rank %d of %s: generation %d taken up", nomination.rank, place[0], nomination.generation)
         return assignment

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 REQUESTS_MAX = 4096
 """Requests being worked on at a time; more are turned away."""
+OVERDUE_S_MIN, OVERDUE_S_MAX = 0.25, 2.5
+OVERDUE_SHARE = 0.05
+"""What a request may take beyond its deadline, whose own error says more; less than what its client waits."""
 
 
 class Router:
@@ -81,8 +84,9 @@ class Router:
 
     async def _work(self, sender: bytes, identifier: int, request: Request) -> None:
         what = type(request).__name__
+        allowed_s = work_s_max(request)
         try:
-            async with asyncio.timeout(request.deadline_s + request.grace_s):
+            async with asyncio.timeout(allowed_s):
                 answer = await self._handle(request)
             reply = pack_answer(identifier, answer)
             if len(reply) > REPLY_BYTES_MAX:
@@ -90,9 +94,7 @@ class Router:
         except TierCheckError as error:
             reply = pack_error(identifier, error)
         except TimeoutError:
-            reply = pack_error(
-                identifier, DeadlineExceeded(f"{what} took over {request.deadline_s + request.grace_s:.3g} s")
-            )
+            reply = pack_error(identifier, DeadlineExceeded(f"{what} took over {allowed_s:.3g} s"))
         except Exception as error:
             # A bug of one request is not to end the agent; its client is told, and the log has the rest.
             log.exception("%s failed", what)
@@ -116,3 +118,11 @@ class Router:
     def _drop(self, reason: str) -> None:
         self.dropped += 1
         log.debug("a message was dropped: %s", reason)
+
+
+def work_s_max(request: Request) -> float:
+    """How long a request is worked on."""
+    if not request.deadline_s:
+        return request.look_s
+    within_s = request.deadline_s
+    return within_s + min(OVERDUE_S_MAX, max(OVERDUE_SHARE * within_s, min(OVERDUE_S_MIN, within_s / 2)))

@@ -107,9 +107,24 @@ class RunDirectory:
         """Which agent of this name is running: each has another one. Empty while it starts; ``None`` for none."""
         descriptor = lock_file(self.lock, shared=True)
         if descriptor is None:
-            return self.lock.read_text()
+            return self.lock.read_text().partition(" ")[0]
         os.close(descriptor)
         return None
+
+    def say_who(self, lock: int, incarnation: str) -> None:
+        """What :meth:`incarnation` and :attr:`process` tell; ``lock`` is the open file :attr:`lock`, which is held."""
+        os.pwrite(lock, f"{incarnation} {os.getpid()}".encode(), 0)
+
+    @property
+    def process(self) -> str:
+        """The agent's process, for a message."""
+        try:
+            pid = self.lock.read_text().partition(" ")[2]
+            stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t") if pid else False
+        except FileNotFoundError:
+            stopped = False
+        said = f", which is stopped: 'kill -CONT {pid}' lets it go on" if stopped else ""
+        return f"process {pid or 'unknown'}{said}"
 
     def log_tail(self, lines: int = 12) -> str:
         """The end of the agent's log, for a message."""

@@ -104,7 +104,7 @@ class Agent:
             self._router = Router(self._context, self.run.address, self._handle)
             self._answering = asyncio.create_task(self._router.run())
             assert self._lock is not None
-            os.pwrite(self._lock, self._incarnation.encode(), 0)
+            self.run.say_who(self._lock, self._incarnation)
             self._write_info()
         except BaseException:
             await self.close()
@@ -264,8 +264,8 @@ class Agent:
         match request:
             case Nudge():
                 assignment.nudge()
-            case Pause(pause_s=pause_s):
-                await assignment.pause(pause_s)
+            case Pause():
+                await assignment.pause(deadline_s)
             case RoomForBase():
                 await assignment.room_for_base(deadline_s)
             case Drain(closing=closing):
@@ -297,12 +297,13 @@ class Agent:
         while (lock := lock_file(self.run.lock)) is None:
             if _now() > until:
                 raise JobConflict(
-                    f"an agent of node {self.settings.node!r} runs already ({self._other()}); end it first, or give "
+                    f"an agent of node {self.settings.node!r} runs already ({self.run.process}); end it first, or give "
                     "this one another name (TIERCHECK_AGENT_NODE)"
                 )
             await asyncio.sleep(LOCK_AGAIN_S)
         self._lock = lock
         os.ftruncate(lock, 0)
+        self.run.say_who(lock, "")
 
     async def _relieve(self) -> None:
         """Where a trainer was first, and started one: the platform's takes over."""
@@ -339,10 +340,6 @@ class Agent:
         endpoint = self._read_info().get("peer_endpoint")
         port = endpoint.rpartition(":")[2] if isinstance(endpoint, str) else ""
         return port if port.isdigit() else None
-
-    def _other(self) -> str:
-        info = self._read_info()
-        return f"process {info['pid']}" if "pid" in info else f"its lock is {self.run.lock}"
 
     def _read_info(self) -> dict[str, Any]:
         try:

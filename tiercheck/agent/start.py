@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tiercheck.agent.__main__ import KILLED
+from tiercheck.agent.connection import AgentGone
 from tiercheck.agent.rundir import RunDirectory, lock_file
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.errors import ConfigurationError, DeadlineExceeded
@@ -40,7 +42,8 @@ async def starting(run: RunDirectory, deadline_s: float) -> AsyncIterator[None]:
 async def start_detached(run: RunDirectory, settings: AgentSettings, deadline_s: float) -> None:
     """Start an agent that outlives this process, and wait until it answers.
 
-    Errors: ``ConfigurationError`` where it ended instead; ``DeadlineExceeded``; both with the end of its log.
+    Errors: ``ConfigurationError`` if it ended instead; ``AgentGone`` if it was killed; ``DeadlineExceeded``; each with
+    the end of its log.
     """
     try:
         code = await asyncio.to_thread(_spawn, run, settings, deadline_s)
@@ -49,6 +52,11 @@ async def start_detached(run: RunDirectory, settings: AgentSettings, deadline_s:
             f"the agent of node {run.node!r} was not ready within {deadline_s:g} s; its log ({run.log}) ends:\n"
             f"{run.log_tail()}"
         ) from None
+    if code >= KILLED:
+        raise AgentGone(
+            f"the agent of node {run.node!r} was killed while it started (signal {code - KILLED}); its log ({run.log}) "
+            f"ends:\n{run.log_tail()}"
+        )
     if code != 0:
         raise ConfigurationError(
             f"the agent of node {run.node!r} could not be started; its log ({run.log}) ends:\n{run.log_tail()}"
@@ -60,7 +68,7 @@ def _spawn(run: RunDirectory, settings: AgentSettings, deadline_s: float) -> int
     path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
     descriptor = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        return subprocess.run(
+        code = subprocess.run(
             [sys.executable, "-m", "tiercheck.agent", settings.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
@@ -69,5 +77,6 @@ def _spawn(run: RunDirectory, settings: AgentSettings, deadline_s: float) -> int
             timeout=deadline_s,
             check=False,
         ).returncode
+        return code if code >= 0 else KILLED - code
     finally:
         os.close(descriptor)
