@@ -23,8 +23,8 @@ from tiercheck.types import ObjectInfo, Payload, PutMode
 WORLD = 2
 
 
-def shard(key: ShardKey) -> list[bytes | bytearray | memoryview]:
-    metadata = ShardMetadata.of(key, WORLD, "")
+def shard(key: ShardKey, *, world_size: int = WORLD) -> list[bytes | bytearray | memoryview]:
+    metadata = ShardMetadata.of(key, world_size, "")
     name = f"{key.first}/x"
     return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))]))
 
@@ -42,13 +42,20 @@ def tiers(tmp_path: Path, *, durable: FaultPlan | None = None, middle: FaultPlan
 FIRST = Lineage(((1, None),))
 
 
-def mover_of(hierarchy: OpenHierarchy, *, rank: int = 0, world_size: int = 1, lineage: Lineage = FIRST) -> Mover:
+def mover_of(
+    hierarchy: OpenHierarchy,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    lineage: Lineage = FIRST,
+    placement: Placement | None = None,
+) -> Mover:
     return Mover(
         hierarchy,
         rank=rank,
         world_size=world_size,
         generation=1,
-        placement=Placement(2),
+        placement=placement or Placement(2),
         retention=Retention(),
         lineage=lineage,
     )
