@@ -142,6 +142,8 @@ class Recorder:
         self._rested: ShardKey | None = None
         """The base that the stream knows of."""
         self._base_due = False
+        self._begun = -1
+        """The version of the newest base that was begun."""
         self._stepped: int | None = None
         self._written = False
         """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
@@ -255,11 +257,19 @@ class Recorder:
         self._count(**captured, differential_stall_s=time.perf_counter() - began)
         if self._placement.completes(version, self._roles):
             self._nudge()
-        if self._base_due or version % self._config.base_every == 0:
+        if self._base_due or self._lost() or version % self._config.base_every == 0:
             with self._saving(version):
                 self._begin_base(version)
             if version == self._unrecorded:
                 self.finish_base()  # nothing else holds this version
+
+    def _lost(self) -> bool:
+        """Whether something was damaged in the first tier before it was copied on, that no base since makes up for."""
+        after = self._mover.status.base_needed_after
+        if after is None or after < self._begun:
+            return False
+        log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
+        return True
 
     def _begin_base(self, version: int, *, opening: bool = False) -> None:
         """Reserve memory and start the lazy copy. Waits where the bases before have not drained; the one that opens a
@@ -276,6 +286,7 @@ class Recorder:
         published = self._copier.submit(self._copy_base, capture, reservation, copied)
         self._base = _BaseInFlight(version, copied, published)
         self._base_due = False
+        self._begun = version
         self._stream.mark_recorded()
         self._count(base_stall_s=time.perf_counter() - began)
         if self._written:

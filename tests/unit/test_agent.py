@@ -118,6 +118,21 @@ async def test_what_is_nominated_is_moved(node: Node) -> None:
         assert moving.conflict is None
 
 
+async def test_a_trainer_learns_what_was_damaged_before_it_was_moved(node: Node) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node), trainer(node, nomination) as (mover, hierarchy, _):
+        await mover.nominate()
+        await capture(hierarchy, base(0), record(1))
+        content = bytearray(b"".join(map(bytes, shard(record(2)))))
+        content[-1] ^= 1
+        await hierarchy.first.driver.put(str(record(2)), [content])
+        await mover.cycle()
+        assert mover.status.base_needed_after == 1
+        await capture(hierarchy, base(3))
+        await mover.cycle()
+        assert mover.status.base_needed_after is None
+
+
 async def test_it_moves_without_being_told_and_goes_on_without_a_trainer(node: Node) -> None:
     nomination = node.nomination(node.shm())
     async with running(node) as agent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from tiercheck.claim import Claim
 from tiercheck.container import Shard
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import ShardKey
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment
 
 
@@ -137,3 +139,42 @@ def test_a_job_is_told_of_damage_at_its_end_as_it_chose(
     else:
         checkpointer.close()
         assert "1 captured objects were damaged" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", [ShardKey.differential(1, 2, 2, 0), ShardKey.base(1, 0, 0)], ids=str)
+def test_what_was_damaged_before_it_was_copied_on_is_made_up_for_by_a_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: ShardKey
+) -> None:
+    def verify(shard: Shard) -> None:
+        if shard.metadata.key == damaged:
+            raise Corruption("a bit fell over", tier=shard.tier, key=shard.key)
+
+    monkeypatch.setattr(Shard, "verify", verify)
+    durable = f"nvme://{tmp_path}?survives=rack"
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(memory(), durable), base_every=100, batch=2)
+    training.step(1)
+    training.step(2)
+    with contextlib.suppress(SaveError):  # a base that has been made already is as good
+        checkpointer.flush()
+    training.step(3)  # at the latest this one gets a base
+    training.step(4)
+    checkpointer.flush()
+    assert checkpointer.stats.mover.base_needed_after is None
+    checkpointer.close()
+    after = Training()
+    after.attach(Hierarchy.of(memory(), durable)).abort()  # the node and its memory are lost
+    assert (after.checkpointer.version, after.parameters()) == (4, training.states[4])
+
+
+def test_a_mover_that_has_ended_says_why_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(memory()))
+    monkeypatch.setattr("tiercheck.mover.to_commit", lambda seen, tier: [][0])
+    assert checkpointer._mover_life is not None
+    with pytest.raises(SaveError):
+        checkpointer._mover_life.result(timeout=20)
+    with pytest.raises(SaveError, match="has ended the mover: IndexError"):
+        training.step(1)
+    assert "IndexError" in checkpointer.stats.mover.errors["mover"]
+    checkpointer.abort()
