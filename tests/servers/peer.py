@@ -1,12 +1,13 @@
 """A peer server in a process of its own, which can be killed and restarted.
 
-``python -m tests.servers.peer PORT BACKING KEYS`` serves namespaces in shared memory (``shm:PREFIX``, which outlives
-the process) until it is killed; it says its endpoint on standard output.
+``python -m tests.servers.peer BIND PREFIX LIMITS [KEYS]`` serves namespaces in shared memory (``shm://PREFIX-NAME``,
+which outlives the process) until it is killed; it says its endpoint on standard output. ``LIMITS`` are JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -30,9 +31,19 @@ class PeerProcess:
     """Use it as a context manager. The namespace ``NAME`` is the shared memory ``PREFIX-NAME``."""
 
     def __init__(
-        self, prefix: str, *, keys: Path | None = None, host: str = "127.0.0.1", netns: str | None = None
+        self,
+        prefix: str,
+        *,
+        keys: Path | None = None,
+        host: str = "127.0.0.1",
+        netns: str | None = None,
+        socket: Path | None = None,
+        **limits: int,
     ) -> None:
+        """``socket`` instead of TCP; ``limits``: fields of :class:`PeerLimits`."""
         self.prefix = prefix
+        self._socket = socket
+        self._limits = limits
         self.endpoint = ""
         self._keys = keys
         self._host = host
@@ -42,7 +53,8 @@ class PeerProcess:
     def start(self) -> None:
         """On the port that it had before, if any; returns once it serves."""
         port = self.endpoint.rpartition(":")[2] or "0"
-        command = [sys.executable, "-m", "tests.servers.peer", f"{self._host}:{port}", self.prefix]
+        bind = f"tcp://{self._host}:{port}" if self._socket is None else f"ipc://{self._socket}"
+        command = [sys.executable, "-m", "tests.servers.peer", bind, self.prefix, json.dumps(self._limits)]
         if self._keys is not None:
             command.append(str(self._keys))
         if self._netns is not None:
@@ -95,16 +107,18 @@ def read_line(stream: IO[bytes]) -> str:
     return line
 
 
-async def serve(bind: str, prefix: str, keys: PeerKeys | None) -> None:
+async def serve(bind: str, prefix: str, limits: PeerLimits, keys: PeerKeys | None) -> None:
     async def open_namespace(name: str) -> TierDriver:
         driver = ShmDriver(f"{prefix}-{name}")
         await driver.open()
         return driver
 
-    async with PeerServer(open_namespace, bind=f"tcp://{bind}", keys=keys, limits=PeerLimits()) as server:
+    async with PeerServer(open_namespace, bind=bind, keys=keys, limits=limits) as server:
         print(server.endpoint, flush=True)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], sys.argv[2], PeerKeys.load(sys.argv[3]) if len(sys.argv) > 3 else None))
+    _, given_bind, given_prefix, given_limits, *given_keys = sys.argv
+    chosen = PeerLimits(**json.loads(given_limits))
+    asyncio.run(serve(given_bind, given_prefix, chosen, PeerKeys.load(given_keys[0]) if given_keys else None))

@@ -24,6 +24,8 @@ __all__ = [
 ]
 
 NAMESPACE_CHARACTERS_MAX = 64
+PRIVATE_BYTES_MAX = 512 << 20
+"""What an agent's own memory may grow by: what it keeps is shared memory, and the server has little to buffer."""
 
 OpenNamespace = Callable[[str], Awaitable[TierDriver]]
 
@@ -57,7 +59,9 @@ def make_peer_server(settings: AgentSettings, open_namespace: OpenNamespace, bin
     """Errors: ``ConfigurationError`` for keys that cannot be used, or an address that needs keys."""
     from tiercheck.tiers.peer import PeerKeys, PeerLimits, PeerServer
 
-    limits = PeerLimits() if settings.memory_bytes is None else PeerLimits(memory_bytes=settings.memory_bytes)
+    limits = PeerLimits(private_bytes=PRIVATE_BYTES_MAX)
+    if settings.memory_bytes is not None:
+        limits = dataclasses.replace(limits, memory_bytes=settings.memory_bytes)
     keys = PeerKeys.load(settings.keys) if settings.keys else None
     return PeerServer(open_namespace, bind=bind, keys=keys, limits=limits, may_name=may_name)
 

@@ -1,8 +1,10 @@
 """Cuts connections that send more than is ever read from them.
 
 ZeroMQ bounds a frame's size and the number of messages that wait, but not the frames of one message: it collects them
-until the last has come, and a client that never sends the last one would fill the memory. So the kernel's count of
-what each connection has received is compared with what was handled.
+until the last has come, and a client that never sends the last one would fill the memory. An empty frame is 2 bytes on
+the wire and 64 in memory. So two things are watched: the kernel's count of what each connection has received (over
+TCP), against what was handled; and the memory of the whole process. When that has grown too much, every connection
+goes of which no message was handled lately: it is in the middle of one, or idle, and its client comes back.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tiercheck.tiers.peer.address import is_socket
 
@@ -21,6 +25,12 @@ __all__ = ["FloodWatch"]
 FRAME_OVERHEAD_BYTES = 64
 """More than ZMTP and CURVE add to a frame."""
 HEARTBEAT_BYTES_PER_S = 1024
+LATELY_S = 0.25
+"""A client that is at work has whole messages handled more often than that."""
+SETTLE_S = 2.0
+"""How long the memory of connections that were cut may take to be free."""
+STATM = Path("/proc/self/statm")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BYTES_RECEIVED_OFFSET = 128
 """Of ``tcpi_bytes_received`` in Linux's ``struct tcp_info`` (since 4.1)."""
 
@@ -29,22 +39,41 @@ BYTES_RECEIVED_OFFSET = 128
 class _Connection:
     handled: int
     swept: float
+    heard: float
+    """When a message of it was handled last."""
 
 
 class FloodWatch:
-    """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``endpoint``: the server's."""
+    """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``private_bytes_max``: what the
+    process's own memory may grow by, above its least. ``endpoint``: the server's."""
 
-    def __init__(self, endpoint: str, unread_bytes_max: int) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        unread_bytes_max: int,
+        private_bytes_max: int,
+        private_bytes: Callable[[], int] = lambda: private_bytes(),
+    ) -> None:
         self._endpoint = endpoint
         self._port = None if is_socket(endpoint) else int(endpoint.rpartition(":")[2])
         self._unread_bytes_max = unread_bytes_max
+        self._private_bytes_max = private_bytes_max
+        self._private_bytes = private_bytes
+        self._least_bytes: int | None = None
+        self._full_since: float | None = None
         self._connections: dict[int, _Connection] = {}
 
     def __len__(self) -> int:
         return len(self._connections)
 
+    @property
+    def full(self) -> bool:
+        """Whether the process's memory has grown too much: then nobody new is let in."""
+        return self._full_since is not None
+
     def accepted(self, fd: int) -> None:
-        self._connections[fd] = _Connection(0, time.monotonic())
+        now = time.monotonic()
+        self._connections[fd] = _Connection(0, now, now)
 
     def disconnected(self, fd: int) -> None:
         self._connections.pop(fd, None)
@@ -54,9 +83,10 @@ class FloodWatch:
         connection = self._connections.get(fd)
         if connection is not None:
             connection.handled += nbytes + frames * FRAME_OVERHEAD_BYTES
+            connection.heard = time.monotonic()
 
     def sweep(self) -> int:
-        """Cut those over the bound; returns how many. Those that are gone are forgotten.
+        """Cut those over the bounds; returns how many. Those that are gone are forgotten.
 
         A connection that breaks at once may be reported as gone before it is reported as there: ZeroMQ accepts it in
         one thread and serves it in another. It would be counted for ever.
@@ -76,8 +106,24 @@ class FloodWatch:
             # No credit is kept for what the overhead was overrated by.
             connection.handled = min(connection.handled, received)
             if received - connection.handled > self._unread_bytes_max:
-                cut += self._cut(fd)
-        return cut
+                cut += self.cut(fd)
+        return cut + self._make_room(now)
+
+    def _make_room(self, now: float) -> int:
+        """Cut whoever may hold the memory, if it has become too much."""
+        held = self._private_bytes()
+        if self._least_bytes is None or held < self._least_bytes:
+            self._least_bytes = held
+        if held - self._least_bytes <= self._private_bytes_max:
+            self._full_since = None
+            return 0
+        if self._full_since is None:
+            self._full_since = now
+        elif now - self._full_since > SETTLE_S:
+            # What has not gone with them is not theirs: this is what the process needs, from now on.
+            self._least_bytes, self._full_since = held, None
+            return 0
+        return sum(self.cut(fd) for fd, each in list(self._connections.items()) if now - each.heard > LATELY_S)
 
     def _received_bytes(self, fd: int) -> int | None:
         """``None`` where the kernel does not count.
@@ -95,7 +141,8 @@ class FloodWatch:
             return None  # before Linux 4.1
         return int(struct.unpack_from("Q", info, BYTES_RECEIVED_OFFSET)[0])
 
-    def _cut(self, fd: int) -> int:
+    def cut(self, fd: int) -> int:
+        """End the connection; returns 1, or 0 if it had gone by itself."""
         try:
             with duplicate(fd) as connection:
                 if not self._is_ours(connection):
@@ -113,6 +160,12 @@ class FloodWatch:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return bool(connection.getsockname()[1] == self._port)
+
+
+def private_bytes() -> int:
+    """The memory that this process holds for itself, without files and shared memory."""
+    _, resident, shared, *_ = map(int, STATM.read_bytes().split())
+    return (resident - shared) * PAGE_BYTES
 
 
 def duplicate(fd: int) -> socket.socket:

@@ -52,9 +52,12 @@ class PeerLimits:
     """What senders of several chunks may have under way at once, all together: the credit that the server has to
     give. Objects of one chunk come without asking for it; once as many bytes of them are being stored, nothing more is
     read from the network. Besides, each connection may have 16 MiB (or one message, if that is more) queued, and one
-    half read: for the worst that ``connections`` clients can do together, count that for each of them, and many times
-    that for one that sends frames without content. Without keys they are processes of this machine, with keys they
-    are listed."""
+    half read: for the worst that ``connections`` clients can do together, count that for each of them, up to
+    ``private_bytes``."""
+    private_bytes: int = 1 << 30
+    """What the process's own memory may grow by, whoever makes it grow, before the connections are ended that may be
+    the cause: those of which no whole message came lately. A client at work goes on, and one that is idle comes back.
+    Memory of tiers that can be mapped is shared, and does not count."""
     buffer_bytes: int = 1 << 30
     """Copies of objects on their way to or from drivers whose memory cannot be mapped; and, while it is read, a chunk
     for each of ``calls``."""
@@ -72,7 +75,8 @@ class PeerLimits:
     """A transfer whose client is silent for that long is dropped, and with it what it had reserved."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "buffer_bytes", "namespaces", "connections", "transfers", "calls", "outcomes"):
+        counts = ("namespaces", "connections", "transfers", "calls", "outcomes")
+        for name in ("memory_bytes", "buffer_bytes", "private_bytes", *counts):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"PeerLimits.{name} must be at least 1, not {getattr(self, name)}")
         if not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:

@@ -62,6 +62,10 @@ SWEEP_S = 0.1
 """How often connections are looked at for floods."""
 FRAMES_KEPT_MAX = 3
 """Of a message; none of the protocol's has more than two."""
+FRAMES_MAX = 64
+"""A message of more ends its connection: it takes as long to let go of as many messages."""
+FRAMES_AT_ONCE = 4096
+"""That many of such a message, and then the rest of the work is looked at."""
 REPLIES_QUEUED_MAX = 256
 """Replies that wait for one connection; the next is dropped, and its client asks again."""
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -164,6 +168,8 @@ class _Running:
         self._protocol = ServerProtocol(limits, secrets.randbits(63))
         self._shell_dropped: dict[str, int] = {}
         self._copies: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._skipping = False
+        """Whether a message of too many frames is let go of, and nothing else can be read before."""
         keep_frame_memory()
         self._context = zmq.Context(io_threads=IO_THREADS)
         # Bound before the router is, so that no connection is taken unasked.
@@ -180,7 +186,7 @@ class _Running:
         socket_bytes_max = LOOPBACK_SOCKET_BYTES_MAX if keys is None else SOCKET_BYTES_MAX
         # One more is half read.
         unread_bytes_max = (messages_queued_max(limits) + 1) * limits.chunk_bytes + socket_bytes_max
-        self._watched = FloodWatch(self.endpoint, unread_bytes_max)
+        self._watched = FloodWatch(self.endpoint, unread_bytes_max, limits.private_bytes)
         self._thread = threading.Thread(target=self._serve, name=f"tiercheck peer server {self.endpoint}", daemon=True)
         self._thread.start()
 
@@ -288,7 +294,7 @@ class _Running:
     def _receive(self) -> None:
         """A few messages, so that neither a busy client nor the loop's answers have to wait long."""
         for _ in range(MESSAGES_AT_ONCE):
-            if self._protocol.saturated:
+            if self._protocol.saturated or not self._skipped():
                 return
             try:
                 peer = self._router.recv(zmq.NOBLOCK, copy=False)
@@ -296,7 +302,7 @@ class _Running:
                 return
             frames = self._rest_of_message(peer.more)
             owner = self._owner(frames[0]) if frames else None
-            if owner is None:
+            if owner is None or self._skipping:
                 self._drop("malformed")
                 continue
             buffers = [frame.buffer for frame in frames]
@@ -304,20 +310,32 @@ class _Running:
 
     def _rest_of_message(self, more: bool) -> list[zmq.Frame]:
         """What follows the sender's name. One frame too many is enough to know what it is: the others are let go of,
-        one by one."""
+        one by one. Where there are far too many the connection ends, and they are skipped later."""
         kept: list[zmq.Frame] = []
         fd: int | None = None
         count = nbytes = 0
-        while more:
+        while more and count < FRAMES_MAX:
             frame = self._router.recv(zmq.NOBLOCK, copy=False)  # a message is there as a whole, or not at all
             more = frame.more
             count, nbytes = count + 1, nbytes + len(frame)
             if len(kept) < FRAMES_KEPT_MAX:
                 kept.append(frame)
                 fd = frame.get(zmq.SRCFD) if fd is None else fd
+        self._skipping = more
         if fd is not None:
             self._watched.handled(fd, count, nbytes)
+            if more:
+                self._watched.cut(fd)
+                self._drop("flood")
         return kept
+
+    def _skipped(self) -> bool:
+        """Let go of more of a message with too many frames; whether all of them are gone."""
+        for _ in range(FRAMES_AT_ONCE):
+            if not self._skipping:
+                break
+            self._skipping = self._router.recv(zmq.NOBLOCK, copy=False).more
+        return not self._skipping
 
     def _owner(self, frame: zmq.Frame) -> str | None:
         """Whose client has sent it, as :meth:`_admit` has said; empty for our own, and if there are no keys. ``None``
@@ -365,6 +383,9 @@ class _Running:
         if self._crowded():
             status, reason = b"500", b"too many connections"
             self._drop("too many connections")
+        elif self._watched.full:
+            status, reason = b"500", b"no memory"
+            self._drop("no memory")
         elif is_socket(self.endpoint):
             if peer_user(request[3].decode(errors="replace")) == os.geteuid():
                 status, reason = b"200", b"this user"
