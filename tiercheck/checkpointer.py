@@ -71,6 +71,8 @@ T = TypeVar("T")
 
 USAGE_S_MAX = 5.0
 """A store that must be listed to tell what it holds may take longer: then it is not asked."""
+OPEN_S_MAX = 20.0
+"""How long attaching waits for a store that is away before it sees whether it is needed."""
 NUMBERS_TRIED = 16
 """Numbers for a generation, one after the other, until one is free in every tier."""
 
@@ -256,7 +258,7 @@ class Checkpointer:
             introductions = [Introduction.from_object(each) for each in nodes]
             self._placed = self._placed.with_peer(*peer_address(self._group.rank, introductions))
         kernels.warm_up()
-        tiers = self._placed.open()
+        tiers = self._placed.patient(min(OPEN_S_MAX, self.config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
         # A little less than the deadline, so that the error names the tier.

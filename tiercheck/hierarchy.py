@@ -15,6 +15,7 @@ from tiercheck.errors import ConfigurationError, Transient
 from tiercheck.policy.observation import Role
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.wrappers.patient import PatientDriver
 from tiercheck.types import Capabilities, Survives
 
 __all__ = ["Hierarchy", "OpenHierarchy", "OpenTier", "Tier"]
@@ -134,6 +135,12 @@ class Hierarchy:
         urls = [tier.resolved(places).replace("{", "{{").replace("}", "}}") for tier in self.tiers]
         return replace(self, tiers=tuple(replace(tier, url=url) for tier, url in zip(self.tiers, urls, strict=True)))
 
+    def patient(self, open_s: float | None = None) -> Hierarchy:
+        """The same, which opens even where a store behind the first tier is away: its calls fail until it is back.
+        ``open_s``: how long opening waits for each of them."""
+        first, *others = self.tiers
+        return replace(self, tiers=(first, *(replace(tier, wrap=_patient(tier.wrap, open_s)) for tier in others)))
+
     def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
@@ -144,6 +151,12 @@ class Hierarchy:
         if twice := {url for url in urls if urls.count(url) > 1 and url != "memory://"}:
             raise ConfigurationError(f"two tiers are the same place, {twice.pop()}; give each one of its own")
         return OpenHierarchy(opened, self.must_survive)
+
+
+def _patient(
+    wrap: Callable[[TierDriver], TierDriver] | None, open_s: float | None
+) -> Callable[[TierDriver], TierDriver]:
+    return lambda driver: PatientDriver(wrap(driver) if wrap else driver, open_s=open_s)
 
 
 def _lacks_address(tier: Tier) -> bool:

@@ -207,13 +207,14 @@ class Restorer:
         """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
         have met before copies were found damaged."""
         points = self.past.points()
-        if not self.past.away or (self.past.orphaned is None and self.past.in_memory(points)):
+        if not self.past.away:
+            return points
+        if not behind(points, best) and self.past.orphaned is None and self.past.in_memory(points):
             return points
         if not self._asked:
             self._ask_absent()
             points = self.past.points()
-        behind = points is None or (best is not None and points[0].last < best[0].last)
-        if self.past.away and (behind or not self.past.covers(points)):
+        if self.past.away and (behind(points, best) or not self.past.covers(points)):
             raise self.past.cannot_ask(points)
         return points
 
@@ -384,6 +385,13 @@ class Restorer:
             "it, and what is captured from here on is brought there when it answers"
             for rank, tier, error in self.past.away
         )
+
+
+def behind(points: Points | None, best: Points | None) -> bool:
+    """Whether the ranks could have met at a newer version."""
+    if best is None:
+        return False
+    return points is None or (points[0].generation, points[0].last) < (best[0].generation, best[0].last)
 
 
 def check_identity(base: BaseState, provider: StateProvider, places: str) -> None:

@@ -50,7 +50,7 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercheck.attempts.RETRY_FIRST_S", 0.01)
     monkeypatch.setattr("tiercheck.mover.LOOK_AGAIN_S", 0.05)
     monkeypatch.setattr("tiercheck.attempts.RETRY_MAX_S", 0.02)
-    monkeypatch.setattr("tiercheck.agent.patient.OPEN_S", 0.1)
+    monkeypatch.setattr("tiercheck.tiers.wrappers.patient.OPEN_S", 0.1)
     monkeypatch.setattr("tiercheck.agent.assignment.TICK_S", 0.05)
     monkeypatch.setattr("tiercheck.agent.assignment.RETRY_FIRST_S", 0.02)
     monkeypatch.setattr("tiercheck.agent.assignment.RETRY_MAX_S", 0.05)

@@ -192,7 +192,7 @@ def test_an_error_at_any_call_to_a_tier_leaves_the_tiers_as_they_were_and_the_na
             assert "injected" in str(error), target
             assert asyncio.run(contents(urls)) == before, target
         past.check(urls)
-    assert failed > 8, "others pass: a tier is asked again, or memory serves without it"
+    assert failed >= 5, "others pass: a tier is asked again, or memory serves without it"
 
 
 def test_a_kill_at_any_call_to_a_tier_costs_nothing(past: Past) -> None:

@@ -12,7 +12,15 @@ import pytest
 
 from tests.failing import Failing
 from tests.unit.test_restore import CONFIG, WORLD, Cluster, check
-from tiercheck.errors import Mismatch, NotFound, RecoveryError, TierError, Transient, Unauthorized
+from tiercheck.errors import (
+    CapacityExceeded,
+    Mismatch,
+    NotFound,
+    RecoveryError,
+    TierError,
+    Transient,
+    Unauthorized,
+)
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import LineageKey
 from tiercheck.policy.lineage import Branch, Lineage, strangers
@@ -277,3 +285,110 @@ def test_a_job_of_another_size_is_a_mismatch(cluster: Cluster) -> None:
     (cluster.root / str(record)).write_bytes(seal(record, Branch(1, 0, 0, WORLD + 1, "a" * 16).to_object()))
     for outcome in cluster.run(10):
         assert isinstance(outcome, Mismatch)
+
+
+class Away:
+    """A store that is down, for every call, opening included."""
+
+    def __init__(self, operations: set[Operation] | None = None) -> None:
+        self.operations = operations
+
+    def __call__(self, call: Call) -> Exception | None:
+        if self.operations is None or call.operation in self.operations:
+            return Transient("503 the store is down")
+        return None
+
+
+def test_an_outage_of_the_store_does_not_keep_a_job_from_resuming_out_of_memory(
+    cluster: Cluster, trouble: Trouble, reference: Any
+) -> None:
+    cluster.run(7, flush_at=5)
+    cluster.config = replace(CONFIG, deadline_s=4)
+    trouble.says = Away()
+    outcome = cluster.run(8)
+    assert [recovery.version for recovery, _ in outcome] == [7, 7]
+    assert "tier nvme of rank 0 could not be asked what it holds (503" in outcome[0][0].notes[0]
+    assert not list(cluster.root.glob("lineage/g000018")), "what could not be seen was not written to"
+    trouble.says = lambda call: None
+    check(cluster.run(10, flush_at=10), reference, 8)
+    assert len(lineages(cluster)) == 2, "the generation that never reached the store left nothing there"
+
+
+def test_the_generation_is_recorded_before_anything_is_written(
+    cluster: Cluster, trouble: Trouble, reference: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.run(5, flush_at=5)
+    cluster.config = replace(CONFIG, deadline_s=10)
+    put: list[str] = []
+
+    def says(call: Call) -> Exception | None:
+        """The store is back once training is under way."""
+        if trouble.raised < 20 and call.operation in (Operation.LIST, Operation.PUT):
+            return Transient("503 the store is down")
+        if call.operation is Operation.PUT:
+            put.append(str(call.key))
+        return None
+
+    trouble.says = says
+    outcome = cluster.run(10, flush_at=10)
+    assert "generation 18 is recorded in tier nvme later" in caplog.text
+    check(outcome, reference, 5)
+    assert put[0] == "lineage/g000018", "fenced first"
+
+
+def test_another_job_that_went_on_in_the_store_meanwhile_has_won(cluster: Cluster, trouble: Trouble) -> None:
+    cluster.run(5, flush_at=5)
+    elsewhere = Cluster(cluster.root.parent)
+    elsewhere.run(7, flush_at=7)  # on other nodes, from the store
+    elsewhere.forget()
+    cluster.config = replace(CONFIG, deadline_s=4)
+    trouble.says = Away()
+    cluster.run(6)
+    trouble.says = lambda call: None
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "nvme holds versions of generation 2" in str(outcome)
+
+
+def test_what_memory_does_not_serve_waits_for_the_store_and_is_refused(cluster: Cluster, trouble: Trouble) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.lose(1)
+    cluster.config = SOON
+    trouble.says = Away()
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        for word in ("tier nvme", "rank 1", "503 the store is down", "nothing is restored"):
+            assert word in str(outcome)
+
+
+def test_a_damaged_copy_in_memory_is_not_replaced_by_something_older_while_the_store_is_away(
+    cluster: Cluster, trouble: Trouble, reference: Any
+) -> None:
+    cluster.run(7, flush_at=7)
+    store = MemoryDriver(f"{cluster.memory}-1").store
+    (key,) = (key for key in store.objects if "000000000006-000000000006/r00001" in key)
+    whole = store.objects[key]
+    store.objects[key] = replace(whole, content=memoryview(bytes(whole.content)[:-1] + b"?"))
+    cluster.config = SOON
+    trouble.says = Away()
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "it may hold something newer" in str(outcome)
+    trouble.says = lambda call: None
+    outcome = cluster.run(10)
+    check(outcome, reference, 7)
+    assert len(outcome[1][0].quarantined) == 1
+
+
+@pytest.mark.parametrize("error", [CapacityExceeded("no space left"), Unauthorized("read-only")])
+def test_a_full_or_read_only_store_does_not_stop_what_memory_can_serve(
+    cluster: Cluster, trouble: Trouble, reference: Any, error: TierError
+) -> None:
+    cluster.run(7, flush_at=7)
+    trouble.says = lambda call: error if call.operation is Operation.PUT else None
+
+    assert [recovery.version for recovery, _ in cluster.run(8)] == [7, 7]
+    cluster.forget()
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError | TierError), "memory did not serve it"
+        assert str(error) in str(outcome)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tiercheck.agent.patient import CallsUnderWay, PatientDriver
 from tiercheck.agent.record import as_agent_opens
 from tiercheck.agent.throughput import Throughput
 from tiercheck.agent.trainer_lock import Trainer
@@ -30,6 +29,7 @@ from tiercheck.policy.watermark import Retention
 from tiercheck.survey import read_branches
 from tiercheck.tiers.namespaces import SHM, namespace_path
 from tiercheck.tiers.url import TierURL
+from tiercheck.tiers.wrappers.patient import CallsUnderWay, PatientDriver
 
 __all__ = ["Assignment", "State"]
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 5.0
-"""How long opening waits for the store."""
+"""How long opening waits for the store, unless it is told otherwise."""
 CALL_S = 0.5
 """How long a call to a tier that is not open yet waits for that."""
 CLOSE_S_MAX = 10.0
@@ -57,9 +57,11 @@ class PatientDriver(WrappingDriver):
     the store does not answer; ``ConfigurationError`` from opening alone, for what no patience mends.
     """
 
-    def __init__(self, inner: TierDriver, calls: CallsUnderWay | None = None) -> None:
+    def __init__(self, inner: TierDriver, *, calls: CallsUnderWay | None = None, open_s: float | None = None) -> None:
+        """``open_s``: how long opening waits for the store."""
         super().__init__(inner)
         self._calls = calls or CallsUnderWay()
+        self._open_s = open_s
         self._wanted = False
         """Somebody has opened this one, and not closed it."""
         self._open = False
@@ -84,7 +86,7 @@ class PatientDriver(WrappingDriver):
         if self._wanted:
             raise RuntimeError(f"{self.url} is open already")
         try:
-            await self._reach(OPEN_S)
+            await self._reach(OPEN_S if self._open_s is None else self._open_s)
         except TierError as error:
             log.warning("%s; it is tried again with each use", error)
         self._wanted = True

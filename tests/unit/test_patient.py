@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.test_wrappers_conformance import AroundMemory
-from tiercheck.agent.patient import PatientDriver
 from tiercheck.errors import Closed, ConfigurationError, TierError, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.nvme import NvmeDriver
+from tiercheck.tiers.wrappers.patient import PatientDriver
 
 
 class TestPatient(AroundMemory):
@@ -53,8 +53,8 @@ class Slow(MemoryDriver):
 
 @pytest.fixture
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercheck.agent.patient.OPEN_S", 0.02)
-    monkeypatch.setattr("tiercheck.agent.patient.CALL_S", 0.02)
+    monkeypatch.setattr("tiercheck.tiers.wrappers.patient.OPEN_S", 0.02)
+    monkeypatch.setattr("tiercheck.tiers.wrappers.patient.CALL_S", 0.02)
 
 
 async def test_a_store_that_says_nothing_keeps_nobody_waiting(brisk: None) -> None:
