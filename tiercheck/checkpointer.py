@@ -61,7 +61,7 @@ from tiercheck.recorder import Recorder, Stats
 from tiercheck.restore import Recovery, Restorer, gather
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.recorded import stream_of
-from tiercheck.types import Survives, Usage
+from tiercheck.types import Fidelity, Survives, Usage
 
 __all__ = ["Checkpointer", "Stats"]
 
@@ -82,7 +82,8 @@ class Checkpointer:
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
     (:attr:`recovery`) and opens a new generation. Where it fails on one rank it fails on all, nothing is left open, and
-    the tiers hold what they held before; what the ranks cannot agree to take back does no harm. Errors:
+    the tiers hold what they held before; what the ranks cannot agree to take back does no harm. ``caveats``: asked
+    after a recovery, why what follows it would differ from an uninterrupted run; it is approximate then. Errors:
     ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
     """
 
@@ -93,6 +94,7 @@ class Checkpointer:
         *,
         group: Group | None = None,
         config: CheckpointConfig | None = None,
+        caveats: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
             raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
@@ -100,6 +102,7 @@ class Checkpointer:
             raise ConfigurationError(f"config= must be a CheckpointConfig, not {type(config).__name__}")
         self.config = config or CheckpointConfig()
         self._provider = provider
+        self._caveats = caveats
         self._group = group or SingleProcess()
         self._claim: Claim | None = None
         self._recorder: Recorder | None = None
@@ -296,7 +299,7 @@ class Checkpointer:
         restorer = Restorer(tiers, self._provider, self._group, self._loop, deadline_s, exact=exact)
         restorer.restart = self.config.on_nothing_left == "restart"
         restorer.survey()
-        self._recovery = restorer.restore()
+        self._recovery = self._qualified(restorer.restore())
         self._stream.load(restorer.residuals)
         point = self._recovery.point if self._recovery else None
         version = point.last if point else 0
@@ -319,6 +322,12 @@ class Checkpointer:
             log.info("%s", begun(self._recovery, read, tiers, self._generation))
         for caution in self._found_odd:
             log.warning("%s", caution)
+
+    def _qualified(self, recovery: Recovery | None) -> Recovery | None:
+        """The recovery, approximate where an uninterrupted run would go on otherwise."""
+        if recovery is None or recovery.version == 0 or not (caveats := self._caveats()):
+            return recovery
+        return replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *caveats))
 
     def _prepare(self, lineage: Lineage, version: int) -> list[str]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns the

@@ -1,8 +1,10 @@
-"""What each rank of ``test_ddp`` runs: ``torchrun ... ddp_worker.py DIRECTORY``; writes ``DIRECTORY/r{rank}.json``."""
+"""What each rank of ``test_ddp`` runs: ``torchrun ... ddp_worker.py DIRECTORY``; writes
+``DIRECTORY/w{world}-r{rank}.json`` for each number of ranks."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import uuid
 from pathlib import Path
@@ -17,15 +19,24 @@ from tiercheck.integrations.torch import attach
 from tiercheck.tiers.namespaces import remove_namespace
 
 FAILED_AT, LAST = 7, 11
+WORLDS = (3, 4)
 
 
-def build(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+Trained = tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+
+
+def build(rank: int, **options: bool) -> Trained:
     torch.manual_seed(1)
     network = torch.nn.Sequential(
-        torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1)
+        torch.nn.Linear(8, 32),
+        torch.nn.BatchNorm1d(32),
+        torch.nn.Dropout(0.2),
+        torch.nn.Linear(32, 32),
+        torch.nn.Linear(32, 1),
     )
     torch.manual_seed(2 + rank)
-    model = DistributedDataParallel(network)
+    # Buckets of a kilobyte: the layout after the first iteration is another one, as in a model of many megabytes.
+    model = DistributedDataParallel(network, bucket_cap_mb=0.001, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
 
@@ -49,32 +60,48 @@ def train(
     return losses
 
 
-def main() -> None:
-    directory = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    names = [f"test-ddp-{uuid.uuid4().hex[:12]}"]
-    dist.broadcast_object_list(names)
-    hierarchy = Hierarchy.of(f"shm://{names[0]}-{{rank}}?size=64MiB", f"nvme://{directory}/durable?survives=rack")
+def life(directory: Path, rank: int, name: str, **options: bool) -> dict[str, object]:
+    """Train, fail, come back, and compare with a run that did not fail."""
+    hierarchy = Hierarchy.of(f"shm://{name}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack")
     config = CheckpointConfig(base_every=4, batch=2, deadline_s=60)
-
-    reference = train(*build(rank), 0, LAST)
-    trained = build(rank)
+    reference = train(*build(rank, **options), 0, LAST)
+    trained = build(rank, **options)
     checkpointer = attach(*trained[:2], hierarchy, scheduler=trained[2], config=config)
     losses = train(*trained, 0, FAILED_AT)
     checkpointer.abort()
     dist.barrier()
-    trained = build(rank)
+    trained = build(rank, **options)
     checkpointer = attach(*trained[:2], hierarchy, scheduler=trained[2], config=config)
-    recovered = checkpointer.version
+    recovered, recovery = checkpointer.version, checkpointer.recovery
     losses |= train(*trained, recovered, LAST)
     checkpointer.close()
-    remove_namespace(f"{names[0]}-{rank}")
-    report = {"recovered": recovered, "same": losses == reference, "version": checkpointer.version}
-    (directory / f"r{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    remove_namespace(f"{name}-{rank}")
+    return {
+        "recovered": recovered,
+        "same": losses == reference,
+        "version": checkpointer.version,
+        "fidelity": str(recovery.fidelity),
+        "notes": list(recovery.notes),
+    }
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    for world in WORLDS:
+        if rank >= world:
+            continue
+        dist.init_process_group("gloo", init_method=f"file://{directory}/ranks-{world}", rank=rank, world_size=world)
+        names = [f"test-ddp-{uuid.uuid4().hex[:12]}"]
+        dist.broadcast_object_list(names)
+        reports = {
+            kind: life(directory, rank, f"{names[0]}-{kind}", **options)
+            for kind, options in {"plain": {}, "static": {"static_graph": True}}.items()
+        }
+        (directory / f"w{world}-r{rank}.json").write_text(json.dumps(reports))
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -126,6 +126,9 @@ class _Hooks:
         self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
         self._forward_hook = engine.register_forward_pre_hook(self._before_forward)
 
+    def caveats(self) -> list[str]:
+        return []
+
     def serve(self, checkpointer: Checkpointer) -> None:
         checkpointer.on_close(self._record_skipped)
         checkpointer.on_end(self.remove)

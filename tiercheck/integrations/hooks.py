@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -59,8 +59,12 @@ class Hooks(Protocol):
     @property
     def provider(self) -> StateProvider: ...
 
+    def caveats(self) -> Sequence[str]:
+        """Why what is trained after a recovery would not have the bits of an uninterrupted run. Asked once the state is
+        restored."""
+
     def serve(self, checkpointer: Checkpointer) -> None:
-        """From here on every step is a version. Cannot fail."""
+        """From here on every step is a version. All ranks are attached then."""
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -78,11 +82,16 @@ def attach_hooks(
     deadline_s = (config if isinstance(config, CheckpointConfig) else CheckpointConfig()).deadline_s
     try:
         gather(group, "looking at the model and its optimizer", lambda: made.append(hook()), deadline_s=deadline_s)
-        checkpointer = Checkpointer(made[0].provider, hierarchy, group=group, config=config)
+        hooks = made[0]
+        checkpointer = Checkpointer(hooks.provider, hierarchy, group=group, config=config, caveats=hooks.caveats)
+        try:
+            hooks.serve(checkpointer)
+        except BaseException:
+            checkpointer.abort()
+            raise
     except BaseException:
         for each in made:
             each.remove()
         group.close()
         raise
-    made[0].serve(checkpointer)
     return checkpointer

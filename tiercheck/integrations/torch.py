@@ -29,6 +29,7 @@ from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.group import Group, SingleProcess, TorchGroup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.all_reduce import Compression, compressed_all_reduce
+from tiercheck.integrations.bucket_order import BucketOrder
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.streams.providers import ModuleProvider
@@ -69,10 +70,15 @@ def attach(
         if clash := stepped_after.keys() & (stateful or {}).keys():
             raise ConfigurationError(f"stateful= has the name {clash.pop()!r}, which an argument of its own stands for")
         bare = bare_optimizer(optimizer)
+        order = BucketOrder(model)
         provider = ModuleProvider(
-            model, bare, world_size=ranks.world_size, stepped_after=stepped_after, stateful=stateful
+            model,
+            bare,
+            world_size=ranks.world_size,
+            stepped_after=stepped_after,
+            stateful={**(stateful or {}), **order.stateful},
         )
-        return _Hooks(provider, model, bare, deferred=bool(stepped_after))
+        return _Hooks(provider, model, bare, order, deferred=bool(stepped_after))
 
     return attach_hooks(hook, hierarchy, ranks, config)
 
@@ -81,9 +87,17 @@ class _Hooks:
     """From the optimizer's hooks to the checkpointer, once there is one."""
 
     def __init__(
-        self, provider: ModuleProvider, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, deferred: bool
+        self,
+        provider: ModuleProvider,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        order: BucketOrder,
+        *,
+        deferred: bool,
     ) -> None:
         self.provider = provider
+        self.caveats = order.caveats
+        self._order = order
         self._checkpointer: Checkpointer | None = None
         self._deferred = deferred
         self._pending = False
@@ -94,11 +108,13 @@ class _Hooks:
         ]
 
     def serve(self, checkpointer: Checkpointer) -> None:
+        self._order.prime()
         checkpointer.on_close(self._end_iteration)
         checkpointer.on_end(self.remove)
         self._checkpointer = checkpointer
 
     def remove(self) -> None:
+        self._order.remove()
         self._step_hooks.remove()
         for hook in self._forward_hooks:
             hook.remove()
