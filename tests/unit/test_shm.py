@@ -426,7 +426,8 @@ class TestDebris:
 
 
 class TestNamespaces:
-    async def test_they_are_listed_and_removed(self, name: str) -> None:
+    async def test_they_are_listed_and_removed(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tiercheck.tiers.namespaces.LEAVE_WAIT_S_MAX", 0.1)
         async with ShmDriver(name, size=8 * MIB) as driver:
             await driver.put("a", [bytes(MIB)])
             found = next(found for found in namespaces() if found.name == name)

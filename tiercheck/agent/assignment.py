@@ -27,7 +27,7 @@ from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.survey import read_branches
-from tiercheck.tiers.namespaces import SHM, namespace_path
+from tiercheck.tiers.namespaces import SHM, is_to_be_left, namespace_path
 from tiercheck.tiers.url import TierURL
 from tiercheck.tiers.wrappers.patient import CallsUnderWay, PatientDriver
 
@@ -343,8 +343,8 @@ class Assignment:
     async def _attend(self, running: asyncio.Future[None]) -> None:
         """Look after a running mover until it ends, pauses or rests."""
         while not (running.done() or self._paused or self._resting):
-            if not memory_is_there(self.nomination.tiers[0][1]):
-                raise FirstTierGone("it was removed by force", tier=self.nomination.tiers[0][1])
+            if is_leaving(self.nomination.tiers[0][1]) and self._trainer() is None:
+                raise FirstTierGone("it is being removed", tier=self.nomination.tiers[0][1])
             self.throughput.note(_now(), self.status.copied_bytes)
             if self.silent_s > min(SILENT_S, self._rest_s) and self._brought_home_at is None:
                 await self._bring_home()
@@ -459,10 +459,13 @@ class Assignment:
                     await self._changed.wait()
 
 
-def memory_is_there(url: str) -> bool:
-    """Whether the first tier, where it is shared memory, is still there to be moved from."""
+def is_leaving(url: str) -> bool:
+    """Whether the first tier, where it is shared memory, was removed, or waits for its users to let go."""
     whole = TierURL.parse(url)
-    return whole.scheme != "shm" or namespace_path(whole.location, Path(whole.options.get("mount", SHM))).is_dir()
+    if whole.scheme != "shm":
+        return False
+    root = namespace_path(whole.location, Path(whole.options.get("mount", SHM)))
+    return not root.is_dir() or is_to_be_left(root)
 
 
 def patient(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:

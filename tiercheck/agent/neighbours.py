@@ -11,14 +11,17 @@ from tiercheck.agent.settings import AgentSettings
 from tiercheck.agent.snapshot import PeerSnapshot
 from tiercheck.keys import ClaimKey, CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.namespaces import keep_under, kept_under, namespace_names, namespace_path
 from tiercheck.tiers.shm import NamespaceKind, ShmDriver
 
 __all__ = [
     "MakePeerServer",
     "PeerService",
+    "holds_shards",
     "kept_for_neighbours",
     "make_peer_server",
     "namespace_opener",
+    "neighbours_namespaces",
     "peer_snapshot",
     "shm_name",
 ]
@@ -76,11 +79,24 @@ def namespace_opener(node: str) -> OpenNamespace:
     """Opens the namespaces that neighbours ask for, each a shared-memory namespace of the agent's own."""
 
     async def open_namespace(name: str) -> TierDriver:
-        driver = kept_for_neighbours(shm_name(node, name))
+        own = shm_name(node, name)
+        driver = kept_for_neighbours(own)
         await driver.open()
+        keep_under(namespace_path(own), name)
         return driver
 
     return open_namespace
+
+
+def neighbours_namespaces(node: str) -> list[str]:
+    """The names of the namespaces that the agent ``node`` keeps for neighbours."""
+    names = [name for name in namespace_names() if name.startswith(f"peer-{node}-")]
+    return [name for name in names if (told := kept_under(namespace_path(name))) and shm_name(node, told) == name]
+
+
+def holds_shards(name: str) -> bool:
+    """Whether a recovery could read anything there."""
+    return next(namespace_path(name).glob("g*/*/*/r*.safetensors"), None) is not None
 
 
 def kept_for_neighbours(name: str) -> TierDriver:

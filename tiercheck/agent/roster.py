@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from tiercheck import keys
 from tiercheck.agent.assignment import Assignment
+from tiercheck.agent.leaving import free_copies
 from tiercheck.agent.record import check_newest, first_tier, read_nomination, remove_nomination
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.agent.trainer_lock import trainer_of
@@ -111,6 +112,7 @@ class Roster:
                     await remove_nomination(first, rank, generation)
             if known is not None and known.nomination.generation == generation:
                 await self._drop(place)
+                await free_copies(known.nomination)
 
     async def take_up_all(self) -> None:
         """Look through this user's namespaces on this node for nominations to this agent: what a restart begins with.

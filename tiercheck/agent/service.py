@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Self
@@ -38,7 +39,15 @@ from tiercheck.agent.messages import (
     Withdraw,
 )
 from tiercheck.agent.metrics import metrics_text
-from tiercheck.agent.neighbours import MakePeerServer, PeerService, make_peer_server, namespace_opener, peer_snapshot
+from tiercheck.agent.neighbours import (
+    MakePeerServer,
+    PeerService,
+    holds_shards,
+    make_peer_server,
+    namespace_opener,
+    neighbours_namespaces,
+    peer_snapshot,
+)
 from tiercheck.agent.page import render
 from tiercheck.agent.plain import to_plain
 from tiercheck.agent.roster import Roster
@@ -46,9 +55,11 @@ from tiercheck.agent.router import Router
 from tiercheck.agent.rundir import RunDirectory, lock_file
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.agent.snapshot import AgentSnapshot, private_bytes, rank_snapshot
+from tiercheck.agent.trainer_lock import trainers
 from tiercheck.errors import ConfigurationError, JobConflict, NotFound, TierCheckError
 from tiercheck.mover import MoverStatus
 from tiercheck.policy.observation import Observation
+from tiercheck.tiers.namespaces import is_to_be_left, namespace_path, remove_one
 
 __all__ = ["Agent"]
 
@@ -87,6 +98,8 @@ class Agent:
         self._incarnation = secrets.token_hex(8)
         self._lock: int | None = None
         self._peer: PeerService | None = None
+        self._peer_endpoint: str | None = None
+        self._peer_server_key: str | None = None
         self._context = zmq.asyncio.Context()
         self._router: Router | None = None
         self._http: HttpServer | None = None
@@ -123,9 +136,17 @@ class Agent:
         """
         while not self.ending.is_set():
             self._check_answering()
-            if self.settings.detached and self.unneeded_s() > self.settings.linger_s:
+            unneeded_s = self.unneeded_s()
+            if unneeded_s > min(self.settings.idle_s, self.settings.linger_s) and self._has_nothing():
+                await self._free_neighbours_memory()
+                if self.settings.detached:
+                    log.info("there is nothing left to look after: it ends")
+                    return
+            if self.settings.detached and unneeded_s > self.settings.linger_s:
                 log.info("nobody has needed this agent for %g s: it ends", self.settings.linger_s)
                 return
+            if any(is_to_be_left(namespace_path(name)) for name in neighbours_namespaces(self.settings.node)):
+                await self._start_peer_server_again()
             await self.roster.tidy()
             if self.roster.unreadable and _now() - self._looked_at > LOOK_AGAIN_S:
                 self._looked_at = _now()
@@ -135,6 +156,30 @@ class Agent:
                     await self.ending.wait()
         if self.drain_first:
             await self.drain()
+
+    def _has_nothing(self) -> bool:
+        """No nomination, no trainer that may come with one, nothing that a neighbour could read."""
+        kept = any(map(holds_shards, neighbours_namespaces(self.settings.node)))
+        return not len(self.roster) and not self.roster.unreadable and not trainers(self.run) and not kept
+
+    async def _free_neighbours_memory(self) -> None:
+        """Nothing in it can be read any more: else the memory would be kept for reuse."""
+        if names := neighbours_namespaces(self.settings.node):
+            await self._start_peer_server_again(without=names)
+
+    async def _start_peer_server_again(self, without: Sequence[str] = ()) -> None:
+        """Let go of all namespaces, for whoever removes them; its clients connect again. ``without`` these."""
+        if self._peer is None:
+            return
+        peer, self._peer = self._peer, None
+        await peer.close()
+        for name in without:
+            try:
+                await asyncio.to_thread(remove_one, name)
+            except TierCheckError as error:
+                log.warning("the memory for neighbours %s stays: %s", name, error)
+        self._peer = await self._start_peer_server()
+        self._needed_at = _now()
 
     def _check_answering(self) -> None:
         """Errors: what has ended the answers to trainers or neighbours."""
@@ -200,8 +245,8 @@ class Agent:
             incarnation=self._incarnation,
             detached=self.settings.detached,
             http=self._http.url if self._http else "",
-            peer_endpoint=self._peer.endpoint if self._peer else None,
-            peer_server_key=self._peer.server_key if self._peer else None,
+            peer_endpoint=self._peer_endpoint,
+            peer_server_key=self._peer_server_key,
             drain_s=self.settings.drain_s,
         )
 
@@ -232,6 +277,8 @@ class Agent:
     # Requests
 
     async def _handle(self, request: Request) -> Any:
+        if not isinstance(request, Status):
+            self._needed_at = _now()
         match request:
             case Hello():
                 return self.hello()
@@ -334,6 +381,7 @@ class Agent:
     async def _peer_server_at(self, bind: str) -> PeerService:
         server = self._make_peer_server(self.settings, namespace_opener(self.settings.node), bind)
         await server.start()
+        self._peer_endpoint, self._peer_server_key = server.endpoint, server.server_key
         return server
 
     def _port_before(self) -> str | None:

@@ -36,6 +36,9 @@ class AgentSettings:
     linger_s: float = 600.0
     """For how long nobody must have needed a detached agent before it ends. Nominations whose trainer is gone, and
     whose objects are all where they belong, are put to rest after that time by any agent."""
+    idle_s: float = 15.0
+    """The same, for a detached agent that looks after nothing at all: no nomination, no trainer of this node that is
+    attaching, and nothing of a neighbour's. That is so after a clean end. Its memory for neighbours goes then."""
     abandon_s: float = 86400.0
     """After so long without a word from a trainer, a detached agent no longer waits for a tier that takes nothing, such
     as the memory of a neighbour that never came back. What is left stays in shared memory, and the next agent of this
@@ -57,7 +60,7 @@ class AgentSettings:
             raise ConfigurationError(f"memory_bytes must not be negative, not {self.memory_bytes}")
         if not 0 <= self.http_port <= PORT_MAX:
             raise ConfigurationError(f"http_port must be a port (0: any free one), not {self.http_port}")
-        for name in ("linger_s", "abandon_s", "drain_s"):
+        for name in ("linger_s", "idle_s", "abandon_s", "drain_s"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must not be negative, not {getattr(self, name):g}")
 

@@ -29,20 +29,26 @@ __all__ = [
     "NamespaceInfo",
     "NamespaceKind",
     "hold_namespace",
+    "is_to_be_left",
+    "keep_under",
+    "kept_under",
     "namespace_bytes",
     "namespace_names",
     "namespace_path",
     "namespaces",
     "release_namespace",
     "remove_namespace",
+    "remove_one",
 ]
 
 SHM = Path("/dev/shm")
 HOLD_WAIT_S_MAX = 30.0
 """Removing a namespace gives its memory back, which takes a second for each few dozen GiB."""
 HOLD_PAUSE_S = 0.01
-LOOK_WAIT_S_MAX = 0.5
-"""Whoever lists namespaces holds the lock of each for a moment, to see whether somebody else does."""
+LEAVE_WAIT_S_MAX = 5.0
+"""How long a removal waits for agents to let go: they look about once a second. (Whoever lists namespaces holds each
+one's lock for a moment, too.)"""
+NAME_BYTES_MAX = 255
 KIND_BYTES_MAX = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
@@ -165,10 +171,21 @@ def namespace_bytes(root: Path) -> int:
 
 
 def remove_namespace(name: str, mount: Path = SHM) -> None:
-    """Remove the namespace and everything in it; its memory is free at once.
+    """Remove the namespace and everything in it, and what this node keeps for its neighbours under that name
+    (``peer://name``); the memory is free at once. An agent that has it open lets go, unless the trainer lives.
 
     Errors: ``NotFound``; ``Transient`` while some process has it open; ``Unauthorized``.
     """
+    kept = [each for each in namespace_names(mount) if kept_under(namespace_path(each, mount)) == name]
+    for each in kept:
+        with contextlib.suppress(NotFound):  # its agent has ended meanwhile, and removed it
+            remove_one(each, mount)
+    if not kept or namespace_path(name, mount).is_dir():
+        remove_one(name, mount)
+
+
+def remove_one(name: str, mount: Path = SHM) -> None:
+    """Errors: as :func:`remove_namespace`."""
     root = namespace_path(name, mount)
     tier = f"shm://{name}"
     missing = NotFound(f"there is no namespace {name!r} in {mount}", tier=tier)
@@ -180,9 +197,12 @@ def remove_namespace(name: str, mount: Path = SHM) -> None:
         except FileNotFoundError:
             raise missing from None
         try:
-            deadline = time.monotonic() + LOOK_WAIT_S_MAX
+            deadline = time.monotonic() + LEAVE_WAIT_S_MAX
             while not try_lock(fd):
+                if still_there(root, fd):
+                    (root / CONTROL / "leave").touch(0o600)
                 if time.monotonic() > deadline:
+                    (root / CONTROL / "leave").unlink(missing_ok=True)
                     raise Transient("the namespace is in use by another process; stop it first", tier=tier)
                 time.sleep(HOLD_PAUSE_S)
             if not still_there(root, fd):  # somebody else has removed it; what has its name now is another one
@@ -190,6 +210,25 @@ def remove_namespace(name: str, mount: Path = SHM) -> None:
             clear_away(root)
         finally:
             release_namespace(fd)
+
+
+def is_to_be_left(root: Path) -> bool:
+    """Whether somebody is waiting to remove the namespace."""
+    return (root / CONTROL / "leave").exists()
+
+
+def keep_under(root: Path, name: str) -> None:
+    """Note by which name neighbours know the namespace, which is open."""
+    (root / CONTROL / "name").write_text(name)
+
+
+def kept_under(root: Path) -> str | None:
+    """The name by which neighbours know it; ``None`` for a namespace of this user's own."""
+    try:
+        with (root / CONTROL / "name").open("rb") as file:
+            return file.read(NAME_BYTES_MAX).decode()
+    except (OSError, ValueError):
+        return None
 
 
 def clear_away(root: Path) -> None:
