@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import settings
 
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
+from tiercheck.integrations import hooks
 
 CLUSTER = Path(__file__).parent / "cluster"
 
@@ -21,6 +23,14 @@ torch.set_num_threads(1)
 # No example is timed, on however busy a machine, and one that fails prints what replays it.
 settings.register_profile("tiercheck", deadline=None, print_blob=True)
 settings.load_profile("tiercheck")
+
+
+@pytest.fixture(autouse=True)
+def nothing_attached() -> Iterator[None]:
+    """A test that fails leaves no checkpointer to the next one."""
+    yield
+    for checkpointer in hooks.attached():
+        checkpointer.abort()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,9 +71,11 @@ class Job:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            self.stepped = version
             if self.scheduler is not None:
                 self.scheduler.step()
+            if self.checkpointer is not None:
+                self.checkpointer.end_iteration()
+            self.stepped = version
 
     def state(self) -> dict[str, Any]:
         """All that the job is made of, for comparison bit for bit."""

@@ -27,20 +27,26 @@ class Training:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         self.optimizer = optimizer(self.model.parameters(), lr=1e-2, **options)
         self.states = {0: self.parameters()}
+        self.checkpointer: Checkpointer | None = None
+        self.says_end = True
+        """Whether its loop calls ``end_iteration``."""
+        self.after_step: Callable[[], None] = lambda: None
+        """What its loop does after the optimizer's step."""
 
     def attach(
         self,
         hierarchy: Hierarchy,
         *,
+        scheduler: Any = None,
         scaler: Any = None,
         stateful: dict[str, Any] | None = None,
+        after_step: dict[str, Any] | None = None,
         group: Group | None = None,
         **config: Any,
     ) -> Checkpointer:
+        beside = {"scheduler": scheduler, "scaler": scaler, "stateful": stateful, "after_step": after_step}
         settings = CheckpointConfig(**{"deadline_s": 10.0, **config})
-        self.checkpointer = attach(
-            self.model, self.optimizer, hierarchy, scaler=scaler, stateful=stateful, group=group, config=settings
-        )
+        self.checkpointer = attach(self.model, self.optimizer, hierarchy, **beside, group=group, config=settings)
         return self.checkpointer
 
     def parameters(self) -> bytes:
@@ -55,6 +61,9 @@ class Training:
         self.backward(version)
         try:
             self.optimizer.step()
+            self.after_step()
+            if self.checkpointer is not None and self.says_end:
+                self.checkpointer.end_iteration()
         finally:
             self.states[version] = self.parameters()
 

@@ -3,9 +3,10 @@
 An integration drives it through these calls an iteration, of which the user sees none::
 
     capture(v, gradients)      before the optimizer changes anything; several times where it steps in parts
-    stepped(v)                 after it, where complete(v) does not follow at once
+    stepped(v)                 after it: what is written to the state from here on is no part of the step
     complete(v)                the iteration is over: version v exists and is in the first tier when this returns
-    skip(v)                    instead of both, where the step was skipped for an overflow
+    begin_iteration()          the next one begins: whether something was written to after complete(v)
+    skip(v)                    instead of all that, where the step was skipped for an overflow
     close()                    at the end: everything is where policy wants it
 
 What stalls training is only this: encoding and copying the gradients into the first tier, and, where the next
@@ -107,6 +108,7 @@ class Checkpointer:
         self._claim: Claim | None = None
         self._recorder: Recorder | None = None
         self._closed = False
+        self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._on_end: list[Callable[[], None]] = []
         self._mover_life: concurrent.futures.Future[None] | None = None
@@ -129,8 +131,8 @@ class Checkpointer:
 
     @property
     def version(self) -> int:
-        """The newest version captured: the number of iterations the state has behind it."""
-        return self._recording.version
+        """The number of iterations the state has behind it. The newest one is saved once its iteration has ended."""
+        return self._recording.trained
 
     @property
     def generation(self) -> int:
@@ -145,6 +147,17 @@ class Checkpointer:
     def stats(self) -> Stats:
         """What checkpointing has done and cost on this rank since it was attached."""
         return replace(self._recording.stats, mover=self._moving.status)
+
+    def end_iteration(self) -> None:
+        """Say that the loop's iteration is over: the version is saved, with everything as it is now, and survives the
+        process when this returns. Call it behind the last thing that an iteration changes (schedulers, averages,
+        counters), and before the next batch is drawn. If the optimizer has not stepped since, it does nothing.
+
+        A loop that does not call it has its versions saved when the next forward pass begins. Errors: as
+        :meth:`capture`.
+        """
+        for action in self._on_end_iteration:
+            action()
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
@@ -206,17 +219,33 @@ class Checkpointer:
         self._live().capture(version, gradients)
 
     def stepped(self, version: int) -> None:
-        """The optimizer has stepped, and :meth:`complete` follows later: what else is written to the parameters from
-        here on is no part of the step."""
+        """The optimizer has stepped, and :meth:`complete` follows: what else is written to the parameters from here on
+        is no part of the step."""
         self._recording.stepped(version)
 
     def complete(self, version: int) -> None:
-        """The step is done: publish the differential, and begin a base where one is due. Errors: as :meth:`capture`."""
+        """The iteration is over: publish the differential, and begin a base where one is due. Returns once the version
+        can be recovered: the first one waits for the base that its generation opens with. Errors: as :meth:`capture`.
+        """
         self._recording.complete(version)
+
+    def begin_iteration(self) -> None:
+        """The next iteration begins: see whether something was written to after :meth:`complete`, which no version
+        holds then. Errors: as :meth:`capture`."""
+        self._live().begin_iteration()
+
+    def recapture(self) -> bool:
+        """Whether something was written to after :meth:`complete`; then the version is captured again, as a base.
+        Errors: as :meth:`capture`."""
+        return self._live().recapture()
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
         self._live().skip(version)
+
+    def on_end_iteration(self, action: Callable[[], None]) -> None:
+        """Run ``action`` whenever :meth:`end_iteration` is called."""
+        self._on_end_iteration.append(action)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Run ``action`` when :meth:`close` is called, before anything is flushed: the integration ends an

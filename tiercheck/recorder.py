@@ -20,7 +20,6 @@ from tiercheck import container
 from tiercheck.background import BackgroundLoop
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
-    CapacityExceeded,
     DeadlineExceeded,
     GroupError,
     JobConflict,
@@ -32,7 +31,9 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import ShardKey
 from tiercheck.mover import MoverStatus, Moving
 from tiercheck.policy.placement import Placement
+from tiercheck.reservations import Reservations
 from tiercheck.streams.base import BaseCapture
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import IterationCapture, IterationStream
 from tiercheck.tiers.driver import Reservation
 
@@ -84,8 +85,16 @@ class _BaseInFlight:
     version: int
     copied: concurrent.futures.Future[bool]
     """Done once the state may change again: whether it has changed before."""
-    published: concurrent.futures.Future[int | None]
-    """Done once the base is in the first tier: its length in bytes; ``None`` where the state changed under the copy."""
+    published: concurrent.futures.Future[_CopiedBase]
+    """Done once the base is in the first tier, or given up."""
+
+
+@dataclass(frozen=True)
+class _CopiedBase:
+    nbytes: int | None
+    """Its length; ``None`` where the state may have changed under the copy: then it is given up."""
+    unexpected: tuple[str, ...] = ()
+    """The trained tensors in which the copy has other bits than the step left there, though nobody has seen a write."""
 
 
 class _Saving:
@@ -121,6 +130,8 @@ class Recorder:
     ) -> None:
         self.version = version
         """The newest version captured."""
+        self.trained = version
+        """The newest version whose step is done: the next one, while its iteration goes on."""
         self.stats = Stats()
         self._stream = stream
         self._first = hierarchy.first
@@ -132,8 +143,12 @@ class Recorder:
         self._rank = rank
         self._generation = generation
         self._open_differential: _OpenRecord | None = None
-        self._ahead: Reservation | None = None
-        """Memory for the next version's record, where the driver gives it at once."""
+        self._memory = Reservations(
+            hierarchy.first,
+            loop,
+            lambda: self._call_mover(mover.cycle(), "making room in the first tier"),
+            deadline_s=config.deadline_s,
+        )
         self._unrecorded: int | None = None
         """The version of which a part could not be recorded: what is left of it is worth nothing."""
         self._base: _BaseInFlight | None = None
@@ -144,7 +159,8 @@ class Recorder:
         self._base_due = False
         self._begun = -1
         """The version of the newest base that was begun."""
-        self._stepped: int | None = None
+        self._anchor: int | None = None
+        """The version of the newest base that is in the first tier."""
         self._written = False
         """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
         self._durable_is_full = False
@@ -186,14 +202,61 @@ class Recorder:
         self._check_next(version)
         began = time.perf_counter()
         # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
-        written = self._stepped == version and self._stream.masters_written()
+        written = self.trained == version and (self._stream.masters_written() or self._rewritten())
         self._publish_differential(version, began, skipped=False, written=written)
 
     def stepped(self, version: int) -> None:
-        """The optimizer has stepped, and :meth:`complete` follows later: what else is written to the parameters from
-        here on is no part of the step."""
-        self._stepped = version
-        self._stream.mark_stepped()
+        """The optimizer has stepped, and :meth:`complete` follows: what else is written to the parameters from here on
+        is no part of the step."""
+        self.trained = version
+        began = time.perf_counter()
+        self._stream.mark_stepped(every_bit=self._is_base_due(version))
+        self._count(base_stall_s=time.perf_counter() - began)
+
+    def begin_iteration(self) -> None:
+        """A forward pass begins, and the version before was published when its iteration was said to be over: what was
+        written since is in no version.
+
+        From here on versions say so. The first time, the one before is captured again, with what was written, as a base
+        that says so, too; if it is a base already, nobody who recovers it can know. Errors: ``SaveError`` (see
+        ``on_save_error``).
+        """
+        if not (names := self._stream.written()):
+            return
+        if self._doubt(self._stream.doubts.with_late(names)):
+            self.recapture()
+
+    def recapture(self) -> bool:
+        """Capture the newest version as a base, as it is now, if something was written to since it was published, and
+        it is no base yet; returns whether something was. Errors: as :meth:`begin_iteration`."""
+        if not self._stream.written():
+            return False
+        version = self.version
+        with self._saving(version):
+            self._finish_copy()
+            self.finish_base()
+            if self._anchor != version:
+                self._written = True
+                self._stream.mark_stepped()
+                self._begin_base(version)
+                self.finish_base()
+        return True
+
+    def _rewritten(self) -> bool:
+        """Whether the masters have other bits than the step left there, without anybody having seen a write."""
+        began = time.perf_counter()
+        names = self._stream.masters_rewritten()
+        self._doubt(self._stream.doubts.with_unseen(names))
+        self._count(base_stall_s=time.perf_counter() - began)
+        return bool(names)
+
+    def _doubt(self, doubts: Doubts) -> bool:
+        """From here on versions say so; returns whether that is new."""
+        if doubts == self._stream.doubts:
+            return False
+        self._stream.doubts = doubts
+        log.warning("versions from here on are approximate: %s", "; ".join(doubts.notes(replayed=True)))
+        return True
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
@@ -202,6 +265,7 @@ class Recorder:
         with self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
                 self._begin_differential(version)
+        self.trained = version
         self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
 
     def flush(self) -> None:
@@ -212,7 +276,7 @@ class Recorder:
     def close(self) -> None:
         """Wait for the copy of a base that still runs, and give back memory that no record needs. Idempotent."""
         self._copier.shutdown(wait=True, cancel_futures=True)
-        self._drop_ahead()
+        self._memory.drop_ahead()
 
     def _rest_on_base(self) -> bool:
         """Let the stream know the newest base, once it is in the first tier; ``False`` where there is none."""
@@ -233,35 +297,44 @@ class Recorder:
             self._give_up(version)
             return
         key, nbytes = self._stream.key(self._generation, version, self._rank), self._stream.nbytes_max
-        reservation = self._take_ahead(key, nbytes) or self._reserve(key, nbytes)
+        reservation = self._memory.take_ahead(key, nbytes) or self._memory.reserve(key, nbytes)
         self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation, nbytes)
 
     def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something else than the optimizer has written to a master since its step."""
         if version != self._unrecorded and (written or self._stream.frozen_changed()):
             self._leave_out(version)
-        self._stream.mark_stepped()
+        self._stream.mark_published()
         captured: dict[str, int] = {}
         try:
             if (opened := self._open_differential) is not None:
                 with self._recording(version):
                     nbytes = opened.capture.finish(skipped=skipped)
-                    self._publish(opened.reservation, nbytes, f"publishing differential {version}")
+                    self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
                     captured = {"differentials": 1, "captured_bytes": nbytes}
         finally:
             # The optimizer has stepped, recorded or not: the next step must not take this version's place.
             self._open_differential = None
-            self.version = version
+            self.version = self.trained = version
         if opened is not None and version != self._unrecorded:
-            self._reserve_ahead(version + 1, opened.nbytes)
+            self._memory.reserve_ahead(self._stream.key(self._generation, version + 1, self._rank), opened.nbytes)
         self._count(**captured, differential_stall_s=time.perf_counter() - began)
         if self._placement.completes(version, self._roles):
             self._nudge()
-        if self._base_due or self._lost() or version % self._config.base_every == 0:
+        if not self._is_anchored():
+            self.finish_base()  # until then nothing leads to this version; and that base may have to be given up
+        if self._is_base_due(version) or self._lost():
             with self._saving(version):
                 self._begin_base(version)
-            if version == self._unrecorded:
-                self.finish_base()  # nothing else holds this version
+            if not self._is_anchored():
+                self.finish_base()
+
+    def _is_base_due(self, version: int) -> bool:
+        return self._base_due or version % self._config.base_every == 0
+
+    def _is_anchored(self) -> bool:
+        """Whether the newest version can be reached from a base that is in the first tier."""
+        return self._anchor is not None and (self._unrecorded is None or self._anchor >= self._unrecorded)
 
     def _lost(self) -> bool:
         """Whether something was damaged in the first tier before it was copied on, that no base since makes up for."""
@@ -280,10 +353,18 @@ class Recorder:
         began = time.perf_counter()
         key = ShardKey.base(self._generation, version, self._rank)
         residuals = self._stream.saved_with_bases()
-        capture = BaseCapture(self._stream.provider, key, self._stream.world_size, residuals, token=self._stream.token)
-        reservation = self._reserve(key, capture.nbytes_max)
+        capture = BaseCapture(
+            self._stream.provider,
+            key,
+            self._stream.world_size,
+            residuals,
+            token=self._stream.token,
+            host_state=self._stream.host_state(),
+            expected=self._stream.contents,
+        )
+        reservation = self._memory.reserve(key, capture.nbytes_max)
         copied: concurrent.futures.Future[bool] = concurrent.futures.Future()
-        published = self._copier.submit(self._copy_base, capture, reservation, copied)
+        published = self._copier.submit(self._copy_base, capture, reservation, copied, lazily=not self._written)
         self._base = _BaseInFlight(version, copied, published)
         self._base_due = False
         self._begun = version
@@ -305,24 +386,29 @@ class Recorder:
         self._durable_is_full = False
 
     def _copy_base(
-        self, capture: BaseCapture, reservation: Reservation, copied: concurrent.futures.Future[bool]
-    ) -> int | None:
-        """On the copier's thread, while the next forward and backward pass run."""
+        self,
+        capture: BaseCapture,
+        reservation: Reservation,
+        copied: concurrent.futures.Future[bool],
+        *,
+        lazily: bool,
+    ) -> _CopiedBase:
+        """On the copier's thread; ``lazily`` while the next forward and backward pass run."""
         try:
             try:
                 capture.copy(reservation.buffer)
             finally:
                 copied.set_result(capture.disturbed)
-            if capture.disturbed:
+            nbytes = None if capture.disturbed else capture.finish()
+            if nbytes is None or (lazily and capture.unexpected):  # that may have come during the copy, too
                 self._call(reservation.drop(), "dropping a base")
-                return None
-            nbytes = capture.finish()
-            self._publish(reservation, nbytes, "publishing a base")
+                return _CopiedBase(None, capture.unexpected)
+            self._memory.publish(reservation, nbytes, "publishing a base")
         except BaseException:
             self._call(reservation.drop(), "dropping a base")
             raise
         self._nudge()
-        return nbytes
+        return _CopiedBase(nbytes, capture.unexpected)
 
     def _finish_copy(self) -> None:
         """Wait until the state may change: the lazy copy of a base has read it."""
@@ -346,83 +432,35 @@ class Recorder:
         self._newest = None
         with self._saving(base.version):
             try:
-                nbytes = base.published.result(timeout=self._config.deadline_s)
+                result = base.published.result(timeout=self._config.deadline_s)
             except concurrent.futures.TimeoutError:
                 if base.published.done():  # the copier's own error, not ours
                     raise
                 raise DeadlineExceeded(f"base {base.version} was not published in time") from None
-            if nbytes is None:
+            # It tells of writes that nothing else has seen: no differential holds such.
+            self._doubt(self._stream.doubts.with_unseen(result.unexpected))
+            if result.nbytes is None:
                 log.warning("base %d is given up, since its state was written to while it was copied", base.version)
                 self._written = self._base_due = True
                 return
             self._newest = ShardKey.base(self._generation, base.version, self._rank)
-            self._count(bases=1, captured_bytes=nbytes)
-
-    def _reserve(self, key: ShardKey, nbytes: int) -> Reservation:
-        """Memory in the first tier; where it is full, after the mover has deleted what may go."""
-        try:
-            return self._reserved(key, nbytes)
-        except CapacityExceeded:
-            self._drop_ahead()
-            self._call_mover(self._mover.cycle(), "making room in the first tier")
-            return self._reserved(key, nbytes)
-
-    def _reserve_ahead(self, version: int, nbytes: int) -> None:
-        """Reserve as much memory for the version that comes as the record before it needed, right after that was
-        published: what both run through is in the processor's caches then, and after the next forward and backward
-        pass it is not."""
-        key = self._stream.key(self._generation, version, self._rank)
-        try:
-            self._ahead = self._first.driver.reserve_at_once(str(key), nbytes)
-        except TierError as error:
-            log.debug("version %d finds no memory yet: %s", version, error)  # it asks again, and tells
-
-    def _take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
-        """What was reserved ahead for this record, if it still suffices."""
-        if self._ahead is not None and self._ahead.key == str(key) and len(self._ahead.buffer) >= nbytes:
-            ahead, self._ahead = self._ahead, None
-            return ahead
-        self._drop_ahead()
-        return None
-
-    def _drop_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            self._drop(ahead, f"giving back the memory for {ahead.key}")
-
-    def _drop(self, reservation: Reservation, what: str) -> None:
-        """Nothing is lost where that fails, but memory until the tier is closed."""
-        try:
-            self._call(reservation.drop(), what)
-        except TierCheckError as error:
-            log.warning("%s: %s", what, error)
-
-    def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
-        driver = self._first.driver
-        found = driver.reserve_at_once(str(key), nbytes)
-        if found is None:
-            found = self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
-        return found
-
-    def _publish(self, reservation: Reservation, nbytes: int, what: str) -> None:
-        if reservation.publish_at_once(nbytes) is None:
-            self._call(reservation.publish(nbytes), what)
+            self._anchor = base.version
+            self._count(bases=1, captured_bytes=result.nbytes)
 
     def _give_up(self, version: int) -> None:
         self._unrecorded = version
         self._base_due = True  # the chain has a gap: only a base makes what follows reachable
         opened, self._open_differential = self._open_differential, None
         if opened is not None:
-            self._drop(opened.reservation, f"dropping differential {version}")
-        self._drop_ahead()  # the base needs room, and perhaps the next version is no differential either
+            self._memory.drop(opened.reservation, f"dropping differential {version}")
+        self._memory.drop_ahead()  # the base needs room, and perhaps the next version is no differential either
 
     def _leave_out(self, version: int) -> None:
         """No differential leads to this version: it gets a base instead."""
         if not self._written:
             log.warning(
                 "before version %d something other than the attached optimizer's step wrote to parameters: "
-                "a version after such a write gets a base instead of a differential, which takes longer; and what is "
-                "written after the last step is not saved",
+                "a version after such a write gets a base instead of a differential, which takes longer",
                 version,
             )
         self._written = True

@@ -26,6 +26,7 @@ from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.recovery import Availability, Source
 from tiercheck.reader import Lost, Part, Reader
 from tiercheck.streams.base import BaseState
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.fidelity import reached
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.replay import Replayed, replay_runs, threads_granted
@@ -342,7 +343,9 @@ class Restorer:
 
     def _reached(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
         """How true this rank's state is, and why."""
-        fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally)
+        host_state = part.start.host_state if replayed.host_state is None else replayed.host_state
+        doubts = Doubts.of(host_state)
+        fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally, doubts)
         if part.point.by_snapshot:
             fidelity = Fidelity.APPROXIMATE
             last, anchor = part.point.last, part.point.anchor

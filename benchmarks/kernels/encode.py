@@ -113,6 +113,7 @@ async def of_one_process(settings: KernelSettings, *, codec: str) -> Measured:
             for _ in range(steps):
                 begun = time.perf_counter()
                 training.train(1)
+                checkpointer.end_iteration()
                 seconds = time.perf_counter() - begun
                 stats = checkpointer.stats
                 stall_s, before = stats.differential_stall_s - before, stats.differential_stall_s

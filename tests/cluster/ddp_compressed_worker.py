@@ -62,6 +62,7 @@ class Run:
         )
         stateful = {"compression": self.compression} if self.saved else None
         checkpointer = attach(self.model, self.optimizer, hierarchy, stateful=stateful, config=config)
+        self.end_iteration = checkpointer.end_iteration
         self.optimizer.register_step_post_hook(self.look)
         return checkpointer
 
@@ -78,6 +79,7 @@ class Run:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
             self.optimizer.step()
+            self.end_iteration()
             self.losses[version] = loss.item().hex()
 
     def state(self) -> str:

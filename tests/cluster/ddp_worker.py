@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ def train(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     first: int,
     last: int,
+    end_iteration: Callable[[], None] = lambda: None,
 ) -> dict[int, str]:
     losses = {}
     for version in range(first + 1, last + 1):
@@ -56,6 +58,7 @@ def train(
         loss.backward()
         optimizer.step()
         scheduler.step()
+        end_iteration()
         losses[version] = loss.item().hex()
     return losses
 
@@ -67,13 +70,13 @@ def life(directory: Path, rank: int, name: str, **options: bool) -> dict[str, ob
     reference = train(*build(rank, **options), 0, LAST)
     trained = build(rank, **options)
     checkpointer = attach(*trained[:2], hierarchy, scheduler=trained[2], config=config)
-    losses = train(*trained, 0, FAILED_AT)
+    losses = train(*trained, 0, FAILED_AT, checkpointer.end_iteration)
     checkpointer.abort()
     dist.barrier()
     trained = build(rank, **options)
     checkpointer = attach(*trained[:2], hierarchy, scheduler=trained[2], config=config)
     recovered, recovery = checkpointer.version, checkpointer.recovery
-    losses |= train(*trained, recovered, LAST)
+    losses |= train(*trained, recovered, LAST, checkpointer.end_iteration)
     checkpointer.close()
     remove_namespace(f"{name}-{rank}")
     return {

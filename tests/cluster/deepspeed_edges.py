@@ -109,7 +109,8 @@ def skipped_in_a_pipeline() -> Iterable[str]:
             return
         version = max(seen)
         for skipped in provider.skipped_after(version, seen[version]["counters"]["skipped_steps"]):
-            seen[skipped] = provider.host_state(inside_step=False)
+            with provider.between_iterations():
+                seen[skipped] = provider.host_state()
 
     def after(*_: Any) -> None:
         if visited == provider.expected():

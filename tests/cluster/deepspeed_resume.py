@@ -46,7 +46,20 @@ def resumes(directory: Path) -> dict[str, Any]:
         f"{name}-{failure}": partial(check_resume, CASES[name], failure, directory, f"{name}-{failure}")
         for name, failure in chosen
     }
-    return {"attached-and-skipping": partial(check_skip, directory), "block": check_block, **checks}
+    beside = {
+        f"beside-{name}-{'said' if says_end else 'unsaid'}": partial(check_beside, directory, CASES[name], says_end)
+        for name, says_end in (("zero1-fp32", True), ("zero0-bf16", False), ("zero3-fp32", True))
+    }
+    last = "pipeline-zero1-bf16"
+    pipeline = {f"beside-{last}-unsaid": partial(check_beside, directory, CASES[last], False)}
+    return {
+        "attached-and-skipping": partial(check_skip, directory),
+        "written-after-the-step": partial(check_written, directory),
+        "block": check_block,
+        **beside,
+        **checks,
+        **pipeline,
+    }
 
 
 @contextmanager
@@ -98,6 +111,108 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
         yield from differences("state", reference.state, outcome.state)
         yield from differences("parameters", reference.parameters, outcome.parameters)
         yield from differences("host", reference.host, outcome.host)
+
+
+class Loader:
+    """Draws batches: where it is decides what comes next."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Average:
+    """Is updated behind the step."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"]
+
+
+def check_beside(directory: Path, case: Case, says_end: bool) -> Iterable[str]:
+    """A data loader, an average, and generators that the process uses before its first iteration."""
+
+    def go(engine: Any, loader: Loader, average: Average, until: int, checkpointer: Checkpointer | None) -> list[Any]:
+        torch.rand(3)  # as iter(DataLoader) does: in the middle of an epoch the interrupted run has not
+        seen = []
+        while engine.global_steps < until:
+            next(loader)
+            losses = iterate(engine)
+            average.value.lerp_(torch.tensor(losses[0] + loader.position), 0.1)
+            if checkpointer is not None and says_end:
+                checkpointer.end_iteration()
+            seen.append((losses, loader.position, average.value.tolist()))
+        return seen
+
+    def attached(engine: Any, hierarchy: Hierarchy) -> tuple[Loader, Average, Checkpointer]:
+        loader, average = Loader(), Average()
+        beside = {"stateful": {"loader": loader, "average": average}}
+        if not says_end:
+            beside = {"stateful": {"loader": loader}, "after_step": {"average": average}}
+        config = CheckpointConfig(base_every=BASE_EVERY, batch=2, deadline_s=60)
+        return loader, average, attach(engine, hierarchy, **beside, config=config)
+
+    reference = go(build(case, seed=5), Loader(), Average(), END, None)
+    with tiers(directory, f"beside-{case}") as (hierarchy, _):
+        engine = build(case, seed=5)
+        loader, average, checkpointer = attached(engine, hierarchy)
+        go(engine, loader, average, RESUME, checkpointer)
+        checkpointer.abort()
+        torch.distributed.barrier()
+        engine = build(case, seed=99)
+        loader, average, checkpointer = attached(engine, hierarchy)
+        recovery, wanted = checkpointer.recovery, RESUME if says_end else RESUME - 1
+        if recovery is None or (recovery.version, recovery.fidelity) != (wanted, "exact"):
+            yield f"recovered {recovery}, not exactly version {wanted}"
+        outcome = go(engine, loader, average, END, checkpointer)
+        checkpointer.close()
+        if outcome != reference[wanted:]:
+            yield f"the resumed iterations were {outcome}, not {reference[wanted:]}"
+
+
+def check_written(directory: Path) -> Iterable[str]:
+    """A loop that writes to parameters behind the step has them in its versions, from the first one seen on."""
+
+    def go(engine: Any, until: int) -> list[float]:
+        while engine.global_steps < until:
+            iterate(engine)
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+        return [float(parameter.detach().double().sum()) for parameter in engine.module.parameters()]
+
+    case = CASES["zero0-fp32"]
+    with tiers(directory, "written") as (hierarchy, _):
+        engine, _, checkpointer = start(case, 5, hierarchy)
+        go(engine, 1)
+        wanted = go(engine, 2)
+        iterate(engine)  # version 3: the forward pass has captured version 2 again, or has it published first
+        checkpointer.abort()
+        torch.distributed.barrier()
+        engine, _, checkpointer = start(case, 99, hierarchy)
+        recovery = checkpointer.recovery
+        if recovery is None or (recovery.version, recovery.fidelity) != (2, "exact"):
+            yield f"recovered {recovery}, not exactly version 2"
+        found = [float(parameter.detach().double().sum()) for parameter in engine.module.parameters()]
+        checkpointer.abort()
+        yield from differences("parameters", wanted, found)
 
 
 def check_skip(directory: Path) -> Iterable[str]:

@@ -66,7 +66,12 @@ EDGES = (
 
 RESUMES = (
     "attached-and-skipping",
+    "written-after-the-step",
     "block",
+    "beside-zero1-fp32-said",
+    "beside-zero0-bf16-unsaid",
+    "beside-zero3-fp32-said",
+    "beside-pipeline-zero1-bf16-unsaid",
     "zero0-fp32-software",
     "zero1-fp32-software",
     "zero2-fp32-software",

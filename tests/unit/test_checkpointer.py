@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.jobs import Job, adamw, uninterrupted
+from tests.unit.test_group import on_all_ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
@@ -86,9 +87,7 @@ def test_the_resumed_run_is_the_uninterrupted_one(hierarchy: Hierarchy, optimize
     before = interrupted(hierarchy, **options)
     after = resumed(hierarchy, **options)
     recovery = after.checkpointer.recovery
-    # With a scheduler an iteration ends at the next forward pass, which the last one did not live to see.
-    assert recovery.version == (FAILED_AT - 1 if scheduled else FAILED_AT)
-    assert (recovery.point.anchor, recovery.fidelity) == (4, Fidelity.EXACT)
+    assert (recovery.version, recovery.point.anchor, recovery.fidelity) == (FAILED_AT, 4, Fidelity.EXACT)
     assert {tier for _, tier in recovery.sources} == {"shm"}
     assert {**before.losses, **after.losses} == reference.losses
     assert after.state() == reference.state()
@@ -238,7 +237,8 @@ def test_a_superseded_job_stops_saving(hierarchy: Hierarchy, tmp_path: Path) -> 
     elsewhere = Tier(f"memory://elsewhere-{uuid.uuid4().hex}")
     old.checkpointer._claim.release()
     new = Job()
-    new.attach(Hierarchy.of(elsewhere, durable))
+    (attached,) = on_all_ranks(1, lambda _: new.attach(Hierarchy.of(elsewhere, durable)))  # in a thread, as a process
+    assert attached.generation == 2
     with pytest.raises(JobConflict, match="generation 2 of this job has opened while generation 1"):
         old.train(500)
     new.train(3)

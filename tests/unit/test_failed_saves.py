@@ -65,14 +65,15 @@ def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(m
     url = memory()
     training = Training()
     checkpointer = training.attach(Hierarchy.of(url))
-    publish = checkpointer._recorder._publish
+    memory_of = checkpointer._recorder._memory
+    publish = memory_of.publish
 
     def interrupted(reservation: Reservation, nbytes: int, what: str) -> None:
         publish(reservation, nbytes, what)
         if what == "publishing differential 1":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpointer._recorder, "_publish", interrupted)
+    monkeypatch.setattr(memory_of, "publish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.step(1)
     for version in (2, 3):

@@ -7,14 +7,19 @@ it when its caller does not know yet.
 
 from __future__ import annotations
 
+import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.jobs import Job, uninterrupted
+from tests.training import Training, memory, recovered
 from tiercheck.errors import TierCheckError
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.streams.base import BaseCapture
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
 from tiercheck.tiers.driver import TierDriver
 
@@ -110,3 +115,42 @@ def test_a_kill_anywhere_costs_nothing_that_had_returned(tmp_path: Path, referen
         check(tiers, killed, reference, least, killed.stepped + 1)
     # The mover runs beside the training: a batch it sends in one life may go in two parts in another.
     assert struck > 0.8 * len(targets)
+
+
+def test_no_iteration_ends_before_the_base_that_its_generation_opens_with_is_there(
+    tmp_path: Path, reference: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing leads to its version before. Here the process dies after the base was copied, while it is hashed."""
+    tiers = Tiers(tmp_path)
+    first = Job()
+    first.attach(tiers.under(FaultPlan()), base_every=50)
+    first.train(2)
+    first.checkpointer.abort()
+    ended = threading.Event()
+
+    def dies(self: BaseCapture) -> int:
+        ended.wait(0.3)  # as long as that, for an iteration that does not wait for it
+        raise Killed
+
+    second = Job()
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseCapture, "finish", dies)
+        second.attach(tiers.under(FaultPlan()), base_every=50)
+        with suppress(Killed):
+            second.train(3)
+            ended.set()
+        second.checkpointer.abort()
+    second.losses |= first.losses
+    check(tiers, second, reference, max(2, second.stepped), 3)
+
+
+def test_a_generation_whose_opening_base_was_written_to_gets_another_before_its_first_iteration_ends() -> None:
+    """As where DDP broadcasts parameters after attach."""
+    url = memory()
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(url))
+    with torch.no_grad():
+        training.model[0].weight.add_(1.0)
+    training.step(1)
+    checkpointer.abort()
+    assert recovered(url) == (1, training.states[1])

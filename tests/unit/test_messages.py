@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.jobs import Job
+from tests.unit.test_group import on_all_ranks
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, Mismatch, TierError
+from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, Mismatch, TierError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
@@ -43,8 +44,11 @@ def test_one_place_twice(tmp_path: Path) -> None:
 def test_attaching_twice(tmp_path: Path, memory: str) -> None:
     job = Job()
     job.attach(Hierarchy.of(memory, f"nvme://{tmp_path}/a"))
+    with pytest.raises(UnsupportedSetup, match=r"attached in this process already, .* close it first"):
+        Job().attach(Hierarchy.of("memory://", f"nvme://{tmp_path}/b"))
+    (refused,) = on_all_ranks(1, lambda _: Job().attach(Hierarchy.of("memory://", f"nvme://{tmp_path}/a")))
     with pytest.raises(JobConflict, match=r"this process is using nvme://.* already: close the checkpointer"):
-        Job().attach(Hierarchy.of("memory://", f"nvme://{tmp_path}/a"))
+        raise refused
     job.checkpointer.abort()
 
 

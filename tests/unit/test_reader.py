@@ -42,6 +42,7 @@ class Wide(Training):
     """Its gradients are a quarter of a mebibyte each."""
 
     def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 12800), torch.nn.Linear(12800, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)

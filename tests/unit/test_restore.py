@@ -49,6 +49,7 @@ class Cluster:
             try:
                 while checkpointer.version < last:
                     step(model, optimizer, checkpointer.version + 1, group.rank)
+                    checkpointer.end_iteration()
                     weights[checkpointer.version] = model.weight.flatten().tolist()
                     if checkpointer.version == flush_at:
                         checkpointer.flush()

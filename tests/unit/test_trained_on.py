@@ -213,7 +213,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
     checkpointer = training.attach(
         Hierarchy.of(f"shm://{name}?size=64MiB"), codec="int8+feedback", train_on_compressed=True
     )
-    reserve = checkpointer._recorder._reserve
+    reserve = checkpointer._recorder._memory.reserve
 
     def watched_reserve(key: ShardKey, nbytes: int) -> Any:
         reservation = reserve(key, nbytes)
@@ -222,13 +222,14 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
 
     monkeypatch.setattr(ShardWriter, "slot", watched_slot)
     monkeypatch.setattr(trained_on, "decode", watched_decode)
-    monkeypatch.setattr(checkpointer._recorder, "_reserve", watched_reserve)
+    monkeypatch.setattr(checkpointer._recorder._memory, "reserve", watched_reserve)
     training.backward(1)
     seen = {}
     training.optimizer.register_step_post_hook(
         lambda *_: seen.update({n: p.grad.clone() for n, p in training.model.named_parameters()})
     )
     training.optimizer.step()
+    checkpointer.end_iteration()
     monkeypatch.undo()
 
     written = [place for tensor, place in given.items() if "/gradient/" in tensor]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.training import Training, faulty, memory, recovered
+from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy, Tier
@@ -22,23 +23,32 @@ from tiercheck.tiers.namespaces import remove_namespace
 
 
 @pytest.mark.parametrize("base_every", [1, 50])
-def test_parameters_written_to_between_steps(base_every: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("through", ["no_grad", "data"])
+def test_parameters_written_to_after_the_step_are_in_the_version(
+    base_every: int, through: str, caplog: pytest.LogCaptureFixture
+) -> None:
     url = memory()
     training = Training()
+
+    def clamp() -> None:
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                (parameter.data if through == "data" else parameter).clamp_(-0.05, 0.05)
+
+    training.after_step = clamp
     checkpointer = training.attach(Hierarchy.of(url), base_every=base_every)
     for version in range(1, 5):
         training.step(version)
-        with torch.no_grad():
-            for parameter in training.model.parameters():
-                parameter.clamp_(-0.05, 0.05)
     checkpointer.abort()
-    told = "something other than the attached optimizer's step wrote", "its state was written to while it was copied"
-    assert sum(caplog.text.count(each) for each in told) == 1
-    assert recovered(url) == (4, training.states[4])
+    assert caplog.text.count("something other than the attached optimizer's step wrote") == 1
+    after = Training()
+    resumed = after.attach(Hierarchy.of(url))
+    resumed.abort()
+    assert (resumed.version, resumed.recovery.fidelity, after.parameters()) == (4, "exact", training.states[4])
 
 
 def test_a_version_with_new_frozen_parameters_is_a_base_or_nothing() -> None:
-    """An average of the trained parameters, as of a teacher; none of its bases comes to be published."""
+    """An average of the trained parameters, as of a teacher; none of its bases comes to be published but the first."""
 
     def make() -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -46,28 +56,29 @@ def test_a_version_with_new_frozen_parameters_is_a_base_or_nothing() -> None:
         model["teacher"].requires_grad_(False)
         return model, torch.optim.AdamW(model["student"].parameters(), lr=0.1)
 
-    def published(tier: str | Tier) -> tuple[int, list[bytes]]:
+    def published(tier: str | Tier, steps: int) -> tuple[Checkpointer, list[bytes], list[bytes]]:
+        """The checkpointer, the state it found, and the one it leaves."""
         model, optimizer = make()
         config = CheckpointConfig(on_save_error="warn", deadline_s=10.0)
         checkpointer = attach(model, optimizer, Hierarchy.of(tier), config=config)
-        recovered = checkpointer.version, [each.numpy().tobytes() for each in model.state_dict().values()]
-        for _ in range(3):
+        found = [each.numpy().tobytes() for each in model.state_dict().values()]
+        for _ in range(steps):
             optimizer.zero_grad()
             model["student"](torch.ones(2, 4)).sum().backward()
             optimizer.step()
-            with torch.no_grad():
-                model["teacher"].weight.lerp_(model["student"].weight, 0.1)
+            model["teacher"].weight.data.lerp_(model["student"].weight.data, 0.1)
+            checkpointer.end_iteration()
         checkpointer.abort()
-        return recovered
+        return checkpointer, found, [each.numpy().tobytes() for each in model.state_dict().values()]
 
     url = memory()
-    # Version 1 is whole without a base: the teacher has not changed when its step ends.
     fails = faulty(url, lambda at: at.call == "publish" and "base" in str(at.key) and at.nth > 0)
-    _, initial = published(fails)
-    version, state = published(url)
-    assert version == 1
-    assert state[2:] == initial[2:]
-    assert published(url)[0] == 4
+    published(fails, 3)
+    first, _, left = published(url, 3)
+    assert first.recovery is not None
+    assert first.recovery.version == 0
+    again, found, _ = published(url, 0)
+    assert (again.version, again.recovery.fidelity, found) == (3, "exact", left)  # type: ignore[union-attr]
 
 
 def test_a_base_that_was_written_to_during_its_copy_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +160,7 @@ optimizer = Centred(model.parameters(), lr=0.1)
 checkpointer = attach(model, optimizer, Hierarchy.of(sys.argv[1]), config=CheckpointConfig(base_every=4))
 model(torch.ones(2, 4)).pow(2).sum().backward()
 optimizer.step()
+checkpointer.end_iteration()
 checkpointer.abort()
 print("version", checkpointer.version)
 """

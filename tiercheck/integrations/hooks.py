@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -16,7 +18,10 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.restore import gather
 from tiercheck.streams.providers import StateProvider
 
-__all__ = ["Hooks", "StepHooks", "attach_hooks"]
+__all__ = ["Hooks", "StepHooks", "attach_hooks", "attached"]
+
+_attached = threading.local()
+"""Of each thread, the checkpointers that were attached in it: the ranks of a simulated group have one each."""
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -79,9 +84,14 @@ def attach_hooks(
     before a tier is touched. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
     """
     made: list[Hooks] = []
+
+    def look() -> None:
+        refuse_another()
+        made.append(hook())
+
     deadline_s = (config if isinstance(config, CheckpointConfig) else CheckpointConfig()).deadline_s
     try:
-        gather(group, "looking at the model and its optimizer", lambda: made.append(hook()), deadline_s=deadline_s)
+        gather(group, "looking at the model and its optimizer", look, deadline_s=deadline_s)
         hooks = made[0]
         checkpointer = Checkpointer(hooks.provider, hierarchy, group=group, config=config, caveats=hooks.caveats)
         try:
@@ -94,4 +104,23 @@ def attach_hooks(
             each.remove()
         group.close()
         raise
+    live = vars(_attached).setdefault("live", weakref.WeakSet())
+    live.add(checkpointer)
+    checkpointer.on_end(lambda: live.discard(checkpointer))
     return checkpointer
+
+
+def attached() -> list[Checkpointer]:
+    """The checkpointers that were attached in this thread and are not closed."""
+    return list(vars(_attached).get("live", ()))
+
+
+def refuse_another() -> None:
+    """Errors: ``UnsupportedSetup`` while another checkpointer is attached: the random generators are one of the state
+    of both, and each would put back its own."""
+    if attached():
+        raise UnsupportedSetup(
+            "a checkpointer is attached in this process already, and both would save and put back the same random "
+            "generators: close it first. Several optimizers, as of a GAN, are not supported: give one optimizer the "
+            "parameters of all models in groups of their own, with a Module that holds all of them"
+        )

@@ -4,14 +4,16 @@
 
     checkpointer = attach(model, optimizer, Hierarchy.of("shm://my-run", "nvme:///shared/my-run?survives=rack"))
     for step in range(checkpointer.version, steps):
-        ...                      # the loop stays as it is
+        ...                             # the loop stays as it is
+        checkpointer.end_iteration()    # or not: see below
 
 ``attach`` restores the newest version there is, and from then on every ``optimizer.step()`` is a version.
 
-A version is published before ``optimizer.step()`` returns. Where a ``scheduler`` or a ``GradScaler`` is passed, which
-the loop steps after that, it is published at the next forward pass instead, with both as of then: a failure in
-between costs that one iteration, and the resumed run is exact all the same. Random generators and ``stateful``
-are saved as of the end of ``optimizer.step()``, before the next batch is drawn from them.
+A version is published at the end of its iteration, with everything as of then: when the loop calls ``end_iteration``,
+or else when the next forward pass of training begins. A failure before that costs the iteration, which is trained again
+to the same bits. Without ``end_iteration`` the random generators, and whatever of ``stateful`` batches are drawn from,
+are saved as of the end of ``optimizer.step()``, before the next batch is drawn from them
+(:mod:`tiercheck.streams.beside`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.bucket_order import BucketOrder
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
+from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
 from tiercheck.integrations.wrapped import bare_optimizer
+from tiercheck.streams.beside import Beside
 from tiercheck.streams.providers import ModuleProvider
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
@@ -45,15 +49,17 @@ def attach(
     scheduler: Any = None,
     scaler: Any = None,
     stateful: Mapping[str, Any] | None = None,
+    after_step: Mapping[str, Any] | None = None,
     config: CheckpointConfig | None = None,
     group: Group | None = None,
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective where ``torch.distributed`` runs.
 
-    ``scheduler``, ``scaler`` and each of ``stateful`` have ``state_dict`` and ``load_state_dict``. Batches must be
-    a function of the version, or come from one of ``stateful``, for the resumed run to be the same one. (A step that
-    a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a counter.)
-    What the loop writes to parameters besides (clamping, averaging) is saved with the next version, as a base.
+    ``scheduler``, ``scaler`` and each of ``stateful`` and ``after_step`` have ``state_dict`` and ``load_state_dict``.
+    Batches must be a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
+    (A step that a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a
+    counter.) ``after_step`` is what the loop changes after ``optimizer.step()``, such as an average or a best metric: a
+    loop that calls ``end_iteration`` may pass that as ``stateful`` as well.
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
     distributed = dist.is_available() and dist.is_initialized()
@@ -63,22 +69,17 @@ def attach(
             "torch.distributed.init_process_group() before attach()"
         )
     ranks = group or (TorchGroup() if distributed else SingleProcess())
-    named = {"scheduler": scheduler, "scaler": scaler}
-    stepped_after = {name: each for name, each in named.items() if each is not None}
+    own = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
 
     def hook() -> _Hooks:
-        if clash := stepped_after.keys() & (stateful or {}).keys():
-            raise ConfigurationError(f"stateful= has the name {clash.pop()!r}, which an argument of its own stands for")
+        if clash := sorted(own.keys() & {*(stateful or {}), *(after_step or {})}):
+            raise ConfigurationError(f"{clash[0]!r} is the name of an argument of its own: give it another one")
         bare = bare_optimizer(optimizer)
         order = BucketOrder(model)
-        provider = ModuleProvider(
-            model,
-            bare,
-            world_size=ranks.world_size,
-            stepped_after=stepped_after,
-            stateful={**(stateful or {}), **order.stateful},
-        )
-        return _Hooks(provider, model, bare, order, deferred=bool(stepped_after))
+        beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
+        refuse_forgotten_scheduler(bare, scheduler, beside)
+        provider = ModuleProvider(model, bare, world_size=ranks.world_size, beside=beside)
+        return _Hooks(provider, model, bare, order, scheduler)
 
     return attach_hooks(hook, hierarchy, ranks, config)
 
@@ -92,16 +93,14 @@ class _Hooks:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         order: BucketOrder,
-        *,
-        deferred: bool,
+        scheduler: Any,
     ) -> None:
         self.provider = provider
         self.caveats = order.caveats
         self._order = order
+        self._scheduler = scheduler
         self._checkpointer: Checkpointer | None = None
-        self._deferred = deferred
-        self._pending = False
-        """A step is done whose iteration has not ended yet."""
+        self._iterations: Iterations | None = None
         self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
         self._forward_hooks = [
             module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)
@@ -109,7 +108,9 @@ class _Hooks:
 
     def serve(self, checkpointer: Checkpointer) -> None:
         self._order.prime()
-        checkpointer.on_close(self._end_iteration)
+        self._iterations = Iterations(self.provider, checkpointer)
+        checkpointer.on_end_iteration(self._iterations.said)
+        checkpointer.on_close(self._iterations.over)
         checkpointer.on_end(self.remove)
         self._checkpointer = checkpointer
 
@@ -120,7 +121,7 @@ class _Hooks:
             hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._checkpointer is None:
+        if self._checkpointer is None or self._iterations is None:
             return  # a step that is replayed
         if any(each is not None for each in (*args[1:], *kwargs.values())):
             raise UnsupportedSetup(
@@ -132,28 +133,19 @@ class _Hooks:
                 "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
                 "can be seen; supported is an optimizer with fused=False"
             )
+        refuse_forgotten_scheduler(optimizer, self._scheduler, self.provider.beside)
         self._step_hooks.check()
-        self._end_iteration()
+        self._iterations.over()
         self._checkpointer.capture(self._checkpointer.version + 1, self.provider.gradients())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._checkpointer is None:
-            return
-        self._pending = True
-        self.provider.end_of_step()
-        self._checkpointer.stepped(self._checkpointer.version + 1)
-        if not self._deferred:
-            self._end_iteration()
+        if self._checkpointer is not None and self._iterations is not None:
+            self._iterations.stepped(self._checkpointer.version + 1)
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._step_hooks.stand_next_to_the_step()
-        if model.training:
-            self._end_iteration()
-
-    def _end_iteration(self) -> None:
-        if self._pending and self._checkpointer is not None:
-            self._pending = False
-            self._checkpointer.complete(self._checkpointer.version + 1)
+        if self._iterations is not None and model.training:
+            self._iterations.forward()
 
 
 def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -22,11 +22,21 @@ from typing import Any
 import torch
 
 from tiercheck import objects
-from tiercheck.container import PackedObject, Shard, ShardMetadata, ShardWriter, TensorSpec, header_room, shard_nbytes
+from tiercheck.container import (
+    PackedObject,
+    Shard,
+    ShardMetadata,
+    ShardWriter,
+    TensorSpec,
+    checksum_of,
+    header_room,
+    shard_nbytes,
+)
 from tiercheck.errors import Corruption
 from tiercheck.keys import ShardKey
 from tiercheck.streams.providers import Identity, StateProvider
-from tiercheck.streams.tensors import counters, dtype_name, tensor_in
+from tiercheck.streams.tensors import dtype_name, tensor_in
+from tiercheck.streams.writes import Watch
 
 __all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
 
@@ -50,6 +60,9 @@ class BaseCapture:
     Made right after iteration v. What the next forward pass may change (buffers, host state) is taken at
     once; masters, optimizer state and residuals stand still until the next step, so :meth:`copy` may take them during
     the next forward and backward pass, on another thread, and must have returned before that step.
+
+    ``host_state`` is the provider's where it is not given. ``expected`` has the checksums of the masters at the end of
+    the iteration (:func:`~tiercheck.streams.writes.contents`): :meth:`finish` compares them with the copy's.
     """
 
     def __init__(
@@ -60,6 +73,8 @@ class BaseCapture:
         residuals: Mapping[str, torch.Tensor] = MappingProxyType({}),
         *,
         token: str = "",
+        host_state: Mapping[str, Any] | None = None,
+        expected: Mapping[str, str] | None = None,
     ) -> None:
         self._metadata = ShardMetadata.of(key, world_size, token)
         tensors, values = _tensors(provider)
@@ -69,12 +84,17 @@ class BaseCapture:
         held = {
             "identity": provider.identity().to_object(),
             "optimizer": {"hyperparameters": provider.hyperparameters(), "values": values},
-            "host": provider.host_state(),
+            "host": provider.host_state() if host_state is None else host_state,
         }
         self._objects = {name: PackedObject(objects.pack(value, name=name)) for name, value in held.items()}
-        self._untouched = counters(self._later)
+        self._watch = Watch(lambda: self._later)
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
+        self._expected = {f"master/{name}": content for name, content in (expected or {}).items()}
+        self._compared: dict[str, memoryview] = {}
+        self.unexpected: tuple[str, ...] = ()
+        """After :meth:`finish`: the masters whose content is not the expected one, so that somebody wrote to them after
+        the step."""
         self._writer: ShardWriter | None = None
         self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
 
@@ -88,8 +108,11 @@ class BaseCapture:
         writer = ShardWriter(memory, header_room(self._specs.values(), self._objects))
         for name, tensor in {**self._at_once, **self._later}.items():
             spec = self._specs[name]
-            tensor_in(writer.slot(name, spec.dtype, spec.shape), spec.dtype, spec.shape, what=name).copy_(tensor)
-        self.disturbed = counters(self._later) != self._untouched
+            slot = writer.slot(name, spec.dtype, spec.shape)
+            tensor_in(slot, spec.dtype, spec.shape, what=name).copy_(tensor)
+            if name in self._expected:
+                self._compared[name] = slot
+        self.disturbed = bool(self._watch.written())
         self._writer = writer
 
     def finish(self) -> int:
@@ -98,7 +121,12 @@ class BaseCapture:
             raise ValueError("a base is finished after it was copied")
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
-        nbytes = self._writer.finish(self._metadata)
+        checksums = {name: checksum_of(slot) for name, slot in self._compared.items()}
+        self.unexpected = tuple(
+            name.removeprefix("master/") for name, found in checksums.items() if found != self._expected[name]
+        )
+        nbytes = self._writer.finish(self._metadata, checksums=checksums)
+        self._compared.clear()
         self._writer = None  # the tier reuses the memory only when nobody has a view of it
         return nbytes
 

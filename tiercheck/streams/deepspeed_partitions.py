@@ -7,14 +7,14 @@
   which masters this call updates; the iteration is complete when :meth:`~DeepSpeedProvider.expected` were visited.
 - The last post-hook runs *before* the tail of DeepSpeed's iteration: the low-precision copy, the scheduler's
   step, the counters. :meth:`~DeepSpeedProvider.host_state` therefore records the state together with what the
-  tail will do to it, and :meth:`~DeepSpeedProvider.restore_host_state` finishes that tail.
+  tail will do to it, and :meth:`~DeepSpeedProvider.restore_host_state` finishes that tail. A version that is published
+  later, when the loop says so or the next forward pass begins, has it behind it.
 - An iteration whose gradients are not finite is skipped, and no hook runs: :meth:`~DeepSpeedProvider.skipped_after`
   finds such versions from DeepSpeed's counters.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -26,9 +26,10 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
+from tiercheck.streams.beside import Beside, End
 from tiercheck.streams.deepspeed_layouts import Layout, Master, layout_of
+from tiercheck.streams.deepspeed_scheduler import EngineScheduler
 from tiercheck.streams.deepspeed_support import refuse_unsupported
-from tiercheck.streams.generators import random_state, restore_random_state
 from tiercheck.streams.module_tensors import ModuleTensors
 from tiercheck.streams.providers import (
     Identity,
@@ -40,8 +41,8 @@ from tiercheck.streams.providers import (
     digest,
     plain_options,
     set_options,
-    to_plain,
 )
+from tiercheck.streams.storable import to_plain
 
 __all__ = ["DeepSpeedProvider", "supported"]
 
@@ -62,14 +63,17 @@ class DeepSpeedProvider:
     Errors: ``UnsupportedSetup`` (see :func:`supported`).
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, beside: Beside | None = None) -> None:
         refuse_unsupported(engine)
+        self.beside = beside or Beside()
         self._engine = engine
         self._tensors = ModuleTensors(engine.module)
         self._layout: Layout = layout_of(engine)
         self._replaying = False
         self._between = False
-        self._scheduler_after: tuple[int, float] | None = None
+        self._scheduler = EngineScheduler(engine)
+        self._at_step: dict[str, Any] | None = None
+        """The engine's host state as of the last step with its tail, where the version is not published otherwise."""
         _refuse_odd_tensors(self._layout)
 
     # What the rank trains
@@ -133,6 +137,18 @@ class DeepSpeedProvider:
     def optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer: register step hooks on it. They survive ``engine.load_checkpoint``."""
         return self._layout.inner
+
+    @property
+    def called(self) -> torch.nn.Module:
+        """The module whose call begins a forward pass: the engine; of a pipeline's engine, which nobody calls, the one
+        in it."""
+        module: torch.nn.Module = self._engine.module if isinstance(self._engine, PipelineEngine) else self._engine
+        return module
+
+    @property
+    def training(self) -> bool:
+        """Whether a forward pass now would be one of training."""
+        return bool(self._engine.module.training)
 
     @property
     def replaying(self) -> bool:
@@ -219,17 +235,32 @@ class DeepSpeedProvider:
 
     # Host state
 
-    def host_state(self, *, inside_step: bool | None = None) -> dict[str, Any]:
-        """Everything else the next iteration depends on, as of the end of the current iteration.
+    def end_of_step(self) -> None:
+        """All masters were visited. Call it in the hook."""
+        self.beside.end_of_step()
+        self._at_step = self._engine_state()
 
-        ``inside_step``: whether the call comes from a hook of the optimizer, before the tail of DeepSpeed's
-        iteration; asked of the engine where it is not given.
+    def end_of_iteration(self, end: End) -> None:
+        """Errors: as :meth:`host_state`."""
+        self.beside.end_of_iteration(end)
+        if end is not End.UNSEEN:  # else the next iteration may have changed what the engine holds
+            self._at_step = self._engine_state()
+
+    def published(self) -> None:
+        self.beside.published()
+        self._at_step = None
+
+    def host_state(self) -> dict[str, Any]:
+        """Everything else the next iteration depends on, as of the end of the current iteration.
 
         Errors: ``SaveError`` in the middle of gradient accumulation, when gradients live that nobody saves,
         or where the scheduler was not stepped exactly once an iteration, by the engine.
         """
+        return {**(self._at_step or self._engine_state()), **self.beside.host_state()}
+
+    def _engine_state(self) -> dict[str, Any]:
         engine = self._engine
-        inside = self._inside_step() if inside_step is None else inside_step
+        inside = self._inside_step()
         if not inside:
             self._refuse_half_accumulated()
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
@@ -240,31 +271,22 @@ class DeepSpeedProvider:
         return {
             "counters": counters,
             "hyperparameters": self.hyperparameters(),
-            "scheduler": self._scheduler_state(inside, counters),
+            "scheduler": self._scheduler.state(inside=inside, counters=counters),
             "loss_scale": {name: value for name, value in vars(self._scaler()).items() if name in _LOSS_SCALE},
             "sampler_epoch": getattr(self._sampler(), "epoch", None),
             "model_parallel_random": to_plain(dict(get_cuda_rng_tracker().get_states()), "model_parallel_random"),
-            "random": random_state(),
         }
 
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned, and finish the tail of the iteration it was taken in.
 
-        Errors: ``Mismatch`` where the job has another scheduler than the checkpoint.
+        Errors: ``Mismatch`` where the job has another scheduler than the checkpoint, or other ``stateful`` objects.
         """
         engine = self._engine
-        scheduler = engine.lr_scheduler
-        saved = state["scheduler"]
-        kinds = (None if saved is None else saved["kind"], None if scheduler is None else _kind(scheduler))
-        if kinds[0] != kinds[1]:
-            raise Mismatch(f"the checkpoint was trained with the scheduler {kinds[0]}, this job has {kinds[1]}")
+        self._scheduler.check(state["scheduler"])
+        self.beside.restore(state)
         self._set_hyperparameters(state["hyperparameters"])
-        if saved is not None:
-            scheduler.load_state_dict(saved["state"])
-            if saved["steps"]:
-                self._step_scheduler()
-            elif hasattr(scheduler, "_last_lr"):
-                scheduler._last_lr = [group["lr"] for group in self._layout.groups()]
+        self._scheduler.restore(state["scheduler"], self._layout.groups())
         for name in _COUNTERS:
             setattr(engine, name, state["counters"][name])
         for name, value in state["loss_scale"].items():
@@ -273,8 +295,7 @@ class DeepSpeedProvider:
             self._sampler().set_epoch(state["sampler_epoch"])
         generators = state["model_parallel_random"]
         get_cuda_rng_tracker().set_states({name: torch.from_numpy(each.copy()) for name, each in generators.items()})
-        self._scheduler_after = None
-        restore_random_state(state["random"])
+        self.beside.restore_generators(state)
 
     # Restoring tensors
 
@@ -394,35 +415,6 @@ class DeepSpeedProvider:
     def _sampler(self) -> Any:
         return getattr(self._engine.training_dataloader, "data_sampler", None)
 
-    def _scheduler_state(self, inside: bool, counters: Mapping[str, int]) -> dict[str, Any] | None:
-        scheduler = self._engine.lr_scheduler
-        if scheduler is None:
-            return None
-        state = to_plain(scheduler.state_dict(), "lr_scheduler")
-        position = state.get("last_batch_iteration", state.get("last_epoch"))
-        updates = counters["global_steps"] - counters["skipped_steps"]
-        if isinstance(position, int | float):
-            # Inside a step the engine's scheduler has not moved yet for this update.
-            position = position + 1 if inside else position
-            before = self._scheduler_after
-            if before is not None and position - before[1] != updates - before[0]:
-                raise SaveError(
-                    f"the learning-rate scheduler moved by {position - before[1]} in {updates - before[0]} updates: "
-                    "let engine.step() alone step it, without lr_kwargs, or keep it out of deepspeed.initialize"
-                )
-            self._scheduler_after = (updates, position)
-        return {"kind": _kind(scheduler), "state": state, "steps": inside}
-
-    def _step_scheduler(self) -> None:
-        """As ``DeepSpeedEngine`` does after an update, for schedulers that want a count of samples too."""
-        step = self._engine.lr_scheduler.step
-        try:
-            inspect.signature(step).bind()
-        except TypeError:
-            step(self._engine.train_batch_size())
-        else:
-            step()
-
     def _check_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         elements = {name: tensor.numel() for name, tensor in self.masters().items()}
         unknown = sorted(gradients.keys() - elements.keys())
@@ -483,10 +475,6 @@ def _refuse_odd_tensors(layout: Layout) -> None:
             raise UnsupportedSetup(f"the master {master.name} is {master.tensor.dtype}; supported is torch.float32")
         if master.tensor.device.type == "meta":
             raise UnsupportedSetup(f"the master {master.name} is on the meta device; materialise the model first")
-
-
-def _kind(scheduler: Any) -> str:
-    return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
 
 
 if TYPE_CHECKING:

@@ -15,10 +15,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiercheck.streams.codecs import Encoding, fidelity_of
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.providers import Identity
 from tiercheck.types import Fidelity
 
 __all__ = ["Tally", "reached"]
+
+NO_DOUBTS = Doubts()
 
 
 @dataclass(frozen=True, order=True)
@@ -92,12 +95,18 @@ class Tally:
         return found
 
 
-def reached(saved: Identity, here: Identity, tally: Tally) -> tuple[Fidelity, tuple[str, ...]]:
+def reached(
+    saved: Identity, here: Identity, tally: Tally, doubts: Doubts = NO_DOUBTS
+) -> tuple[Fidelity, tuple[str, ...]]:
     """The fidelity of a recovery, and what there is to know of it.
 
-    ``saved``: what the base says of the optimizer that took the steps; ``here``: the one that replayed them.
+    ``saved``: what the base says of the optimizer that took the steps; ``here``: the one that replayed them;
+    ``doubts``: what the version recovered says it may not hold.
     """
     fidelity, notes = tally.fidelity, tally.notes()
+    if doubted := doubts.notes(replayed=tally.versions > 0):
+        fidelity = Fidelity.APPROXIMATE
+        notes += doubted
     before, now = asdict(saved.optimizer), asdict(here.optimizer)
     changed = ", ".join(f"{name} {before[name]} -> {now[name]}" for name in before if before[name] != now[name])
     if tally.versions and changed:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restore_random_state"]
+from tiercheck import objects
+
+__all__ = ["differing", "random_state", "restore_random_state"]
 
 WORDS = struct.Struct("<625I")
 """The 624 words of Python's Mersenne Twister, and its position in them. They are recorded with every iteration, while
@@ -20,7 +22,7 @@ TWISTER_VERSION = 3
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all generators, those of every visible GPU included."""
+    """The states of all generators by kind, those of every visible GPU included."""
     version, words, gaussian = random.getstate()
     state: dict[str, Any] = {
         "python": (version, WORDS.pack(*words) if version == TWISTER_VERSION else words, gaussian),
@@ -33,10 +35,22 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_state` returned."""
-    version, words, gaussian = state["python"]
-    random.setstate((version, WORDS.unpack(words) if isinstance(words, bytes) else words, gaussian))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
+    """Put back what :func:`random_state` returned, or some kinds of it."""
+    if "python" in state:
+        version, words, gaussian = state["python"]
+        random.setstate((version, WORDS.unpack(words) if isinstance(words, bytes) else words, gaussian))
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+    if "torch" in state:
+        torch.set_rng_state(torch.from_numpy(np.array(state["torch"])))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all([torch.from_numpy(np.array(each)) for each in state["cuda"]])
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds of which the two states differ, or only one has."""
+    return frozenset(
+        kind
+        for kind in {*one, *other}
+        if kind not in one or kind not in other or objects.pack(one[kind]) != objects.pack(other[kind])
+    )

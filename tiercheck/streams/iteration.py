@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -11,8 +12,10 @@ import xxhash
 from tiercheck import objects
 from tiercheck.container import PackedObject, Shard
 from tiercheck.keys import ShardKey
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.providers import StateProvider
-from tiercheck.streams.tensors import array_of, counters
+from tiercheck.streams.tensors import array_of
+from tiercheck.streams.writes import Watch, contents
 
 __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
 
@@ -49,12 +52,15 @@ class IterationStream(abc.ABC):
         """Of the generation that records: it is opened after this was made."""
         self.host_nbytes = 0
         """The length of the last host state."""
+        self.doubts = Doubts()
+        """What was seen that the versions from here on may not hold."""
+        self.contents: dict[str, str] | None = None
+        """A checksum of all bits of each master as of the last look, where a base is due."""
         self._recorded: dict[str, str] = {}
-        self._frozen: dict[str, tuple[int, int]] = {}
-        self._stepped: dict[str, tuple[int, int]] = {}
+        self._frozen = Watch(provider.frozen)
+        self._masters = Watch(provider.masters)
         self.packed_host_state()
         self.mark_recorded()
-        self.mark_stepped()
 
     @abc.abstractmethod
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
@@ -92,30 +98,53 @@ class IterationStream(abc.ABC):
         """Room for the next host state, which may grow from one version to the next."""
         return HOST_SPARE_BYTES + 2 * -(-self.host_nbytes // HOST_STEP_BYTES) * HOST_STEP_BYTES
 
+    def host_state(self) -> dict[str, Any]:
+        """The provider's, as of now, with the doubts there are."""
+        return self.doubts.saved_in(self.provider.host_state())
+
     def packed_host_state(self) -> PackedObject:
         """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
-        packed = objects.pack(self.provider.host_state(), name="host state")
+        packed = objects.pack(self.host_state(), name="host state")
         self.host_nbytes = len(packed)
         return PackedObject(packed)
 
     def mark_recorded(self) -> None:
         """The state as it is now is in a base: only what changes from here on matters."""
         self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
-        self._frozen = counters(self.provider.frozen())
+        self._frozen.mark()
 
     def frozen_changed(self) -> bool:
         """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
-        for records do not hold it. Told by torch's counter of in-place changes, which ``.data`` bypasses."""
-        return counters(self.provider.frozen()) != self._frozen
+        for records do not hold it. Told as :class:`~tiercheck.streams.writes.Watch` does."""
+        return bool(self._frozen.written())
 
-    def mark_stepped(self) -> None:
-        """The masters are as the optimizer's step, or a recovery, left them."""
-        self._stepped = counters(self.provider.masters())
+    def mark_stepped(self, *, every_bit: bool = False) -> None:
+        """The masters are as the optimizer's step, or a recovery, left them. ``every_bit``: :meth:`masters_rewritten`
+        is going to be asked."""
+        self.mark_published()
+        self.contents = contents(self.provider.masters()) if every_bit and not self.supersedes else None
+
+    def mark_published(self) -> None:
+        """A version is published that holds what the masters are now."""
+        self._masters.mark()
+
+    def masters_rewritten(self) -> tuple[str, ...]:
+        """The masters of which any bit has changed since :meth:`mark_stepped`; none where it was not to look at every
+        bit. :attr:`contents` is then as of now."""
+        if self.contents is None:
+            return ()
+        before, self.contents = self.contents, contents(self.provider.masters())
+        return tuple(name for name, content in self.contents.items() if content != before.get(name))
 
     def masters_written(self) -> bool:
         """Whether anything but the optimizer has written to a master since then: then no replay of gradients leads to
         what it holds. Told as in :meth:`frozen_changed`."""
-        return counters(self.provider.masters()) != self._stepped
+        return bool(self._masters.written())
+
+    def written(self) -> tuple[str, ...]:
+        """The names of all that was written to since :meth:`mark_stepped` or, if no optimizer updates it, the last
+        base."""
+        return self._masters.written() + self._frozen.written()
 
     def changed_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that differ from what was recorded; they count as recorded then, unless a record supersedes those

@@ -9,8 +9,7 @@ the next step, and a replay in place needs no copy.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,17 +17,12 @@ import numpy as np
 import torch
 
 from tiercheck.errors import Mismatch, UnsupportedSetup
-from tiercheck.streams.generators import random_state, restore_random_state
+from tiercheck.streams.beside import Beside, End
 from tiercheck.streams.libraries import library_of
 from tiercheck.streams.module_tensors import ModuleTensors
-from tiercheck.streams.tensors import array_of, dtype_name, tensor_of
+from tiercheck.streams.storable import PLAIN, to_plain
 
 __all__ = ["Identity", "ModuleProvider", "OptimizerIdentity", "StateProvider"]
-
-TENSOR = "tiercheck.tensor"
-"""The key that tells a stored tensor from other dictionaries; its value is the dtype."""
-_PLAIN = frozenset({type(None), bool, int, float, str})
-"""What holds no tensor, told without asking what it is an instance of."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +140,7 @@ class ModuleProvider:
     Masters are the parameters the optimizer updates, named as the module names them. Under DDP every rank
     holds, and saves, all of them.
 
-    What else the loop holds has ``state_dict`` and ``load_state_dict``, and is saved as of one of two moments,
-    since an iteration ends in the user's code: ``stepped_after`` (schedulers, a ``GradScaler``) as of the end of
-    the iteration, when the loop has stepped it; ``stateful`` (samplers, data loaders) and the random generators
-    as of :meth:`end_of_step`, right after the optimizer's step, before the next batch is drawn from them.
+    What else the loop holds is in ``beside``.
     """
 
     def __init__(
@@ -158,18 +149,15 @@ class ModuleProvider:
         optimizer: torch.optim.Optimizer,
         *,
         world_size: int = 1,
-        stepped_after: Mapping[str, Any] | None = None,
-        stateful: Mapping[str, Any] | None = None,
+        beside: Beside | None = None,
     ) -> None:
         self._model = model
         self._tensors = ModuleTensors(model)
         self._optimizer = optimizer
         self._world_size = world_size
-        self._stepped_after = dict(stepped_after or {})
-        self._stateful = dict(stateful or {})
+        self.beside = beside or Beside()
         self._masters = _masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
-        self._before_next_batch: dict[str, Any] | None = None
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
@@ -235,18 +223,16 @@ class ModuleProvider:
         return found
 
     def end_of_step(self) -> None:
-        """The optimizer's step is done: keep what the next batch will be drawn from."""
-        self._before_next_batch = self._drawn_from()
+        self.beside.end_of_step()
+
+    def end_of_iteration(self, end: End) -> None:
+        self.beside.end_of_iteration(end)
+
+    def published(self) -> None:
+        self.beside.published()
 
     def host_state(self) -> dict[str, Any]:
-        return {
-            "options": self.hyperparameters(),
-            "stepped_after": _states(self._stepped_after),
-            **(self._before_next_batch or self._drawn_from()),
-        }
-
-    def _drawn_from(self) -> dict[str, Any]:
-        return {"random": random_state(), "stateful": _states(self._stateful)}
+        return {"options": self.hyperparameters(), **self.beside.host_state()}
 
     def load(
         self,
@@ -280,17 +266,9 @@ class ModuleProvider:
         """Nothing derives from the parameters of a plain module."""
 
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
-        here = {**self._stepped_after, **self._stateful}
-        saved = {**state["stepped_after"], **state["stateful"]}
-        if here.keys() != saved.keys():
-            raise Mismatch(
-                f"the checkpoint holds the states of {sorted(saved)}, this job attached {sorted(here)}: attach with "
-                "the same scheduler=, scaler= and stateful="
-            )
-        for name, each in here.items():
-            each.load_state_dict(from_storable(saved[name]))
+        self.beside.restore(state)
         self._set_hyperparameters(state["options"])
-        restore_random_state(state["random"])
+        self.beside.restore_generators(state)
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer.param_groups, hyperparameters, strict=True):
@@ -318,11 +296,6 @@ class ModuleProvider:
                 )
             if tensor.is_meta:
                 raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
-        for name, each in {**self._stepped_after, **self._stateful}.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                raise UnsupportedSetup(
-                    f"{name} ({type(each).__name__}) has no state_dict and load_state_dict: it cannot be saved"
-                )
 
 
 def implementation_of(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
@@ -356,7 +329,7 @@ def digest(lines: Iterable[str]) -> str:
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's options without its parameters; tensors (a capturable ``lr``) as numbers."""
     return {
-        key: value if type(value) in _PLAIN else to_plain(value, key) for key, value in group.items() if key != "params"
+        key: value if type(value) in PLAIN else to_plain(value, key) for key, value in group.items() if key != "params"
     }
 
 
@@ -368,58 +341,6 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             current.fill_(float(np.asarray(value)))
         else:
             group[key] = value
-
-
-def to_plain(value: Any, path: str) -> Any:
-    """``value`` with every tensor as a NumPy array, or as a number where it has no dimension.
-
-    Errors: ``UnsupportedSetup`` for a tensor whose dtype NumPy lacks; it names the path.
-    """
-
-    def plain(tensor: torch.Tensor, path: str) -> Any:
-        try:
-            array = tensor.detach().cpu().numpy()
-        except TypeError:
-            raise UnsupportedSetup(f"{path} is a {tensor.dtype} tensor, which host state cannot hold") from None
-        return array.item() if array.ndim == 0 else array.copy()
-
-    return with_tensors(value, path, plain)
-
-
-def to_storable(value: Any, path: str) -> Any:
-    """``value`` with every tensor as a dictionary that :func:`from_storable` turns back into it.
-
-    Errors: ``UnsupportedSetup`` for a tensor whose dtype a shard cannot hold; it names the path.
-    """
-    return with_tensors(
-        value, path, lambda tensor, path: {TENSOR: dtype_name(tensor, path), "content": array_of(tensor).copy()}
-    )
-
-
-def from_storable(value: Any) -> Any:
-    """The inverse of :func:`to_storable`; tensors are on the host."""
-    if isinstance(value, dict):
-        if value.keys() == {TENSOR, "content"}:
-            return tensor_of(value["content"], value[TENSOR])
-        return type(value)({key: from_storable(each) for key, each in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(from_storable(each) for each in value)
-    return value
-
-
-def with_tensors(value: Any, path: str, put: Callable[[torch.Tensor, str], Any]) -> Any:
-    """``value`` with ``put(tensor, its path)`` for every tensor; lists, tuples and the dictionaries that host state can
-    hold keep their types, other mappings become dictionaries."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, torch.Tensor):
-        return put(value, path)
-    if isinstance(value, Mapping):
-        kind: Callable[[Any], Any] = type(value) if type(value) in (OrderedDict, Counter) else dict
-        return kind({key: with_tensors(each, f"{path}.{key}", put) for key, each in value.items()})
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(with_tensors(each, f"{path}[{index}]", put) for index, each in enumerate(value))
-    return value
 
 
 def check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
@@ -440,10 +361,6 @@ def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.T
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(sources[name])
-
-
-def _states(objects: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: to_storable(each.state_dict(), name) for name, each in objects.items()}
 
 
 def _masters_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:

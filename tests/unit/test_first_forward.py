@@ -1,0 +1,214 @@
+"""Random generators are where the interrupted run had them when training goes on, whatever a process draws before."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tests.training import memory
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch import attach
+
+EPOCH, LAST = 5, 14
+"""Batches in an epoch, and versions of a run."""
+
+
+class Data(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2 * EPOCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(4, generator=torch.Generator().manual_seed(index))
+
+
+class Shuffled(Sampler[int]):
+    """An order for each epoch that does not depend on the process."""
+
+    def __init__(self, epoch: int, skipped: int) -> None:
+        order = torch.randperm(2 * EPOCH, generator=torch.Generator().manual_seed(epoch))
+        self.order = order[2 * skipped :].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Run:
+    """Epochs over a torch ``DataLoader``, which draws a seed whenever it is iterated over; a model with dropout."""
+
+    def __init__(
+        self, *, workers: int = 0, says_end: bool = True, noise: bool = False, validates: bool = False
+    ) -> None:
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.workers, self.says_end, self.noise, self.validates = workers, says_end, noise, validates
+        self.checkpointer: Checkpointer | None = None
+        self.losses: dict[int, str] = {}
+
+    def attach(self, url: str) -> Checkpointer:
+        config = CheckpointConfig(base_every=4, batch=2, deadline_s=30)
+        self.checkpointer = attach(self.model, self.optimizer, Hierarchy.of(url), config=config)
+        return self.checkpointer
+
+    def train(self, last: int) -> None:
+        done = self.checkpointer.version if self.checkpointer else 0
+        while done < last:
+            epoch, skipped = divmod(done, EPOCH)
+            loader = DataLoader(Data(), batch_size=2, sampler=Shuffled(epoch, skipped), num_workers=self.workers)
+            for batch in loader:
+                done += 1
+                self.iterate(batch, done)
+                if done == last:
+                    break
+
+    def iterate(self, batch: torch.Tensor, version: int) -> None:
+        self.model.train()
+        if self.noise:
+            batch = batch + torch.randn_like(batch) + random.random()
+        loss = self.model(batch).pow(2).mean()
+        self.losses[version] = loss.item().hex()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if self.validates and version % 4 == 0:
+            self.model.eval()
+            for each in DataLoader(Data(), batch_size=5):  # draws a seed, too
+                self.model(each)
+        if self.checkpointer is not None and self.says_end:
+            self.checkpointer.end_iteration()
+
+
+def resumed(failed_at: int, *, last: int = LAST, **options: Any) -> tuple[Run, Run]:
+    """A run that failed and was resumed, with the losses of both its lives; and one that did not fail."""
+    url = memory()
+    before = Run(**options)
+    before.attach(url)
+    before.train(failed_at)
+    before.checkpointer.abort()  # type: ignore[union-attr]
+    after = Run(**options)
+    checkpointer = after.attach(url)
+    assert checkpointer.version == (failed_at if before.says_end else failed_at - 1)
+    after.train(last)
+    checkpointer.abort()
+    after.losses = {**before.losses, **after.losses}
+    reference = Run(**options)
+    reference.train(last)
+    return after, reference
+
+
+@pytest.mark.parametrize("says_end", [True, False])
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("failed_at", [3, 4, 7, 8, 9])
+def test_a_loader_made_after_attach_does_not_change_what_is_drawn(
+    failed_at: int, validates: bool, says_end: bool
+) -> None:
+    after, reference = resumed(failed_at, says_end=says_end, validates=validates)
+    assert after.losses == reference.losses
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_nor_does_one_with_workers(workers: int) -> None:
+    after, reference = resumed(7, last=9, workers=workers)
+    assert after.losses == reference.losses
+
+
+@pytest.mark.parametrize("failed_at", [6, 11])
+def test_a_version_saved_at_a_forward_pass_knows_when_an_epoch_has_just_ended(failed_at: int) -> None:
+    """The uninterrupted run makes a loader there, too: the version before is an epoch's last."""
+    after, reference = resumed(failed_at, says_end=False)
+    assert after.losses == reference.losses
+
+
+def test_generators_that_the_loop_uses_between_its_iterations_are_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The noise of the batch is drawn before the forward pass. What the process draws besides is told."""
+    url = memory()
+    before = Run(noise=True)
+    before.attach(url)
+    before.train(7)
+    before.checkpointer.abort()  # type: ignore[union-attr]
+    after = Run(noise=True)
+    after.attach(url)
+    sampler = Shuffled(1, 2)
+    batches = DataLoader(Data(), batch_size=2, sampler=sampler, generator=torch.Generator())  # draws from its own
+    for version, batch in enumerate(batches, 8):
+        after.iterate(batch, version)
+    after.checkpointer.abort()  # type: ignore[union-attr]
+    reference = Run(noise=True)
+    reference.train(10)
+    assert {**before.losses, **after.losses} == reference.losses
+    assert "were used between attach and the first forward pass" in caplog.text
+
+
+def test_a_loop_that_draws_behind_a_loader_s_seed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A version that was saved at a forward pass has the generators of both moments."""
+    after, reference = resumed(7, noise=True, says_end=False)
+    assert after.losses[7] != reference.losses[7]
+    assert "the loop draws from the generators of torch before its forward pass" in caplog.text
+
+
+def test_the_first_forward_pass_alone_moves_generators() -> None:
+    url = memory()
+    before = Run()
+    before.attach(url)
+    before.train(3)
+    before.checkpointer.abort()  # type: ignore[union-attr]
+    after = Run()
+    after.attach(url)
+    after.model.eval()
+    torch.rand(1)
+    state = torch.get_rng_state()
+    after.model(torch.ones(1, 4))
+    assert torch.equal(torch.get_rng_state(), state), "validation is no iteration"
+    after.model.train()
+    after.model(torch.ones(1, 4))
+    after.model(torch.ones(1, 4))
+    drawn = torch.get_rng_state()
+    after.checkpointer.abort()  # type: ignore[union-attr]
+    again = Run()
+    again.attach(url)
+    for _ in range(2):
+        again.model(torch.ones(1, 4))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="needs torchdata (StatefulDataLoader)")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("says_end", [True, False])
+def test_a_stateful_loader_that_shuffles_goes_on_where_it_was(workers: int, says_end: bool) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def train(url: str | None, last: int) -> dict[int, str]:
+        run = Run(says_end=says_end)
+        loader = StatefulDataLoader(Data(), batch_size=2, shuffle=True, num_workers=workers)
+        if url is not None:
+            config = CheckpointConfig(base_every=4, batch=2, deadline_s=30)
+            run.checkpointer = attach(
+                run.model, run.optimizer, Hierarchy.of(url), stateful={"loader": loader}, config=config
+            )
+        done = run.checkpointer.version if run.checkpointer else 0
+        while done < last:
+            for batch in loader:
+                done += 1
+                run.iterate(batch, done)
+                if done == last:
+                    break
+        if run.checkpointer is not None:
+            run.checkpointer.abort()
+        return run.losses
+
+    url = memory()
+    assert {**train(url, 7), **train(url, LAST)} == train(None, LAST)

@@ -1,0 +1,111 @@
+"""When an iteration is over, and its version is published.
+
+An iteration ends in the user's loop, behind the optimizer's step: schedulers step, averages are updated, parameters are
+clamped. Three things tell that it is over: the loop says so (``Checkpointer.end_iteration``); the next forward pass of
+training begins; or, if neither was seen, the next step comes, or the job's end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.streams.beside import Beside, End
+
+__all__ = ["Iterations", "Provider", "refuse_forgotten_scheduler"]
+
+
+class Provider(Protocol):
+    """Of a provider, what belongs to the moments of an iteration."""
+
+    @property
+    def beside(self) -> Beside: ...
+
+    def end_of_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def end_of_iteration(self, end: End) -> None:
+        """The version is published next."""
+
+    def published(self) -> None:
+        """It was."""
+
+
+class Iterations:
+    """From the moments that an integration's hooks see to one rank's checkpointer.
+
+    ``in_step``: a version is published before the step returns, until something is seen to change after it. That suits
+    a framework whose step does everything, so that the loop has nothing left to do.
+    """
+
+    def __init__(self, provider: Provider, checkpointer: Checkpointer, *, in_step: bool = False) -> None:
+        self._provider = provider
+        self._checkpointer = checkpointer
+        self._in_step = in_step
+        self._pending: int | None = None
+        """The version whose step is done, and whose iteration is not over."""
+        self._ended = False
+        """The last version was published when its iteration was said to be over, and no forward pass was seen since."""
+        self._begun = False
+        """A forward pass of training was seen since the last step."""
+
+    def stepped(self, version: int) -> None:
+        """The optimizer's step is done."""
+        self._begun = False
+        self._pending = version
+        self._provider.end_of_step()
+        self._checkpointer.stepped(version)
+        if self._in_step:
+            self._publish()
+
+    def said(self) -> None:
+        """The loop says that its iteration is over."""
+        if self._pending is not None:
+            self._provider.end_of_iteration(End.SAID)
+            self._publish()
+        elif self._in_step and self._ended:
+            self._checkpointer.recapture()
+        self._in_step = False
+
+    def forward(self) -> None:
+        """A forward pass of training begins."""
+        self.over(End.FORWARD)
+        if self._begun:
+            return
+        self._begun = True
+        if self._ended:
+            self._ended = False
+            if not self._in_step:
+                self._checkpointer.begin_iteration()
+            elif self._checkpointer.recapture():
+                self._in_step = False  # the loop writes after the step
+        self._provider.beside.begin_iteration()
+
+    def over(self, end: End = End.UNSEEN) -> None:
+        """The iteration is over, if one is open: the next one has begun, or the job ends."""
+        if self._pending is not None:
+            self._provider.end_of_iteration(end)
+            self._publish()
+            self._ended = False
+
+    def _publish(self) -> None:
+        version, self._pending = self._pending, None
+        self._ended = True
+        assert version is not None
+        try:
+            self._checkpointer.complete(version)
+        finally:
+            self._provider.published()
+
+
+def refuse_forgotten_scheduler(optimizer: Any, scheduler: Any, beside: Beside) -> None:
+    """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` where one has
+    done so and none was passed: it would begin anew after a failure."""
+    if scheduler is not None or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    if not any(getattr(each, "optimizer", None) is optimizer for each in beside.given()):
+        raise UnsupportedSetup(
+            "a learning-rate scheduler was made for the optimizer and is not attached, so that it would begin anew "
+            "after a failure: make it before attach, and pass it as scheduler= (or, if another object saves it, that)"
+        )

@@ -1,0 +1,223 @@
+"""What a loop holds beside the model and its optimizer, and as of which moment each version holds it.
+
+An iteration ends in the user's code, behind the optimizer's step, and two kinds of things change between that step and
+the next forward pass. Some belong to the iteration that ends: schedulers, averages, counters, the best metric. Others
+belong to the next one: its batch is drawn from a data loader and from random generators. A version holds the first as
+they are after the change, and the second as they were before it.
+
+If the loop says where its iterations end (``end_iteration()``), that is one moment. If not, what is drawn from is saved
+as of the end of the optimizer's step, and the rest as of the next forward pass. Of an object that may be either, nobody
+can say: it is saved as of the step, and if it moves before the next forward pass, the version says so
+(:class:`~tiercheck.streams.doubts.Doubts`).
+
+What a process does between ``attach`` and its first iteration may draw random numbers too: ``iter(DataLoader)`` draws a
+seed. So generators are put back twice, the second time when the first forward pass of training begins. What they were
+there in the interrupted run is known if the version was published there. If ``end_iteration()`` published it, they were
+as of then, unless the loop draws between its iterations; whether it does was observed in the iterations before.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tiercheck import objects
+from tiercheck.errors import ConfigurationError, Mismatch, UnsupportedSetup
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.generators import differing, random_state, restore_random_state
+from tiercheck.streams.storable import from_storable, to_storable
+
+__all__ = ["Beside", "End", "draws_batches", "steps_after"]
+
+log = logging.getLogger(__name__)
+
+
+class End(enum.Enum):
+    """Who tells that an iteration is over."""
+
+    SAID = "the loop"
+    FORWARD = "the next forward pass of training, which begins now"
+    UNSEEN = "the next step, or the end of the job, since no forward pass was seen before it"
+
+
+class Beside:
+    """The random generators, and what the user passed: each has ``state_dict`` and ``load_state_dict``.
+
+    ``after_step`` is what the loop changes after the optimizer's step; ``stateful`` is anything else. An integration
+    calls :meth:`end_of_step` after the step, :meth:`end_of_iteration` before it publishes and :meth:`published` after
+    that, and :meth:`begin_iteration` when a forward pass of training begins. Errors: ``UnsupportedSetup``;
+    ``ConfigurationError``.
+    """
+
+    def __init__(self, after_step: Mapping[str, Any] | None = None, stateful: Mapping[str, Any] | None = None) -> None:
+        given = dict(stateful or {})
+        if clash := sorted(given.keys() & (after_step or {}).keys()):
+            raise ConfigurationError(f"stateful= has the name {clash[0]!r}, which another argument stands for")
+        self._after = {**(after_step or {}), **{name: each for name, each in given.items() if steps_after(each)}}
+        self._drawn_from = {name: each for name, each in given.items() if name not in self._after}
+        self._unclear = {name: each for name, each in self._drawn_from.items() if not draws_batches(each)}
+        for name, each in {**self._after, **given}.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise UnsupportedSetup(
+                    f"{name} ({type(each).__name__}) has no state_dict and load_state_dict: it cannot be saved"
+                )
+        self._at_step: dict[str, Any] | None = None
+        """As of the end of the last step, until its version is published."""
+        self._at_forward: dict[str, Any] | None = None
+        """The generators when the next forward pass began, if the version is published there."""
+        self._doubts = Doubts()
+        self._ended: dict[str, Any] | None = None
+        """The generators as the last version holds them."""
+        self._quiet: tuple[frozenset[str], ...] = ()
+        """In each of the last two iterations seen, the generators that the loop did not use before its forward pass."""
+        self._wanted: dict[str, Any] = {}
+        """After a recovery, the generators as they must be when the first forward pass begins, as far as known."""
+        self._used: frozenset[str] = frozenset()
+        """Those of them that the loop has used between the end of the iteration before and then."""
+        self._unsure: dict[str, Any] = {}
+        """The others, as they were at the end of the iteration before."""
+        self._warned = False
+
+    def given(self) -> Iterator[Any]:
+        """Everything the user passed."""
+        yield from self._after.values()
+        yield from self._drawn_from.values()
+
+    # The moments
+
+    def end_of_step(self) -> None:
+        """The optimizer has stepped: keep what the next batch will be drawn from."""
+        self._at_step = self._drawn()
+        self._at_forward, self._doubts = None, Doubts()
+
+    def end_of_iteration(self, end: End) -> None:
+        """The iteration is over, and ``end`` says who tells."""
+        if end is End.SAID:
+            self._at_step = None  # all of it as it is now
+            return
+        if end is End.FORWARD:
+            self._at_forward = random_state()
+        if self._at_step is not None:
+            before, now = self._at_step["stateful"], _states(self._unclear)
+            self._tell(tuple(name for name in now if objects.pack(now[name]) != objects.pack(before[name])))
+
+    def _tell(self, moved: tuple[str, ...]) -> None:
+        self._doubts = Doubts(moved=moved)
+        if moved and not self._warned:
+            self._warned = True
+            log.warning("versions from here on are approximate: %s", self._doubts.notes(replayed=True)[0])
+
+    def skipped(self) -> None:
+        """The iteration's step was skipped, and the next forward pass has begun: what it is drawn from was not kept."""
+        quiet = frozenset[str]().union(*self._quiet)
+        used = [f"the generators of {kind}" for kind in sorted(random_state().keys() - quiet)]
+        self._tell((*self._drawn_from, *used))
+
+    def published(self) -> None:
+        """The version is saved: what is asked from here on is asked of a later moment."""
+        self._ended = self._drawn_random()
+        self._at_step = self._at_forward = None
+        self._doubts = Doubts()
+
+    def begin_iteration(self) -> None:
+        """A forward pass of training begins. The first one after :meth:`restore_generators` puts the generators where
+        the interrupted run had them then; the first one after :meth:`published` sees which of them the loop has used.
+        """
+        if self._wanted or self._unsure:
+            self._first_forward()
+        elif self._ended is not None:
+            now = random_state()
+            self._quiet = (*self._quiet, frozenset(now) - differing(self._ended, now))[-2:]
+        self._ended = None  # what a process draws while it starts is no habit of its loop
+
+    def _first_forward(self) -> None:
+        now = random_state()
+        wanted, unsure = self._wanted, self._unsure
+        self._wanted, self._unsure = {}, {}
+        if moved := differing(wanted, {kind: each for kind, each in now.items() if kind in wanted}):
+            log.info("random generators that were used since attach are put back: %s", ", ".join(sorted(moved)))
+            restore_random_state(wanted)
+        if moved & self._used:
+            log.warning(
+                "the loop draws from the generators of %s before its forward pass, and something else has done so "
+                "since attach, as iter(DataLoader) does: what the loop has drawn is not what the interrupted run drew. "
+                "Give the loader a generator= of its own",
+                ", ".join(sorted(moved & self._used)),
+            )
+        if moved := differing(unsure, {kind: each for kind, each in now.items() if kind in unsure}):
+            log.warning(
+                "the random generators of %s were used between attach and the first forward pass, and the version "
+                "does not tell whether the interrupted run did the same: if it did not, as where iter(DataLoader) "
+                "draws a seed in the middle of an epoch, what is drawn from here on differs",
+                ", ".join(sorted(moved)),
+            )
+
+    # Saving and restoring
+
+    def host_state(self) -> dict[str, Any]:
+        """Errors: ``UnsupportedSetup`` for what no shard can hold."""
+        drawn = self._at_step or self._drawn()
+        state = {"after_step": _states(self._after), **drawn, "next": self._next(drawn["random"])}
+        return self._doubts.saved_in(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`host_state` returned. Errors: ``Mismatch``; what an object raises."""
+        here = {**self._after, **self._drawn_from}
+        saved = {**state["after_step"], **state["stateful"]}
+        if here.keys() != saved.keys():
+            raise Mismatch(
+                f"the checkpoint holds the states of {sorted(saved)}, this job attached {sorted(here)}: attach with "
+                "the same scheduler=, scaler=, after_step= and stateful="
+            )
+        for name, each in here.items():
+            each.load_state_dict(from_storable(saved[name]))
+
+    def restore_generators(self, state: Mapping[str, Any]) -> None:
+        """Last of all: what is restored before may draw."""
+        generators, following = dict(state["random"]), state["next"]
+        restore_random_state(generators)
+        known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
+        self._wanted = {**known, **following["used"]}
+        self._used = frozenset(following["used"])
+        self._unsure = {kind: each for kind, each in generators.items() if kind not in self._wanted}
+        self._ended = None
+        self._quiet = ()
+
+    def _next(self, ended: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of the generators when the next forward pass begins: which are as they are now, and what the
+        others are."""
+        if self._at_forward is not None:
+            used = differing(ended, self._at_forward)
+            return {
+                "quiet": sorted(self._at_forward.keys() - used),
+                "used": {kind: self._at_forward[kind] for kind in sorted(used) if kind in self._at_forward},
+            }
+        return {"quiet": sorted(frozenset[str]().union(*self._quiet)), "used": {}}
+
+    def _drawn(self) -> dict[str, Any]:
+        return {"random": random_state(), "stateful": _states(self._drawn_from)}
+
+    def _drawn_random(self) -> dict[str, Any]:
+        return random_state() if self._at_step is None else dict(self._at_step["random"])
+
+
+def steps_after(value: Any) -> bool:
+    """Whether it is of a type that no batch is drawn from, so that a change of it belongs to the iteration before."""
+    return isinstance(
+        value, torch.nn.Module | torch.optim.lr_scheduler.LRScheduler | torch.optim.Optimizer | torch.amp.GradScaler
+    )
+
+
+def draws_batches(value: Any) -> bool:
+    """Whether it is plainly something that batches are drawn from."""
+    data = torch.utils.data
+    known = isinstance(value, data.DataLoader | data.Sampler | data.Dataset)
+    return known or hasattr(value, "__next__") or (hasattr(value, "__iter__") and not hasattr(value, "keys"))
+
+
+def _states(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_storable(each.state_dict(), name) for name, each in held.items()}

@@ -1,0 +1,92 @@
+"""What a version may not hold, as far as the process that saved it knew. It is saved with the host state.
+
+A replay may be bit for bit, and the state it leads to still not the one that the interrupted run went on with: then the
+loop has written outside of what the version holds. A recovery says so, and is approximate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["KEY", "NAMES_MAX", "Doubts"]
+
+KEY = "doubts"
+"""In the host state. Absent where there are none."""
+NAMES_MAX = 16
+"""Of each kind so many are named; a version's host state stays small."""
+
+_END = "call checkpointer.end_iteration() behind the last thing that an iteration changes"
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """By kind, the names of what was seen to change."""
+
+    late: tuple[str, ...] = ()
+    """Tensors that the loop writes to after a version was published: no version of then holds that."""
+    unseen: tuple[str, ...] = ()
+    """Trained tensors written to in a way that nothing but a comparison of all their bits has seen: the differentials
+    do not lead to that."""
+    moved: tuple[str, ...] = ()
+    """What was passed as ``stateful`` and moved between the optimizer's step and the next forward pass: as a data
+    loader does, whose position must be saved before, or as an average, which must be saved after."""
+
+    def with_late(self, names: tuple[str, ...]) -> Doubts:
+        return Doubts(together(self.late, names), self.unseen, self.moved)
+
+    def with_unseen(self, names: tuple[str, ...]) -> Doubts:
+        return Doubts(self.late, together(self.unseen, names), self.moved)
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.unseen or self.moved)
+
+    def saved_in(self, host_state: dict[str, Any]) -> dict[str, Any]:
+        """The host state with these doubts besides those that it has."""
+        has = Doubts.of(host_state)
+        late, unseen = together(has.late, self.late), together(has.unseen, self.unseen)
+        every = {"late": list(late), "unseen": list(unseen), "moved": list(together(has.moved, self.moved))}
+        found = {kind: names for kind, names in every.items() if names}
+        return {**host_state, KEY: found} if found else host_state
+
+    @classmethod
+    def of(cls, host_state: Mapping[str, Any]) -> Doubts:
+        """What a version's host state says. Errors: ``ValueError`` where that is malformed."""
+        found = host_state.get(KEY, {})
+        if not isinstance(found, Mapping) or found.keys() - {"late", "unseen", "moved"}:
+            raise ValueError("the doubts of a version are malformed")
+        for names in found.values():
+            plain = isinstance(names, list) and all(isinstance(each, str) for each in names)
+            if not plain or len(names) > NAMES_MAX:
+                raise ValueError("the doubts of a version are malformed")
+        return cls(**{kind: tuple(names) for kind, names in found.items()})
+
+    def notes(self, *, replayed: bool) -> list[str]:
+        """Why a recovery of the version is approximate, in words; empty where it is not.
+
+        ``replayed``: whether differentials led to the version, or it was read as a base."""
+        notes: list[str] = []
+        if self.late:
+            notes.append(
+                f"the loop wrote to {listed(self.late)} after versions had been saved, which none of them holds: {_END}"
+            )
+        if self.unseen and replayed:
+            notes.append(
+                f"something wrote to {listed(self.unseen)} without torch counting it (through .data, perhaps), which "
+                "no differential holds: use in-place operations under torch.no_grad()"
+            )
+        if self.moved:
+            notes.append(
+                f"{listed(self.moved)} moved between the optimizer's step and the next forward pass, and nothing tells "
+                f"which iteration that belongs to: {_END}; or pass what is updated after the step in after_step="
+            )
+        return notes
+
+
+def listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) + (", and others" if len(names) == NAMES_MAX else "")
+
+
+def together(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*first, *second]))[:NAMES_MAX]
