@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.stateful import DriverMachine
@@ -18,6 +22,24 @@ class FileTierTests(TierDriverTests):
     """The kit; a subclass's fixture says where the tier's ``root`` is."""
 
     root: Path
+    _mounted: Path | None = None
+
+    @pytest.fixture(autouse=True)
+    def _unmounting(self, tmp_path: Path) -> Iterator[None]:
+        self._small = tmp_path / "small"
+        yield
+        if self._mounted is not None:
+            subprocess.run(["umount", "-l", self._mounted], check=True)
+
+    def small_place(self) -> Path | None:
+        """A directory on a file system of less than ``small_nbytes``; ``None`` without the right to mount one."""
+        self._small.mkdir()
+        size = f"size={self.small_nbytes - (1 << 20)}"
+        mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", self._small], capture_output=True)
+        if mounting.returncode:
+            return None
+        self._mounted = self._small
+        return self._small / "tier"
 
     def file_to_read(self, key: str) -> Path:
         """Where a test looks for the object."""

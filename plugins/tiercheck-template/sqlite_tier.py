@@ -15,7 +15,7 @@ from typing import TypeVar
 from tiercheck import errors
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.registry import TierURL
+from tiercheck.tiers.registry import TierURL, seconds_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class SqliteDriver(TierDriver):
     def from_url(cls, url: TierURL) -> SqliteDriver:
         options = url.reader()
         survives = options.take("survives", Survives.parse, Survives.PROCESS)
-        wait_s = options.take("wait", float, 60.0)
+        wait_s = options.take("wait", seconds_from(0), 60.0)
         options.finish()  # an option that nobody took is an error
         return cls(Path(url.location), survives=survives, wait_s=wait_s)
 

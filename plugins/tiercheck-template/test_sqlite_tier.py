@@ -20,6 +20,14 @@ from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 
 
+class SmallSqliteDriver(SqliteDriver):
+    """Of at most 3000 pages of 4096 bytes, which is soon full."""
+
+    def commit(self, connection: sqlite3.Connection) -> None:
+        super().commit(connection)
+        connection.execute("PRAGMA max_page_count = 3000")
+
+
 class TestSqlite(TierDriverTests):
     @pytest.fixture(autouse=True)
     def database(self, tmp_path: Path) -> None:
@@ -33,6 +41,9 @@ class TestSqlite(TierDriverTests):
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(SqliteDriver, self.path)
+
+    async def make_small_driver(self) -> TierDriver:
+        return SmallSqliteDriver(self.path)
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         with contextlib.closing(sqlite3.connect(self.path)) as connection:

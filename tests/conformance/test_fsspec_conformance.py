@@ -30,6 +30,10 @@ class TestLocal(FileTierTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"fsspec+local://{self.root}?survives=rack&part=1MiB")
 
+    async def make_small_driver(self) -> TierDriver | None:
+        place = self.small_place()
+        return None if place is None else make_driver(f"fsspec+file://{place}?part=256KiB")
+
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"fsspec+file://{self.root}?part=256KiB")
 
@@ -38,6 +42,8 @@ class TestLocal(FileTierTests):
 
 
 class TestMemory(TierDriverTests):
+    copies_here = 2  # fsspec's file grows, and is then copied
+
     @pytest.fixture(autouse=True)
     def name(self) -> None:
         self.root = f"/{secrets.token_hex(8)}/run"

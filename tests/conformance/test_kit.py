@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -14,7 +15,7 @@ from naive_driver import NaiveDriver
 from test_memory_conformance import TestMemory as MemoryTests
 
 from tests.plain_driver import PlainDriver
-from tiercheck.errors import Unsupported
+from tiercheck.errors import CapacityExceeded, TierError, Unsupported
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.elsewhere import InAnotherProcess, create_all, found, move_to, named, path_of, written
 from tiercheck.tiers.driver import TierDriver
@@ -119,6 +120,47 @@ class HalfRangeDriver(MemoryDriver):
         return await super().get(key, range=range, into=into)
 
 
+class PartwiseDriver(MemoryDriver):
+    """Fetches a range part by part, and where two parts meet one byte twice."""
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        meet = 0 if range is None else (range.start // self.capabilities.part_bytes + 1) * self.capabilities.part_bytes
+        if range is None or range.stop <= meet:
+            return await super().get(key, range=range, into=into)
+        first = await super().get(key, range=ByteRange(range.start, meet))
+        second = await super().get(key, range=ByteRange(meet - 1, range.stop - 1))
+        found = memoryview(bytes(first) + bytes(second))
+        if into is None:
+            return found
+        into[: len(found)] = found
+        return into[: len(found)]
+
+
+class JoiningDriver(MemoryDriver):
+    """Joins what it is given."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        return await super().put(key, [b"".join(payload)], mode=mode)
+
+
+class VagueDriver(MemoryDriver):
+    """Says of a full tier only that something failed."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        try:
+            return await super().put(key, payload, mode=mode)
+        except CapacityExceeded as error:
+            raise TierError(error.message, tier=self.url, key=key) from error
+
+
+class HastyDriver(MemoryDriver):
+    """Removes the old object before it knows that there is room for the new one."""
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        await super().delete([key])
+        return await super().put(key, payload, mode=mode)
+
+
 class EmptyingDriver(MemoryDriver):
     """An object that is being deleted is an empty one for a moment."""
 
@@ -166,6 +208,8 @@ def kit_test(name: str, *arguments: object) -> Callable[[MemoryTests, TierDriver
         (BoastingDriver, kit_test("test_of_two_writers_one_is_last")),
         (NarrowDriver, kit_test("test_keys_of_the_longest_length_are_taken_and_longer_ones_refused")),
         (HalfRangeDriver, kit_test("test_ranges_of_a_large_object")),
+        (PartwiseDriver, kit_test("test_ranges_across_the_boundaries_of_parts")),
+        (JoiningDriver, kit_test("test_a_payload_is_not_joined")),
         (EmptyingDriver, kit_test("test_readers_see_whole_objects_or_none_while_they_are_deleted")),
     ],
 )
@@ -187,6 +231,17 @@ async def test_a_broken_promise_is_found(
                 await test(kit, driver)
     finally:
         MemoryDriver.forget(kit.store_name)
+
+
+@pytest.mark.parametrize(("kind", "is_found"), [(VagueDriver, True), (HastyDriver, True), (MemoryDriver, False)])
+async def test_a_driver_that_does_not_know_when_it_is_full_is_found(kind: type[MemoryDriver], is_found: bool) -> None:
+    class Kit(MemoryTests):
+        async def make_small_driver(self) -> TierDriver:
+            return kind(size=self.small_nbytes)
+
+    found: tuple[type[BaseException], ...] = (AssertionError, TierError, pytest.fail.Exception)
+    with pytest.raises(found) if is_found else contextlib.nullcontext():
+        await Kit().test_a_full_tier_says_so_and_keeps_what_it_has()
 
 
 async def test_facts_that_are_no_texts_are_found() -> None:

@@ -58,6 +58,10 @@ class TestLustre(FileTierTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"lustre://{self.other_root}")
 
+    async def make_small_driver(self) -> TierDriver | None:
+        place = self.small_place()
+        return None if place is None else make_driver(f"lustre://{place}")
+
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(client_on_a_mount, self.other_root, *(astuple(self.traits) if self.traits else ()))
 

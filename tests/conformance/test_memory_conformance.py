@@ -26,6 +26,9 @@ class TestMemory(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return MemoryDriver(self.store_name)
 
+    async def make_small_driver(self) -> TierDriver:
+        return MemoryDriver(size=self.small_nbytes)
+
     @staticmethod
     def store(driver: TierDriver) -> MemoryStore:
         assert isinstance(driver, MemoryDriver)
@@ -50,6 +53,9 @@ class TestFaultyWithNoFaults(TestMemory):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return FaultyDriver(await super().second_client(driver))
+
+    async def make_small_driver(self) -> TierDriver:
+        return FaultyDriver(await super().make_small_driver())
 
     @staticmethod
     def store(driver: TierDriver) -> MemoryStore:

@@ -27,6 +27,10 @@ class TestNvme(FileTierTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"nvme://{self.root}?survives=rack&{self.options}")
 
+    async def make_small_driver(self) -> TierDriver | None:
+        place = self.small_place()
+        return None if place is None else make_driver(f"nvme://{place}?{self.options}")
+
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"nvme://{self.root}?{self.options}")
 

@@ -33,6 +33,7 @@ class UnmappedDriver(MemoryDriver):
 
 class PeerKit(TierDriverTests):
     bind = "tcp://127.0.0.1:0"
+    store_bytes = 64 << 20
 
     @pytest_asyncio.fixture(autouse=True)
     async def server(self) -> AsyncIterator[None]:
@@ -62,6 +63,10 @@ class PeerKit(TierDriverTests):
     async def make_driver(self) -> TierDriver:
         return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10")
 
+    async def make_small_driver(self) -> TierDriver:
+        self.store_bytes = self.small_nbytes - (1 << 20)
+        return await self.make_driver()
+
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10&connections=2")
 
@@ -84,7 +89,7 @@ class TestPeerOverSharedMemory(PeerKit):
     bind = "ipc://{}/peer.sock"
 
     def make_store(self, namespace: str) -> TierDriver:
-        return ShmDriver(namespace, size=64 << 20)
+        return ShmDriver(namespace, size=self.store_bytes)
 
     def remove_store(self) -> None:
         if self.stores:
@@ -94,8 +99,10 @@ class TestPeerOverSharedMemory(PeerKit):
 class TestPeerOverUnmappedStore(PeerKit):
     """Objects are buffered by the server, and read range by range."""
 
+    copies_here = 2  # the server's buffer, and its store's
+
     def make_store(self, namespace: str) -> TierDriver:
-        return UnmappedDriver(namespace)
+        return UnmappedDriver(namespace, size=self.store_bytes)
 
     def remove_store(self) -> None:
         MemoryDriver.forget(self.name)

@@ -26,6 +26,9 @@ class TestShm(FileTierTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"shm://{self.name}?size=64MiB")
 
+    async def make_small_driver(self) -> TierDriver:
+        return make_driver(f"shm://{self.name}?size=16MiB")
+
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"shm://{self.name}?size=64MiB")
 

@@ -61,6 +61,9 @@ class AroundMemory(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return self.wrapped(MemoryDriver(self.store_name))
 
+    async def make_small_driver(self) -> TierDriver:
+        return self.wrapped(MemoryDriver(size=self.small_nbytes))
+
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
         found = self.store.objects.get(self.above + key)
         return None if found is None else bytes(found.content)
@@ -136,6 +139,10 @@ class TestAllAroundNvme(FileTierTests):
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return all_around_nvme(self.below)
+
+    async def make_small_driver(self) -> TierDriver | None:
+        place = self.small_place()
+        return None if place is None else all_around_nvme(place)
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(all_around_nvme, self.below)

@@ -17,9 +17,11 @@ from tiercheck.testing.plugin import (
     CRASHED,
     DRIVER,
     ELSEWHERE,
+    FILLED,
     KILLED,
     KIT,
     OWN,
+    UNJOINED,
     WHOLE,
     CertificationReport,
     kit_tests,
@@ -28,6 +30,7 @@ from tiercheck.testing.plugin import (
 CLAIMS = [(DRIVER, "x://y"), (f"{CAPABILITY}mappable", "False"), (f"{CAPABILITY}survives", "RACK")]
 WHOLE_KIT = (WHOLE, json.dumps({"test_a": 1, "test_b": 2}))
 DEATHS = ((ELSEWHERE, "another process"), (CRASHED, "before it published"), (KILLED, "kill -9"))
+BOUNDS = ((UNJOINED, "64 bytes"), (FILLED, "64 bytes"))
 
 
 def outcome(
@@ -37,7 +40,7 @@ def outcome(
     *certifies: str,
     kit: str = "TestX",
     when: str = "call",
-    shown: Sequence[tuple[str, str]] = DEATHS,
+    shown: Sequence[tuple[str, str]] = (*DEATHS, *BOUNDS),
 ) -> None:
     own = [(OWN, name.partition("[")[0])] if name.startswith(("test_a", "test_b")) else []
     report.pytest_runtest_logreport(
@@ -75,8 +78,18 @@ def test_a_driver_that_passes_is_certified() -> None:
     assert lines(report) == [
         "test_x.py TestX (x://y): certified, 4 passed",
         "  mappable = False: is refused as Unsupported, in 3 tests",
-        "  on the author's word: survives = RACK",
+        "  on the author's word: survives = RACK, durability (no test cuts the power)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"), [(UNJOINED, "payloads are not joined"), (FILLED, "what a full tier says")]
+)
+def test_a_bound_that_was_not_reached_is_on_the_authors_word(left_out: str, says: str) -> None:
+    report = CertificationReport()
+    outcome(report, "test_a", "passed", shown=[each for each in (*DEATHS, *BOUNDS) if each[0] != left_out])
+    (word,) = [line for line in lines(report) if line.startswith("  on the author's word: ")]
+    assert says in word
 
 
 @pytest.mark.parametrize("names", [("test_a",), ("test_a", "test_b[1]"), ("test_b[1]", "test_b[2]"), ("test_other",)])

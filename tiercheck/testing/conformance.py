@@ -10,6 +10,7 @@ gives raw access past it, so that the driver cannot certify itself::
         async def raw_put(self, driver, key, content): ...
         def crash_before_publish(self, driver): ...
         def client_elsewhere(self, driver): ...
+        async def make_small_driver(self): ...
 
 Every capability is tested both ways: what a false flag excludes must raise ``Unsupported``; nothing is skipped.
 Needs pytest and pytest-asyncio.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import tiercheck.testing.plugin  # noqa: F401  (registers the kit's assertions for rewriting, before the imports below)
 from tiercheck.testing.kit_elsewhere import ElsewhereTests
+from tiercheck.testing.kit_limits import LimitTests
 from tiercheck.testing.kit_objects import BAD_KEYS, GOOD_KEYS, ObjectTests
 from tiercheck.testing.kit_reservations import ReservationTests
 from tiercheck.testing.kit_writers import WriterTests
@@ -26,5 +28,5 @@ from tiercheck.testing.kit_writers import WriterTests
 __all__ = ["BAD_KEYS", "GOOD_KEYS", "TierDriverTests"]
 
 
-class TierDriverTests(ObjectTests, WriterTests, ElsewhereTests, ReservationTests):
+class TierDriverTests(ObjectTests, WriterTests, ElsewhereTests, ReservationTests, LimitTests):
     """The whole kit: subclass it, give the methods of :class:`~tiercheck.testing.kit.TierKit`, name it ``Test...``."""

@@ -19,7 +19,8 @@ __all__ = ["TierKit", "record_driver"]
 
 
 class TierKit(abc.ABC):
-    """Give the five methods, and ``client_elsewhere`` where another process can open the tier."""
+    """Give the five methods, ``client_elsewhere`` where another process can open the tier, and ``make_small_driver``
+    where one can be had that is soon full."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="function")  # whatever the author configured
     tiercheck_kit = True
@@ -37,6 +38,11 @@ class TierKit(abc.ABC):
     """How many clients elsewhere are killed."""
     kill_nbytes = 8 << 20
     """An object large enough to be killed in the middle of."""
+    small_nbytes = 16 << 20
+    """More than the tier of :meth:`make_small_driver` holds."""
+    copies_here = 0
+    """Copies of an object that the tier itself has in the test's process while one is put there: 1 at least for a tier
+    that survives nothing, more for a server that the test runs in its own process."""
 
     _item: pytest.Item | None = None
 
@@ -72,6 +78,13 @@ class TierKit(abc.ABC):
         with texts, numbers, paths or ``None``: ``partial(make_driver, url)``. ``None`` only where no other process can
         open the tier, whose capabilities then say that it survives ``NOTHING``: then one process is all that is
         certified.
+        """
+        return None
+
+    async def make_small_driver(self) -> TierDriver | None:
+        """A driver, not open, on an empty tier of its own that has room for 1 MiB and less than ``small_nbytes``.
+
+        ``None`` where no such tier can be had; then the report says that a full one is not shown.
         """
         return None
 

@@ -26,9 +26,20 @@ OWN = "tiercheck.own"
 ELSEWHERE = "tiercheck.elsewhere"
 CRASHED = "tiercheck.crashed"
 KILLED = "tiercheck.killed"
+UNJOINED = "tiercheck.unjoined"
+FILLED = "tiercheck.filled"
 """Names of the user properties that carry a test's part of the report, also to a pytest-xdist controller."""
 
-REWRITTEN = ("certify", "kit", "kit_elsewhere", "kit_objects", "kit_reservations", "kit_writers", "stateful")
+REWRITTEN = (
+    "certify",
+    "kit",
+    "kit_elsewhere",
+    "kit_limits",
+    "kit_objects",
+    "kit_reservations",
+    "kit_writers",
+    "stateful",
+)
 KIT_MODULES = "tiercheck.testing.kit_"
 
 # Before anything imports them: a failing assertion of the kit shows its values in the author's own test run.
@@ -90,7 +101,7 @@ class Certification:
     own: Counter[str] = field(default_factory=Counter)
     """Those of them that passed, and how often."""
     shown: dict[str, str] = field(default_factory=dict)
-    """Where the other client was, and which deaths were staged."""
+    """Where the other client was, which deaths were staged, and which bounds were reached."""
 
     @property
     def not_run(self) -> list[str]:
@@ -116,6 +127,12 @@ class Certification:
             verdict = f"broken in {broken} of" if broken else f"{KEPT.get(claim, 'kept')}, in"
             yield f"  {flag} = {claim}: {verdict} {len(tests)} tests"
         untested = [f"{flag} = {claim}" for flag, claim in sorted(self.capabilities.items()) if flag not in self.held]
+        if self.capabilities.get("survives", "NOTHING") != "NOTHING":
+            untested.append("durability (no test cuts the power)")
+        if UNJOINED not in self.shown:
+            untested.append("that payloads are not joined (its parts are too large to try)")
+        if FILLED not in self.shown:
+            untested.append("what a full tier says (make_small_driver gives none)")
         if untested:
             yield f"  on the author's word: {', '.join(untested)}"
         for remark in self.remarks():
@@ -162,7 +179,7 @@ class CertificationReport:
                 found.whole = json.loads(str(value))
             elif name == OWN and report.passed:
                 found.own[str(value)] += 1
-            elif name in (ELSEWHERE, CRASHED, KILLED) and report.passed:
+            elif name in (ELSEWHERE, CRASHED, KILLED, UNJOINED, FILLED) and report.passed:
                 found.shown[name] = str(value)
         if report.passed:
             found.passed += 1

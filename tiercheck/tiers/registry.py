@@ -11,9 +11,20 @@ from importlib.metadata import EntryPoint, entry_points
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.url import OptionReader, TierURL, parse_size
+from tiercheck.tiers.url import OptionReader, TierURL, number_from, parse_size, seconds_from, size_from
 
-__all__ = ["GROUP", "OptionReader", "TierURL", "make_driver", "open_driver", "parse_size", "schemes"]
+__all__ = [
+    "GROUP",
+    "OptionReader",
+    "TierURL",
+    "make_driver",
+    "number_from",
+    "open_driver",
+    "parse_size",
+    "schemes",
+    "seconds_from",
+    "size_from",
+]
 
 GROUP = "tiercheck.tiers"
 
