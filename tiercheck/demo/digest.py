@@ -5,7 +5,7 @@ It reads the tensors from the engine itself, by a way of its own, so that it can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,21 +26,55 @@ MASTER_ATTRIBUTES = (
 def state_digest(engine: Any) -> dict[str, str]:
     """XXH3 over names, dtypes, shapes and bytes of this rank's ``parameters``, ``masters`` and ``optimizer`` state.
 
-    Under ZeRO-3 the parameters are the rank's partitions; the two ranks' digests together cover every element.
+    Under ZeRO-3 the parameters are the rank's partitions; the two ranks' digests together cover every element. What
+    pads a partition is left out: nobody initialises it, so that it differs from one process to the next.
     """
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     masters = list(master_tensors(engine))
+    partitioned = getattr(engine.optimizer, "fp16_groups", None) if is_partitioned(engine) else None
+    pieces = partitioned or [None] * len(masters)
     return {
         "parameters": digest(
-            (name, getattr(parameter, "ds_tensor", parameter)) for name, parameter in engine.module.named_parameters()
+            (name, without_padding(parameter.ds_tensor, [parameter]) if is_partition(parameter) else parameter)
+            for name, parameter in engine.module.named_parameters()
         ),
-        "masters": digest((f"master{index}", master) for index, master in enumerate(masters)),
+        "masters": digest(
+            (f"master{index}", without_padding(master, pieces[index])) for index, master in enumerate(masters)
+        ),
         "optimizer": digest(
-            (f"master{index}.{name}", value)
+            (f"master{index}.{name}", without_padding(value, pieces[index]))
             for index, master in enumerate(masters)
             for name, value in sorted(inner.state[master].items())
         ),
     }
+
+
+def is_partition(parameter: torch.nn.Parameter) -> bool:
+    """Whether ZeRO-3 has cut it up."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def is_partitioned(engine: Any) -> bool:
+    return any(is_partition(parameter) for parameter in engine.module.parameters())
+
+
+def without_padding(tensor: torch.Tensor, parameters: Sequence[Any] | None) -> torch.Tensor:
+    """Of a rank's flat partitions of ``parameters``, one behind the other, what is theirs; anything else (a step's
+    count, or what is not partitioned) as it is."""
+    sizes = [each.ds_tensor.numel() for each in parameters or ()]
+    flat = torch.as_tensor(tensor).detach().reshape(-1)
+    if not parameters or flat.numel() != sum(sizes):
+        return tensor
+    pieces = [
+        part[: max(0, each.ds_numel - partition_rank(each) * part.numel())]
+        for part, each in zip(torch.split_with_sizes(flat, sizes), parameters, strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def partition_rank(parameter: Any) -> int:
+    """Which of the partitions is this rank's."""
+    return torch.distributed.get_rank(parameter.ds_process_group)
 
 
 def master_tensors(engine: Any) -> Iterator[torch.Tensor]:
