@@ -314,6 +314,51 @@ async def test_namespaces_are_opened_once_and_bounded() -> None:
     assert names == ["a", "b"]
 
 
+async def test_an_empty_namespace_makes_room_for_another_one() -> None:
+    names: list[str] = []
+
+    def factory(name: str) -> TierDriver:
+        names.append(name)
+        return MemoryDriver()
+
+    async with serving(factory, limits=PeerLimits(namespaces=2)) as server, small(server, "kept") as kept:
+        await kept.put("a", [b""])
+        for n in range(5):
+            async with small(server, f"empty{n}") as driver:
+                assert [info async for info in driver.list()] == []
+        assert [info.key async for info in kept.list()] == ["a"]
+    assert names == ["kept", *(f"empty{n}" for n in range(5))]
+
+
+async def test_objects_are_bounded_however_small() -> None:
+    async with serving(limits=PeerLimits(objects=3)) as server, small(server) as one, small(server, "m") as two:
+        for key in ("a", "b", "a", "a", "b"):  # an object that is replaced is one
+            await one.put(key, [b""])
+        await two.put("c", [bytes(2 * CHUNK)])
+        for driver in (one, two):
+            for nbytes in (0, 2 * CHUNK):
+                with pytest.raises(CapacityExceeded, match=r"PeerLimits\.objects"):
+                    await driver.put("d", [bytes(nbytes)])
+        await one.delete(["a"])
+        await two.put("d", [b""])
+        with pytest.raises(CapacityExceeded, match=r"PeerLimits\.objects"):
+            await one.put("e", [b""])
+
+
+async def test_objects_that_were_there_before_count(tmp_path: Path) -> None:
+    driver = MemoryDriver()
+    async with driver:
+        for key in ("a", "b"):
+            await driver.put(key, [b""])
+        store = driver.store
+    again = MemoryDriver()
+    again.store = store
+    async with serving(lambda _: again, limits=PeerLimits(objects=3)) as server, small(server) as client:
+        await client.put("c", [b""])
+        with pytest.raises(CapacityExceeded, match=r"PeerLimits\.objects"):
+            await client.put("d", [b""])
+
+
 @pytest.mark.parametrize(
     "wrong", [{"memory_bytes": 0}, {"chunk_bytes": 1}, {"in_flight_bytes": 1}, {"idle_s": 0}, {"transfers": 0}]
 )

@@ -13,13 +13,13 @@ from tests.servers.agents import Node, base, fake_peer, node, open_generation, s
 from tiercheck.agent.neighbours import kept_for_neighbours, namespace_opener, shm_name
 from tiercheck.agent.roster import nominating_namespaces
 from tiercheck.agent.service import Agent
-from tiercheck.errors import NotFound, Unauthorized
+from tiercheck.errors import CapacityExceeded, NotFound, Unauthorized
 from tiercheck.keys import LineageKey, NominationKey
 from tiercheck.policy.lineage import Branch
 from tiercheck.records import seal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
-from tiercheck.tiers.namespaces import NamespaceKind, namespace_path, namespaces
+from tiercheck.tiers.namespaces import NamespaceKind, namespace_names, namespace_path, namespaces
 from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
 from tiercheck.tiers.peer.messages import Hello, encode
 from tiercheck.tiers.peer.serving import ServerProtocol
@@ -131,7 +131,32 @@ async def test_clients_of_another_owner_have_namespaces_of_their_own(tmp_path: P
             await other.delete(["a"])
             assert bytes(await own.get("a")) == b"ours"
         assert set(stores) == {"run", "theirs/run"}
-    assert shm_name("n", "theirs/run") not in {shm_name("n", name) for name in ("run", "theirs.run", "theirs-run")}
+
+
+def test_no_name_stands_for_two_namespaces() -> None:
+    theirs = shm_name("n", "theirs/run")
+    for name in ("run", "theirs.run", "theirs-run", theirs.removeprefix("peer-n-"), "x.", "x.run"):
+        assert shm_name("n", name) != theirs
+    assert shm_name("n", "run") == "peer-n-run"
+    assert len(shm_name("n" * 40, "theirs/run")) == 64
+
+
+async def test_clients_make_no_more_namespaces_than_an_agent_keeps_over_all_its_lives(node: Node) -> None:
+    names = [shm_name(node.name, name) for name in ("a", "b", "c")]
+    node.namespaces += names
+    for life in range(2):
+        opened = namespace_opener(node.name, namespaces_max=2)
+        for name in ("a", "b"):
+            driver = await opened(name)
+            await driver.put(str(base(life)), shard(base(life)))
+            await driver.close()
+        with pytest.raises(CapacityExceeded, match="2 namespaces"):
+            await opened("c")
+    driver = await opened("a")
+    await driver.delete([str(base(life)) for life in range(2)])
+    await driver.close()
+    await (await opened("c")).close()  # it takes the place of an empty one
+    assert set(names) & set(namespace_names()) == set(names[1:])
 
 
 @pytest.mark.parametrize("namespace", ["theirs/run", "../run", "/run", "run/", "a/b/c", ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -9,9 +11,10 @@ from typing import Any, Protocol
 
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.agent.snapshot import PeerSnapshot
+from tiercheck.errors import CapacityExceeded, NotFound, Transient
 from tiercheck.keys import ClaimKey, CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.namespaces import keep_under, kept_under, namespace_names, namespace_path
+from tiercheck.tiers.namespaces import in_use, keep_under, kept_under, namespace_names, namespace_path, remove_one
 from tiercheck.tiers.shm import NamespaceKind, ShmDriver
 
 __all__ = [
@@ -27,6 +30,10 @@ __all__ = [
 ]
 
 NAMESPACE_CHARACTERS_MAX = 64
+HASHED = "x."
+"""What begins a name that stands for another one, and no other name: else a client could ask for it."""
+NAMESPACES_MAX = 64
+"""That neighbours may make, over all lives of an agent."""
 PRIVATE_BYTES_MAX = 512 << 20
 """What an agent's own memory may grow by: what it keeps is shared memory, and the server has little to buffer."""
 
@@ -75,17 +82,40 @@ def may_name(text: str) -> bool:
     return isinstance(parse(text), ShardKey | LineageKey | ClaimKey | MarkerKey | CommitKey)
 
 
-def namespace_opener(node: str) -> OpenNamespace:
+def namespace_opener(node: str, *, namespaces_max: int = NAMESPACES_MAX) -> OpenNamespace:
     """Opens the namespaces that neighbours ask for, each a shared-memory namespace of the agent's own."""
 
     async def open_namespace(name: str) -> TierDriver:
         own = shm_name(node, name)
+        await asyncio.to_thread(make_room, node, own, namespaces_max)
         driver = kept_for_neighbours(own)
         await driver.open()
         keep_under(namespace_path(own), name)
         return driver
 
     return open_namespace
+
+
+def make_room(node: str, name: str, namespaces_max: int) -> None:
+    """Remove namespaces that hold nothing until there is room for another one, unless ``name`` is there already.
+
+    Errors: ``CapacityExceeded`` where as many hold something.
+    """
+    kept = neighbours_namespaces(node)
+    if name in kept:
+        return
+    for each in list(kept):
+        if len(kept) < namespaces_max:
+            return
+        if not holds_shards(each) and not in_use(namespace_path(each)):
+            with contextlib.suppress(NotFound, Transient):  # it has gone by itself, or is used again
+                remove_one(each)
+                kept.remove(each)
+    if len(kept) >= namespaces_max:
+        raise CapacityExceeded(
+            f"{len(kept)} namespaces are kept for neighbours, as many as there may be: remove those of jobs that are "
+            f"over ({', '.join(kept[:3])}...)"
+        )
 
 
 def neighbours_namespaces(node: str) -> list[str]:
@@ -107,10 +137,11 @@ def kept_for_neighbours(name: str) -> TierDriver:
 def shm_name(node: str, name: str) -> str:
     """``peer-<node>-<name>``, where that fits; two names never share a namespace."""
     plain = f"peer-{node}-{name}"
-    if len(plain) <= NAMESPACE_CHARACTERS_MAX and all(c.isascii() and (c.isalnum() or c in "._-") for c in name):
+    is_plain = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
+    if is_plain and not name.startswith(HASHED) and len(plain) <= NAMESPACE_CHARACTERS_MAX:
         return plain
-    # 40 characters of a node's name at most leave room for 18 digits, 72 bits.
-    return f"peer-{node}-{hashlib.sha256(name.encode()).hexdigest()}"[:NAMESPACE_CHARACTERS_MAX]
+    # 40 characters of a node's name at most leave room for 16 digits, 64 bits.
+    return f"peer-{node}-{HASHED}{hashlib.sha256(name.encode()).hexdigest()}"[:NAMESPACE_CHARACTERS_MAX]
 
 
 def peer_snapshot(server: PeerService) -> PeerSnapshot:

@@ -48,7 +48,7 @@ HOLD_PAUSE_S = 0.01
 LEAVE_WAIT_S_MAX = 5.0
 """How long a removal waits for agents to let go: they look about once a second. (Whoever lists namespaces holds each
 one's lock for a moment, too.)"""
-NAME_BYTES_MAX = 255
+NAME_BYTES_MAX = 1024
 KIND_BYTES_MAX = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 

@@ -61,9 +61,12 @@ class PeerLimits:
     buffer_bytes: int = 1 << 30
     """Copies of objects on their way to or from drivers whose memory cannot be mapped; and, while it is read, a chunk
     for each of ``calls``."""
+    objects: int = 1 << 18
+    """Of all namespaces together, however small; more raises ``CapacityExceeded``."""
     chunk_bytes: int = 8 << 20
     """The largest frame taken; a longer one ends its connection."""
     namespaces: int = 64
+    """That are open at once; for another one an empty one is closed, or it raises ``CapacityExceeded``."""
     connections: int = 256
     transfers: int = 1024
     """Puts under way at once, and gets: another put is refused, another get ends the one that is silent longest."""
@@ -75,7 +78,7 @@ class PeerLimits:
     """A transfer whose client is silent for that long is dropped, and with it what it had reserved."""
 
     def __post_init__(self) -> None:
-        counts = ("namespaces", "connections", "transfers", "calls", "outcomes")
+        counts = ("objects", "namespaces", "connections", "transfers", "calls", "outcomes")
         for name in ("memory_bytes", "buffer_bytes", "private_bytes", *counts):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"PeerLimits.{name} must be at least 1, not {getattr(self, name)}")

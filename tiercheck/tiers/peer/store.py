@@ -6,7 +6,7 @@ import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
 
-from tiercheck.errors import CapacityExceeded, NotFound, Transient, Unauthorized
+from tiercheck.errors import CapacityExceeded, Closed, NotFound, Transient, Unauthorized
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.limits import PeerLimits
@@ -76,6 +76,10 @@ class BufferMemory:
             self._store.buffered_bytes -= self._nbytes
 
 
+async def count_objects(driver: TierDriver) -> int:
+    return len([None async for _ in driver.list()])
+
+
 class NamespaceStore:
     """Does the protocol's tasks, within ``limits``, for objects whose keys ``may_name`` allows."""
 
@@ -93,6 +97,10 @@ class NamespaceStore:
         self._reserving = asyncio.Lock()
         self._used_bytes_max = 0
         """No more than this is in use: what was measured last, and all that came since."""
+        self._objects_max = 0
+        """The same of objects."""
+        self._changed = True
+        """Whether counting them again can tell another number."""
         self.buffered_bytes = 0
 
     async def close(self) -> None:
@@ -112,6 +120,12 @@ class NamespaceStore:
         for key in keys_of(task):
             if not self._may_name(key):
                 raise Unauthorized("no object of this name may lie in a neighbour's memory", key=key)
+        try:
+            return await self._done(task)
+        except Closed as error:
+            raise Transient("the namespace, which was empty, is being closed; try again") from error
+
+    async def _done(self, task: Task) -> object:
         match task:
             case Greet(namespace):
                 await self.driver(namespace)
@@ -122,6 +136,7 @@ class NamespaceStore:
                 return await self._list(task)
             case DeleteObjects(namespace, keys):
                 await (await self.driver(namespace)).delete(keys)
+                self._changed = True
                 return None
             case UsageOf(namespace):
                 return await self._usage(namespace)
@@ -151,19 +166,36 @@ class NamespaceStore:
         async with self._opening:
             found = self._drivers.get(namespace)
             if found is None:
-                if len(self._drivers) >= self._limits.namespaces:
+                if len(self._drivers) >= self._limits.namespaces and not await self._close_an_empty_one():
                     raise CapacityExceeded(
                         f"the server holds {len(self._drivers)} namespaces, as many as PeerLimits.namespaces allows"
                     )
                 found = await self._open_namespace(namespace)
                 self._drivers[namespace] = found
                 self._used_bytes_max += (await found.usage()).used_bytes
+                self._objects_max += await count_objects(found)
         return found
+
+    async def _close_an_empty_one(self) -> bool:
+        """Whether there was a namespace with nothing in it."""
+        for namespace, driver in list(self._drivers.items()):
+            if (await driver.usage()).used_bytes == 0 and not await count_objects(driver):
+                del self._drivers[namespace]
+                await driver.close()
+                return True
+        return False
 
     # Memory.
 
     async def _make_room(self, nbytes: int, key: str) -> None:
-        """Errors: ``CapacityExceeded`` where ``nbytes`` more would be too many."""
+        """Errors: ``CapacityExceeded`` where ``nbytes`` more, or one object more, would be too many."""
+        if self._objects_max >= self._limits.objects and self._changed:
+            self._changed = False
+            self._objects_max = sum([await count_objects(driver) for driver in list(self._drivers.values())])
+        if self._objects_max >= self._limits.objects:
+            raise CapacityExceeded(
+                f"the peer keeps {self._objects_max} objects, as many as PeerLimits.objects allows", key=key
+            )
         limit_bytes = self._limits.memory_bytes
         if self._used_bytes_max + nbytes > limit_bytes:
             self._used_bytes_max = await self._measure()
@@ -174,6 +206,8 @@ class NamespaceStore:
                 key=key,
             )
         self._used_bytes_max += nbytes
+        self._objects_max += 1
+        self._changed = True
 
     async def _measure(self) -> int:
         return self.buffered_bytes + sum([(await driver.usage()).used_bytes for driver in self._drivers.values()])
