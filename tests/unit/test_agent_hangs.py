@@ -13,6 +13,9 @@ import pytest
 from tests.servers.agents import Node, base, capture, node
 from tests.unit.test_agent import brisk, running, trainer, until
 from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.trainer_lock import TrainerLock
+from tiercheck.errors import DeadlineExceeded
 from tiercheck.keys import LineageKey
 from tiercheck.policy.lineage import Branch
 from tiercheck.records import seal
@@ -82,6 +85,29 @@ async def test_the_agent_answers_and_ends(node: Node, store: Store) -> None:
             await agent.close()
         assert not agent.run.agent_lives(), "the next one could not begin"
         store.answers.set()
+    await rest_of_the_tasks()
+
+
+async def test_a_pause_waits_for_it_as_long_as_its_trainer_and_names_it(node: Node, store: Store) -> None:
+    nomination = node.nomination(node.shm())
+    async with running(node) as agent, trainer(node, nomination) as (mover, hierarchy, client):
+        await mover.nominate()
+        await mover.drain(10, closing=False)
+        store.answers.clear()
+        await capture(hierarchy, base(0))
+        await until(lambda: store.waiting > 0, "a call that hangs")
+        lock = TrainerLock(RunDirectory.of(node.name), nomination.tiers[0][1], 0)
+        hangs = rf"could not be broken off within 0.5 s \(nvme://{node.folder}.*, for \d"
+        with pytest.raises(DeadlineExceeded, match=hangs):
+            await client.pause(nomination.tiers[0][1], 0, deadline_s=1.0)
+        waiting = asyncio.create_task(client.pause(nomination.tiers[0][1], 0, deadline_s=60.0))
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done(), "something moves"
+        store.answers.set()
+        await waiting
+        (assignment,) = agent.roster
+        assert assignment.state == "paused"
+        lock.release()
     await rest_of_the_tasks()
 
 

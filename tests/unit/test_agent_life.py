@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import zmq
@@ -24,10 +25,14 @@ from tests.servers.agents import (
     record,
 )
 from tests.unit.test_agent import Clock, brisk, clock, running, trainer, until
+from tiercheck.agent import start
 from tiercheck.agent.client import AgentClient, connect_agent
 from tiercheck.agent.life import END_S_MAX
 from tiercheck.agent.messages import Hello, pack_request
+from tiercheck.agent.metrics import metrics_text
 from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.neighbours import OpenNamespace
+from tiercheck.agent.page import render
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.agent.service import OVERDUE_S, Agent
 from tiercheck.agent.settings import AgentSettings
@@ -76,6 +81,21 @@ async def test_an_agent_whose_neighbours_nobody_serves_ends(node: Node, monkeypa
         async with asyncio.timeout(20):
             with pytest.raises(RuntimeError, match="peer server has stopped"):
                 await serving
+
+
+async def test_one_that_somebody_else_was_starting_does_as_well(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank was killed while it started the agent; the next one starts another, which finds the first one there."""
+    run = RunDirectory.of(node.name)
+    async with AsyncExitStack() as stack:
+        loop = asyncio.get_running_loop()
+
+        def spawn(*_: object) -> int:
+            asyncio.run_coroutine_threadsafe(stack.enter_async_context(running(node)), loop).result(20)
+            return 1
+
+        monkeypatch.setattr(start, "_spawn", spawn)
+        await start.start_detached(run, node.settings(), 20)
+        assert run.agent_lives()
 
 
 async def test_the_platforms_agent_relieves_one_that_a_trainer_started(node: Node) -> None:
@@ -244,17 +264,54 @@ async def test_neighbours_keep_a_detached_agent(node: Node) -> None:
     assert not peer.running
 
 
-async def test_the_peer_server_comes_back_to_its_port(node: Node) -> None:
-    binds = []
+async def test_the_peer_server_comes_back_to_its_port(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.agent.service.PORT_AGAIN_S", 0.01)
+    binds: list[str] = []
+    refused: dict[str, int] = {}
 
-    def make(settings: object, open_namespace: object, bind: str) -> object:
+    def make(settings: AgentSettings, open_namespace: OpenNamespace, bind: str) -> FakePeer:
         binds.append(bind)
-        return fake_peer(settings, open_namespace, bind)  # type: ignore[arg-type]
+        if refused.get(bind, 0) > 0:
+            refused[bind] -= 1
+            raise ConfigurationError(f"the peer server cannot bind {bind}: Address already in use")
+        return fake_peer(settings, open_namespace, bind)
 
-    for _ in range(2):
-        async with Agent(node.settings(bind=None, keys="/k"), make_peer_server=make) as agent:  # type: ignore[arg-type]
-            assert agent.hello().peer_endpoint == "127.0.0.1:7070"
-    assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7070"]
+    settings = node.settings(bind=None, keys="/k")
+    async with Agent(settings, make_peer_server=make) as agent:
+        first = agent.hello().peer_endpoint
+        assert first is not None
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        port = int(first.rpartition(":")[2])
+        assert not low <= port <= high, "the system may give it to anybody as soon as the agent is dead"
+    refused[f"tcp://{first}"] = 3
+    async with Agent(settings, make_peer_server=make) as agent:
+        assert agent.hello().peer_endpoint == first, "it has not waited for the port"
+        snapshot = await agent.snapshot()
+        assert snapshot.peer is not None
+        assert snapshot.peer.lost_port is None
+    refused[f"tcp://{first}"] = 10**6
+    monkeypatch.setattr("tiercheck.agent.service.PORT_S_MAX", 0.05)
+    async with Agent(settings, make_peer_server=make) as agent:
+        assert agent.hello().peer_endpoint != first
+        snapshot = await agent.snapshot()
+        assert snapshot.peer is not None
+        assert snapshot.peer.lost_port == str(port)
+        assert f"ranks that know port {port} are cut off" in render(snapshot)
+        assert "tiercheck_peer_lost_port 1.0" in metrics_text(snapshot)[1]
+
+
+async def test_an_agent_whose_first_port_is_taken_takes_another(node: Node) -> None:
+    tried: list[str] = []
+
+    def make(settings: AgentSettings, open_namespace: OpenNamespace, bind: str) -> FakePeer:
+        tried.append(bind)
+        if not bind.endswith(":0"):
+            raise ConfigurationError(f"the peer server cannot bind {bind}: Address already in use")
+        return fake_peer(settings, open_namespace, bind)
+
+    async with Agent(node.settings(bind=None, keys="/k"), make_peer_server=make) as agent:
+        assert agent.hello().peer_endpoint is not None
+    assert len(tried) == len(set(tried)) > 10
 
 
 async def test_the_end_drains(node: Node) -> None:

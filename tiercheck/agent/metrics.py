@@ -91,6 +91,8 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
 def _of_peer(peer: PeerSnapshot) -> Iterator[Metric]:
     for name, value in peer.counts.items():
         yield GaugeMetricFamily(f"tiercheck_peer_{name}", "Of the server for neighbours' objects.", value=value)
+    lost = "1 where another process has the port that some neighbours know; they are cut off until they attach again."
+    yield GaugeMetricFamily("tiercheck_peer_lost_port", lost, value=float(peer.lost_port is not None))
     dropped = CounterMetricFamily("tiercheck_peer_dropped_frames", "Frames that made no sense.", labels=("reason",))
     for reason, count in peer.dropped.items():
         dropped.add_metric([reason], count)

@@ -191,7 +191,9 @@ def _peer(peer: PeerSnapshot | None) -> str:
         *((name.replace("_", " ").capitalize(), _count(name, value)) for name, value in peer.counts.items()),
         *((f"Dropped: {reason}", str(count)) for reason, count in peer.dropped.items()),
     )
-    pill = _pill("good", "encrypted") if peer.encrypted else _pill("warn", "loopback only, no keys")
+    pill = _pill("good", "encrypted") if peer.encrypted else _pill("good", "this user, on this machine")
+    if peer.lost_port is not None:
+        pill += _pill("bad", f"ranks that know port {peer.lost_port} are cut off until they attach again")
     return (
         f'<section class="card" id="peer"><div class="head"><h2>Memory for neighbours</h2>{pill}'
         f'<span class="mono faint">{escape(peer.endpoint)}</span></div>{facts}</section>'

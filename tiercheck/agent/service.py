@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Self
 
@@ -50,6 +51,7 @@ from tiercheck.agent.neighbours import (
 )
 from tiercheck.agent.page import render
 from tiercheck.agent.plain import to_plain
+from tiercheck.agent.ports import ports_to_keep
 from tiercheck.agent.roster import Roster
 from tiercheck.agent.router import Router
 from tiercheck.agent.rundir import RunDirectory, lock_file
@@ -72,6 +74,9 @@ OBSERVE_S_MAX = 10.0
 OVERDUE_S = 5.0
 """What the drain at the end may take beyond its deadline, for its errors to be told."""
 RELIEVE_S_MAX = 45.0
+PORT_S_MAX = 10.0
+"""How long an agent waits for the port that it had before; its trainers wait for the agent meanwhile."""
+PORT_AGAIN_S = 0.25
 LOOK_AGAIN_S = 30.0
 """How often nominations that could not be read are tried again."""
 
@@ -100,6 +105,8 @@ class Agent:
         self._peer: PeerService | None = None
         self._peer_endpoint: str | None = None
         self._peer_server_key: str | None = None
+        self._lost_port: str | None = None
+        """The port by which some neighbours know the peer server, which another process has taken."""
         self._context = zmq.asyncio.Context()
         self._router: Router | None = None
         self._http: HttpServer | None = None
@@ -271,7 +278,7 @@ class Agent:
                 rank_snapshot(assignment, now, seen) for assignment, seen in zip(assignments, observed, strict=True)
             ),
             unreadable=dict(self.roster.unreadable),
-            peer=peer_snapshot(self._peer) if self._peer else None,
+            peer=replace(peer_snapshot(self._peer), lost_port=self._lost_port) if self._peer else None,
         )
 
     # Requests
@@ -365,18 +372,32 @@ class Agent:
             log.warning("the agent that runs could not be relieved: %s", error)
 
     async def _start_peer_server(self) -> PeerService | None:
-        """At the port it had before, where that is free: the neighbours know it."""
+        """At the port it had before: the neighbours know it. If somebody else has taken that, at another one; the page
+        says then that ranks which have attached before are cut off."""
         bind = self.settings.peer_bind
         if not bind:
             return None
-        before = self._port_before()
         host, _, port = bind.rpartition(":")
-        if port == "0" and before:
-            try:
-                return await self._peer_server_at(f"{host}:{before}")
-            except (TierCheckError, OSError) as error:
-                log.warning("the peer server cannot have port %s again: %s", before, error)
-        return await self._peer_server_at(bind)
+        if port != "0":
+            return await self._peer_server_at(bind)
+        if before := self._port_before():
+            until = _now() + PORT_S_MAX
+            while True:
+                try:
+                    server = await self._peer_server_at(f"{host}:{before}")
+                    self._lost_port = None
+                    return server
+                except (TierCheckError, OSError) as error:
+                    if _now() > until:
+                        log.error("ranks that know port %s cannot reach this agent: %s", before, error)
+                        self._lost_port = before
+                        break
+                await asyncio.sleep(PORT_AGAIN_S)
+        *ports, last = ports_to_keep()
+        for chosen in ports:
+            with suppress(ConfigurationError, OSError):
+                return await self._peer_server_at(f"{host}:{chosen}")
+        return await self._peer_server_at(f"{host}:{last}")
 
     async def _peer_server_at(self, bind: str) -> PeerService:
         server = self._make_peer_server(self.settings, namespace_opener(self.settings.node), bind)

@@ -69,6 +69,8 @@ class PeerSnapshot:
     encrypted: bool
     counts: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    lost_port: str | None = None
+    """The port that it had before, and that another process has now: ranks that attached before are cut off."""
 
 
 @dataclass(frozen=True)

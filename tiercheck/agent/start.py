@@ -48,10 +48,14 @@ async def start_detached(run: RunDirectory, settings: AgentSettings, deadline_s:
     try:
         code = await asyncio.to_thread(_spawn, run, settings, deadline_s)
     except subprocess.TimeoutExpired:
+        if run.agent_lives():
+            return
         raise DeadlineExceeded(
             f"the agent of node {run.node!r} was not ready within {deadline_s:g} s; its log ({run.log}) ends:\n"
             f"{run.log_tail()}"
         ) from None
+    if code and run.agent_lives():
+        return  # one that a process had started which is dead: it was first
     if code >= KILLED:
         raise AgentGone(
             f"the agent of node {run.node!r} was killed while it started (signal {code - KILLED}); its log ({run.log}) "
