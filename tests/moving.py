@@ -49,6 +49,7 @@ def mover_of(
     world_size: int = 1,
     lineage: Lineage = FIRST,
     placement: Placement | None = None,
+    retention: Retention | None = None,
 ) -> Mover:
     return Mover(
         hierarchy,
@@ -56,7 +57,7 @@ def mover_of(
         world_size=world_size,
         generation=1,
         placement=placement or Placement(2),
-        retention=Retention(),
+        retention=retention or Retention(),
         lineage=lineage,
     )
 

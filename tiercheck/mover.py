@@ -235,7 +235,7 @@ class Mover:
 
     def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:
         """What policy asks to be done for the tier. Of a tier that cannot be listed nobody knows."""
-        visible, actions = self._observer.visible, self._actions
+        visible, sure, actions = self._observer.visible, self._observer.sure, self._actions
         if not visible(tier.index):
             return []
         if tier.index in self._unrecorded and self._branch is not None:
@@ -245,7 +245,7 @@ class Mover:
             *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
             *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),
             # Room is made before anything more is brought.
-            *actions.deletions(tier, self._retention.reclaimable(seen)[tier.index]),
+            *(actions.deletions(tier, self._retention.reclaimable(seen)[tier.index]) if sure(tier.index) else ()),
             *(
                 Action(COPYING, str(transfer.target), partial(actions.transfer, transfer))
                 for transfer in self._placement.transfers(seen, closing=closing)

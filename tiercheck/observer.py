@@ -22,6 +22,7 @@ from tiercheck.attempts import Action, Attempts
 from tiercheck.errors import Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
+from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation
 
@@ -67,6 +68,8 @@ class _Known:
     """When it was last asked which generations have opened."""
     committed_at: float = float("-inf")
     """When the newest of its commit records was learned of."""
+    unsure: bool = False
+    """The last listing has brought commit records: older ones may have come behind it."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """This mover has put something, so that others may have, too."""
@@ -107,6 +110,14 @@ class Observer:
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
         return self._known[index].visible
+
+    def sure(self, index: int) -> bool:
+        """Whether what is known of the tier has every commit record older than the newest one there.
+
+        A listing that a commit overtakes shows the newer of two records without the older one, which was put where it
+        had passed. Commits are made in order, so that the next listing shows both.
+        """
+        return not self._known[index].unsure
 
     def attempted_since(self, index: int, since: float) -> bool:
         """Whether the tier was listed since then, or could not be."""
@@ -155,11 +166,13 @@ class Observer:
         return self.seen()
 
     async def refresh(self, tier: OpenTier, since: float | None = None) -> None:
-        """List the tier if that is due, or if its last listing began before ``since``. Its errors are its trouble."""
+        """List the tier if that is due; if its last listing began before ``since``, or left it unsure, in any case. Its
+        errors are its trouble."""
         known = self._known[tier.index]
         async with known.lock:
             # Another look may have listed it while this one waited.
-            if _now() >= known.next_at or (since is not None and known.attempted_at < since):
+            asked = since is not None and (known.attempted_at < since or known.unsure)
+            if asked or _now() >= known.next_at:
                 await self._list(tier, known)
 
     async def refresh_nearby(self) -> None:
@@ -223,6 +236,7 @@ class Observer:
         known.visible = await self._attempts.run(tier, Action(LISTING, "", read, into_tier=False))
         known.attempted_at = began
         if known.visible:
+            known.unsure = False
             changed = self._take(tier, known, {**found, **known.changes}, parsed)
             known.pause_s = RELIST_FIRST_S if changed else min(2 * known.pause_s, RELIST_MAX_S)
             # Keys are listed in order: of generations after the bases that are committed.
@@ -263,6 +277,7 @@ class Observer:
             changes[key] = nbytes
             if isinstance(key, CommitKey) and nbytes is not None:
                 known.committed_at = known.attempted_at
+                known.unsure = self._rank != COORDINATOR  # who makes them all knows them all
         known.contents = known.contents.changed(changes)
         return True
 

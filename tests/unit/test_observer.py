@@ -17,6 +17,7 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.observer import Observer
 from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.watermark import Retention
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import Capabilities, ObjectInfo, Survives
@@ -212,3 +213,28 @@ async def test_what_has_opened_is_asked_of_the_tier_itself(monkeypatch: pytest.M
             await tier.driver.put(str(LineageKey(generation)), [b"whatever"])
             await observer.fence(tier)
             assert observer.seen().newest_generation == generation
+
+
+class Overtaken(Shared):
+    """Commits 10 and 20 come while it is listed: the listing has passed the place of the first one."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for info in super().list(prefix):
+            yield info
+        if not prefix and self.listings == 2:
+            for version in (10, 20):
+                info = await self.put(str(CommitKey(1, version)), [b"whatever"])
+            yield info
+
+
+async def test_a_base_whose_commit_a_listing_has_overtaken_is_not_taken_for_uncommitted() -> None:
+    durable = Tier("memory://", name="durable", wrap=lambda driver: Overtaken())
+    async with Hierarchy.of(f"memory://observer-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        mover = mover_of(hierarchy, rank=1, world_size=2, retention=Retention(keep_last=1, keep_every=10))
+        for version in (10, 20):
+            await capture(hierarchy, base(version, rank=1))
+            await mover.cycle()
+        driver = hierarchy.tiers[1].driver
+        shards = {info.key async for info in driver.list("g000001/base") if info.key.endswith(".safetensors")}
+        assert shards == {str(base(10, rank=1)), str(base(20, rank=1))}
+        assert mover.status.watermark == 20
