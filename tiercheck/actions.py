@@ -36,6 +36,7 @@ HEADER_GUESS_BYTES = 64 << 10
 CHECKS_IN_FLIGHT = 16
 """So many ranks' shards the coordinator checks at a time."""
 DELETE_CALLS_MAX = 64
+MISSING_MAX = 1000
 
 
 class Actions:
@@ -60,6 +61,8 @@ class Actions:
         self._world_size = world_size
         self._lineage = lineage
         self._fence = fence
+        self._missing: set[tuple[int, ShardKey]] = set()
+        """Copies (tier index, key) that were listed once, and were not there."""
 
     # Copying
 
@@ -82,7 +85,7 @@ class Actions:
         await self._put_merged(target, found)
 
     async def _verified(self, source: OpenTier, key: ShardKey) -> tuple[memoryview, container.Shard] | None:
-        """The shard, every byte of it verified; ``None`` if it is damaged. Errors: ``SourceError``."""
+        """The shard, every byte of it verified; ``None`` if it is damaged or gone. Errors: ``SourceError``."""
         try:
             content = await source.driver.get(str(key))
             shard = container.parse(content, key=str(key), tier=source.name)
@@ -91,7 +94,13 @@ class Actions:
             return content, shard
         except NotFound as error:
             self._observer.gone(source.index, [key])
-            raise SourceError(f"its source has gone: {error}") from error
+            if (source.index, key) in self._missing:
+                raise SourceError(f"its source is listed, and is not there: {error}") from error
+            # Once is in order: it was wanted no more, and deleted meanwhile.
+            if len(self._missing) >= MISSING_MAX:
+                self._missing.clear()
+            self._missing.add((source.index, key))
+            return None
         except Corruption as error:
             # The copy cannot be repaired from itself. It is left for a recovery to report, and not read again.
             self._observer.found_damaged(source.index, key)

@@ -19,6 +19,7 @@ from tiercheck.policy.placement import Placement
 from tiercheck.records import seal
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
 
 
@@ -189,7 +190,29 @@ async def test_a_source_that_is_listed_and_not_there_is_not_asked_for_again_and_
         mover = mover_of(hierarchy)
         assert not await mover.cycle()
         assert drivers[0].gets.count(str(base(0))) <= 2
-        assert "its source has gone" in mover.status.errors["durable"]
+        assert "its source is listed, and is not there" in mover.status.errors["durable"]
+
+
+async def test_a_source_that_was_deleted_meanwhile_is_no_trouble(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hierarchy, drivers = picky(tmp_path)
+    async with hierarchy:
+        await capture(hierarchy, base(0))
+        driver = hierarchy.first.driver
+
+        def deleted(call: str, key: str) -> Exception | None:
+            if call == "get" and key == str(base(0)):
+                assert isinstance(driver.inner, MemoryDriver)
+                driver.inner.store.objects.pop(key)
+                return NotFound("no such object")
+            return None
+
+        assert isinstance(driver, Picky)
+        drivers[0].refused = deleted
+        mover = mover_of(hierarchy)
+        assert await mover.cycle()
+        assert (mover.status.errors, caplog.records) == ({}, [])
 
 
 async def test_sources_that_cannot_be_read_are_no_trouble_of_their_target(tmp_path: Path) -> None:
