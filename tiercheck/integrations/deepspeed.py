@@ -138,7 +138,7 @@ class _Hooks:
         self._forward_hook = provider.called.register_forward_pre_hook(self._before_forward)
 
     def caveats(self) -> list[str]:
-        return []
+        return self.provider.beside.caveats()
 
     def serve(self, checkpointer: Checkpointer) -> None:
         self._iterations = Iterations(self.provider, checkpointer, in_step=self._in_step)

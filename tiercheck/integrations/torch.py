@@ -96,7 +96,6 @@ class _Hooks:
         scheduler: Any,
     ) -> None:
         self.provider = provider
-        self.caveats = order.caveats
         self._order = order
         self._scheduler = scheduler
         self._checkpointer: Checkpointer | None = None
@@ -105,6 +104,9 @@ class _Hooks:
         self._forward_hooks = [
             module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)
         ]
+
+    def caveats(self) -> list[str]:
+        return [*self.provider.beside.caveats(), *self._order.caveats()]
 
     def serve(self, checkpointer: Checkpointer) -> None:
         self._order.prime()

@@ -81,6 +81,8 @@ class Beside:
         self._unsure: dict[str, Any] = {}
         """The others, as they were at the end of the iteration before."""
         self._warned = False
+        self._new: tuple[str, ...] = ()
+        """What was attached now, and not when the version restored was saved."""
 
     def given(self) -> Iterator[Any]:
         """Everything the user passed."""
@@ -165,16 +167,23 @@ class Beside:
         return self._doubts.saved_in(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`host_state` returned. Errors: ``Mismatch``; what an object raises."""
+        """Put back what :meth:`host_state` returned. What the checkpoint does not know begins as it is, and
+        :meth:`caveats` tells. Errors: ``Mismatch``; what an object raises."""
         here = {**self._after, **self._drawn_from}
         saved = {**state["after_step"], **state["stateful"]}
-        if here.keys() != saved.keys():
+        if missing := sorted(saved.keys() - here.keys()):
             raise Mismatch(
-                f"the checkpoint holds the states of {sorted(saved)}, this job attached {sorted(here)}: attach with "
-                "the same scheduler=, scaler=, after_step= and stateful="
+                f"the checkpoint holds the state of {', '.join(missing)}, which this job does not attach, so that it "
+                f"would be lost (attached: {', '.join(sorted(here)) or 'none'}): pass it under the same name, as "
+                "scheduler=, scaler=, or in after_step= or stateful="
             )
-        for name, each in here.items():
-            each.load_state_dict(from_storable(saved[name]))
+        for name in here.keys() & saved.keys():
+            here[name].load_state_dict(from_storable(saved[name]))
+        self._new = tuple(sorted(here.keys() - saved.keys()))
+
+    def caveats(self) -> list[str]:
+        """What the state that was restored does not hold."""
+        return [f"the checkpoint holds no state of {name}, which begins as it is" for name in self._new]
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Last of all: what is restored before may draw."""

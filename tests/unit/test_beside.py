@@ -1,0 +1,56 @@
+"""What a loop holds beside model and optimizer, when it resumes with other things than it was saved with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.training import Training, memory
+from tiercheck.errors import Mismatch
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.types import Fidelity
+
+
+class Counter:
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_what_is_attached_later_begins_as_it_is_and_the_recovery_is_not_called_exact() -> None:
+    hierarchy = Hierarchy.of(memory())
+    training = Training()
+    checkpointer = training.attach(hierarchy, stateful={"sampler": Counter(5)})
+    training.step(1)
+    checkpointer.close()
+    ours = {"sampler": Counter(), "ema": Counter(7)}
+    training = Training()
+    checkpointer = training.attach(hierarchy, stateful=ours)
+    assert {name: each.value for name, each in ours.items()} == {"sampler": 5, "ema": 7}
+    assert checkpointer.recovery is not None
+    assert checkpointer.recovery.fidelity is Fidelity.APPROXIMATE
+    assert checkpointer.recovery.notes == ("the checkpoint holds no state of ema, which begins as it is",)
+    training.step(2)
+    checkpointer.close()
+    after = Training().attach(hierarchy, stateful={"sampler": Counter(), "ema": Counter()})
+    after.abort()
+    assert after.recovery is not None
+    assert after.recovery.fidelity is Fidelity.EXACT, "from here on it is saved"
+
+
+def test_what_is_no_longer_attached_is_not_lost_in_silence() -> None:
+    hierarchy = Hierarchy.of(memory())
+    training = Training()
+    checkpointer = training.attach(hierarchy, stateful={"sampler": Counter(5), "ema": Counter()})
+    training.step(1)
+    checkpointer.close()
+    with pytest.raises(Mismatch, match=r"state of sampler, which this job does not attach.*\(attached: ema\): pass it"):
+        Training().attach(hierarchy, stateful={"ema": Counter()})
+    with pytest.raises(Mismatch, match=r"state of ema, sampler, which this job does not attach.*\(attached: none\)"):
+        Training().attach(hierarchy)
