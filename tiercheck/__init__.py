@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tiercheck.errors import TierCheckError as TierCheckError
     from tiercheck.hierarchy import Hierarchy as Hierarchy
     from tiercheck.hierarchy import Tier as Tier
-    from tiercheck.recorder import Stats as Stats
     from tiercheck.restore import Recovery as Recovery
+    from tiercheck.stats import Stats as Stats
     from tiercheck.tiers.driver import Reservation as Reservation
     from tiercheck.tiers.driver import TierDriver as TierDriver
     from tiercheck.types import Capabilities as Capabilities
@@ -41,7 +41,7 @@ _MODULES = {
     "Hierarchy": "tiercheck.hierarchy",
     "Recovery": "tiercheck.restore",
     "Reservation": "tiercheck.tiers.driver",
-    "Stats": "tiercheck.recorder",
+    "Stats": "tiercheck.stats",
     "Survives": "tiercheck.types",
     "Tier": "tiercheck.hierarchy",
     "TierCheckError": "tiercheck.errors",

@@ -58,8 +58,9 @@ from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
-from tiercheck.recorder import Recorder, Stats
+from tiercheck.recorder import Recorder
 from tiercheck.restore import Recovery, Restorer, gather
+from tiercheck.stats import Stats
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.recorded import stream_of
 from tiercheck.types import Fidelity, Survives, Usage

@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,15 +29,16 @@ from tiercheck.errors import (
 )
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import ShardKey
-from tiercheck.mover import MoverStatus, Moving
+from tiercheck.mover import Moving
 from tiercheck.policy.placement import Placement
 from tiercheck.reservations import Reservations
+from tiercheck.stats import Stats
 from tiercheck.streams.base import BaseCapture
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import IterationCapture, IterationStream
 from tiercheck.tiers.driver import Reservation
 
-__all__ = ["Recorder", "Stats"]
+__all__ = ["Recorder"]
 
 log = logging.getLogger(__name__)
 
@@ -45,31 +46,6 @@ T = TypeVar("T")
 
 TOLD_S = 5.0
 """What the mover may take beyond its own deadline, whose error names the tier that it waits for."""
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What checkpointing has done and cost on this rank since it was attached."""
-
-    differentials: int = 0
-    bases: int = 0
-    captured_bytes: int = 0
-    differential_stall_s: float = 0.0
-    """Seconds training stood still for encoding and copying gradients."""
-    base_stall_s: float = 0.0
-    """Seconds it stood still for preparing a base, or for the end of its lazy copy."""
-    drain_stall_s: float = 0.0
-    """Seconds it waited because the durable tier had not taken the bases before."""
-    failed_saves: int = 0
-    mover: MoverStatus = field(default_factory=MoverStatus)
-
-    @property
-    def stall_s(self) -> float:
-        return self.differential_stall_s + self.base_stall_s + self.drain_stall_s
-
-    def to_object(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {**asdict(self), "stall_s": self.stall_s}
 
 
 @dataclass
@@ -511,8 +487,7 @@ class Recorder:
         self._loop.submit(_nudge(self._mover))
 
     def _count(self, **more: float) -> None:
-        counts = vars(self.stats)
-        self.stats = Stats(**{**counts, **{name: counts[name] + value for name, value in more.items()}})
+        self.stats = self.stats.plus(**more)
 
 
 async def _nudge(mover: Moving) -> None:
