@@ -5,7 +5,7 @@ some elements of each tensor (:data:`SAMPLES`, spread over it) are compared as w
 they were, such as a clamp that few elements need, is not seen by a :class:`Watch`: :func:`contents` tells all bits, and
 is asked where a base is due (:class:`~tiercheck.streams.iteration.IterationStream`).
 
-A look costs about 2 microseconds a tensor, whatever its size.
+A look costs 2 to 5 microseconds a tensor, whatever its size.
 """
 
 from __future__ import annotations
