@@ -34,6 +34,7 @@ from tiercheck.container import (
 )
 from tiercheck.errors import Corruption
 from tiercheck.keys import ShardKey
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.providers import Identity, StateProvider
 from tiercheck.streams.tensors import dtype_name, tensor_in
 from tiercheck.streams.writes import Watch
@@ -167,6 +168,7 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
         optimizer: Any = shard.object("optimizer")
         identity: Any = shard.object("identity")
         host_state: Any = shard.object("host")
+        Doubts.of(host_state)
         for master, values in optimizer["values"].items():
             state.setdefault(master, {}).update(values)
         return BaseState(
@@ -178,7 +180,7 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
             host_state=host_state,
             residuals=residuals,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Corruption(f"the base's objects lack {error}", tier=tier, key=where) from error
 
 

@@ -188,6 +188,7 @@ class Beside:
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Last of all: what is restored before may draw."""
         generators, following = dict(state["random"]), state["next"]
+        restore_random_state(following["used"])  # what is no state fails here, and not when training has begun
         restore_random_state(generators)
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
         self._wanted = {**known, **following["used"]}

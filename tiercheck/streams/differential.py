@@ -34,6 +34,7 @@ from tiercheck.header import round_up
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.records import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
@@ -273,6 +274,7 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
         try:
             record: Any = shard.object(record_name(version))
             host_state: Any = shard.object(host_name(version))
+            Doubts.of(host_state)
             found.append(
                 Differential(
                     version=version,

@@ -53,7 +53,7 @@ class Doubts:
     @classmethod
     def of(cls, host_state: Mapping[str, Any]) -> Doubts:
         """What a version's host state says. Errors: ``ValueError`` where that is malformed."""
-        found = host_state.get(KEY, {})
+        found = host_state.get(KEY, {}) if isinstance(host_state, Mapping) else None
         if not isinstance(found, Mapping) or found.keys() - {"late", "unseen", "moved"}:
             raise ValueError("the doubts of a version are malformed")
         for names in found.values():

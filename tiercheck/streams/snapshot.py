@@ -45,6 +45,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseState
 from tiercheck.streams.codecs import FLOATS, Encoding, Int8, Nf4, decode
 from tiercheck.streams.codecs.floats import to_float32
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_in, tensor_of
@@ -230,6 +231,7 @@ def advanced(base: BaseState, shard: Shard, *, tier: str, threads: int = 1) -> B
     try:
         record: Any = shard.object("snapshot")
         host_state: Any = shard.object("host")
+        Doubts.of(host_state)
         encodings, values = dict(record["encodings"]), dict(record["values"])
         hyperparameters = list(record["hyperparameters"])
         state: dict[str, dict[str, Any]] = {name: dict(held) for name, held in values.items()}
