@@ -18,6 +18,7 @@ from tiercheck.tiers.file_driver import FileDriver
 from tiercheck.tiers.lustre import LustreDriver
 from tiercheck.tiers.mounts import Traits
 from tiercheck.tiers.nvme import NvmeDriver
+from tiercheck.tiers.registry import make_driver
 
 
 @pytest.fixture(params=["openat2", "step by step"], autouse=True)
@@ -150,6 +151,41 @@ class TestLinks:
         assert (tmp_path / "real" / "v" / "a").read_bytes() == b"x"
 
 
+class TestFsspecFile:
+    async def test_a_link_that_is_there_is_refused_and_what_it_points_to_stays(self, root: Path, outside: Path) -> None:
+        before = snapshot(outside)
+        async with make_driver(f"fsspec+file://{root}") as driver:
+            await driver.put("g/a", [b"ours"])
+            (root / "d").symlink_to(outside)
+            for call in (
+                lambda: driver.get("d/secret"),
+                lambda: driver.put("d/secret", [b"planted"]),
+                lambda: driver.put("d/new", [b"planted"]),
+                lambda: driver.delete(["d/secret"]),
+            ):
+                with pytest.raises(Unauthorized, match="symbolic link"):
+                    await call()
+            assert [info.key async for info in driver.list()] == ["g/a"]
+        assert snapshot(outside) == before
+
+    @pytest.mark.parametrize("at", [".tiercheck", ".tiercheck/tmp"])
+    async def test_nor_is_what_a_linked_control_directory_points_to_removed(
+        self, root: Path, outside: Path, at: str
+    ) -> None:
+        (root / at).parent.mkdir(parents=True)
+        (root / at).symlink_to(outside / at)
+        before = snapshot(outside)
+        with pytest.raises(Unauthorized, match="symbolic link"):
+            await make_driver(f"fsspec+file://{root}").open()
+        assert snapshot(outside) == before
+
+    async def test_a_directory_that_everybody_may_write_is_refused(self, root: Path) -> None:
+        root.mkdir()
+        root.chmod(0o777)
+        with pytest.raises(Unauthorized, match="every user may write"):
+            await make_driver(f"fsspec+file://{root}").open()
+
+
 class TestOwners:
     async def test_a_directory_that_everybody_may_write_is_refused(
         self, make: Callable[[], FileDriver], root: Path
@@ -201,17 +237,29 @@ class TestOwners:
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"),
-    [(errno.EACCES, Unauthorized), (errno.EROFS, Unauthorized), (errno.ENOTDIR, TierError), (errno.EEXIST, TierError)],
+    ("number", "kind", "advice"),
+    [
+        (errno.EACCES, Unauthorized, "check the directory's owner and mode"),
+        (errno.EROFS, Unauthorized, "mounted read-only"),
+        (errno.ENOTDIR, TierError, "a file is in the way"),
+        (errno.EEXIST, TierError, "a file is in the way"),
+        (errno.ENOENT, TierError, "a directory above it cannot be made"),
+    ],
 )
 async def test_a_directory_that_cannot_be_made_says_which_and_why(
-    make: Callable[[], FileDriver], root: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[TierError]
+    make: Callable[[], FileDriver],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[TierError],
+    advice: str,
 ) -> None:
     def refused(path: Path, mode: int = 0o777) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, "mkdir", refused)
-    with pytest.raises(kind, match=rf"^the directory {root} cannot be made: {os.strerror(number)}: {root}") as caught:
+    said = rf"^the directory {root} cannot be made: {os.strerror(number)}: {root}; .*{advice}"
+    with pytest.raises(kind, match=said) as caught:
         await make().open()
     assert "\n" not in str(caught.value)
 

@@ -59,6 +59,12 @@ T = TypeVar("T")
 LOCK = f"{CONTROL}/lock"
 ATTEMPTS_MAX = 100
 LINKS_TOLD_MAX = 16
+IN_THE_WAY = {
+    errno.ENOENT: (TierError, "a directory above it cannot be made"),
+    errno.EEXIST: (TierError, "a file is in the way: remove it, or choose another directory"),
+    errno.ENOTDIR: (TierError, "a file is in the way: remove it, or choose another directory"),
+}
+"""What keeps a tier's directory from being made."""
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What link answers on a file system that has none."""
 
@@ -100,7 +106,7 @@ class ObjectDirectory:
             with self.beneath.listed(TEMPORARIES):
                 pass
         except OSError as error:
-            kind, advice = meaning_of(error)
+            kind, advice = IN_THE_WAY.get(error.errno or 0) or meaning_of(error)
             named = str(error.filename or "")
             at = named if named.startswith("/") else self.control
             raise kind(f"the directory {self.root} cannot be made: {error.strerror}: {at}; {advice}") from error

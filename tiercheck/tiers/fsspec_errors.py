@@ -28,6 +28,7 @@ _BY_ERRNO: dict[int, Meaning] = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), (Unauthorized, _REFUSED)),
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), (Unsupported, _NESTED)),
     **dict.fromkeys((errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.ENAMETOOLONG), (Unsupported, _CANNOT)),
+    errno.ELOOP: (Unauthorized, "a symbolic link stands where an object, or a directory above it, should; remove it"),
     errno.ENOENT: (NotFound, "there is no object under this key"),
 }
 _BY_STATUS: dict[int, Meaning] = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiercheck.errors import Transient, Unsupported
+from tiercheck.tiers.beneath import Beneath, check_owners, parent_of
 from tiercheck.tiers.files import fsync_directory
 from tiercheck.tiers.fsspec_backends import CONTROL, Backend, Parts, Reading, opened, token
 from tiercheck.tiers.fsspec_errors import meaning_of
@@ -154,8 +155,26 @@ class MovingBackend(RenamingBackend):
 class LocalBackend(RenamingBackend):
     """``fsspec+file:///directory``: a put returns once the file and its name are on the disk (fsync of each).
 
-    Files and directories are their user's alone.
+    Files and directories are their user's alone. A symbolic link below the tier's directory is refused when it is seen;
+    fsspec takes paths, so one that is put there in the middle of a call may be followed. ``nvme://`` follows none.
     """
+
+    def __init__(self, fs: Any, root: str, *, place: str, part_bytes: int, deadline_s: float) -> None:
+        super().__init__(fs, root, place=place, part_bytes=part_bytes, deadline_s=deadline_s)
+        self._beneath = Beneath(Path(self.root))
+
+    def prepare(self) -> None:
+        make_private_directory(Path(self.root))
+        self._beneath.make(TEMPORARY)
+        check_owners(self._beneath, CONTROL)
+        super().prepare()
+
+    def path_of(self, key: str) -> str:
+        """Errors: ``OSError`` (``ELOOP``) for a link on the way."""
+        above = parent_of(key)
+        with suppress(FileNotFoundError, NotADirectoryError), self._beneath.folder(above):
+            pass
+        return super().path_of(key)
 
     def make_directory(self, path: str) -> None:
         make_private_directory(Path(path))
