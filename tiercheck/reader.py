@@ -45,7 +45,16 @@ from typing import TypeVar
 
 from tiercheck import container
 from tiercheck.background import BackgroundLoop
-from tiercheck.errors import Corruption, DeadlineExceeded, NotFound, RecoveryError, TierError, Transient
+from tiercheck.errors import (
+    ConfigurationError,
+    Corruption,
+    DeadlineExceeded,
+    Mismatch,
+    NotFound,
+    RecoveryError,
+    TierError,
+    Transient,
+)
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.consensus import RecoveryPoint
@@ -53,6 +62,7 @@ from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Plan, Source, Unreachable, batches, grouped, plan
 from tiercheck.streams.base import BaseState, read_base
 from tiercheck.streams.differential import Differential, read_differentials
+from tiercheck.streams.expected import Expected, ill_formed_is_corrupt
 from tiercheck.streams.replay import STEPS_AT_ONCE
 from tiercheck.streams.runs import Run, Undecodable, check_fits, decode_run
 from tiercheck.streams.snapshot import advanced
@@ -73,6 +83,14 @@ OBJECTS_AT_ONCE = 4
 
 
 Chosen = TypeVar("Chosen")
+
+
+class _Another(TierError):
+    """A whole copy that this job cannot use. Where there is no other, ``why`` is what the user must know."""
+
+    def __init__(self, why: ConfigurationError, *, tier: str, key: str) -> None:
+        super().__init__(str(why), tier=tier, key=key)
+        self.why = why
 
 
 class OutOfReach(RecoveryError):
@@ -122,6 +140,8 @@ class Reader:
     threads: int
     lineage: Lineage
     """The job's own past: what another job wrote is no copy of it."""
+    expected: Expected | None = None
+    """The state that copies must be of."""
     quarantined: dict[Source, str] = field(default_factory=dict)
     """Copies that failed, and why."""
     used: list[Source] = field(default_factory=list)
@@ -182,6 +202,15 @@ class Reader:
             "after it was verified"
         )
 
+    def doubt(self, part: Part, own: Collection[Source], error: Exception) -> bool:
+        """The state that the part's base leads to was refused: whether there is another copy of the base to try."""
+        anchor = part.plan.anchor
+        others = [source for source in self.usable(own) if source.key == anchor.key and source != anchor]
+        if others:
+            self._quarantine(anchor, Corruption(f"it cannot be loaded: {type(error).__name__}: {error}"))
+            self._base = None
+        return bool(others)
+
     def usable(self, own: Collection[Source]) -> set[Source]:
         """The copies that have not failed so far."""
         return set(own) - self.quarantined.keys()
@@ -240,6 +269,9 @@ class Reader:
         answering = [source for source in usable if source not in self._troubled]
         if not isinstance(policy(answering), Unreachable) or isinstance(policy(usable), Unreachable):
             return 0.0
+        for error in self._troubled.values():
+            if isinstance(error, _Another):
+                raise error.why
         if left_s <= 0:
             source, error = min(self._troubled.items(), key=lambda each: each[0])
             raise OutOfReach(
@@ -260,17 +292,39 @@ class Reader:
         try:
             shard = self._parsed(source, await self._get(source, own, until))
             await asyncio.to_thread(shard.verify)
-            base = read_base(shard, tier=self._name(source))
+            base = await asyncio.to_thread(self._decoded_base, source, shard)
         except TierError as error:
             raise _Failed(source, error) from error
         self._base = source, base
         return base
 
+    def _decoded_base(self, source: Source, shard: container.Shard) -> BaseState:
+        """Errors: ``Corruption``; ``_Another`` for one of another model."""
+        name, key = self._name(source), str(source.key)
+        with ill_formed_is_corrupt(tier=name, key=key):
+            base = read_base(shard, tier=name)
+            if self.expected is not None:
+                try:
+                    self.expected.check_identity(base, self._places)
+                except Mismatch as error:
+                    raise _Another(error, tier=name, key=key) from error
+                self.expected.check_base(base)
+        return base
+
+    def _led_on(self, source: Source, base: BaseState, shard: container.Shard) -> BaseState:
+        """What a snapshot leads to. Errors: ``Corruption``."""
+        name = self._name(source)
+        with ill_formed_is_corrupt(tier=name, key=str(source.key)):
+            state = advanced(base, shard, tier=name, threads=self.threads)
+            if self.expected is not None:
+                self.expected.check_base(state)
+        return state
+
     async def _advanced(self, source: Source, base: BaseState, own: Collection[Source], until: float) -> BaseState:
         """Decoded at once: nothing is read again, and what cannot be decoded is known before anything is changed."""
         try:
             shard = self._parsed(source, await self._get(source, own, until))
-            return await asyncio.to_thread(advanced, base, shard, tier=self._name(source), threads=self.threads)
+            return await asyncio.to_thread(self._led_on, source, base, shard)
         except TierError as error:
             raise _Failed(source, error) from error
 
@@ -346,9 +400,16 @@ class Reader:
 
     def differentials(self, source: Source, shard: container.Shard, base: BaseState) -> list[Differential]:
         """Errors: ``Corruption`` where there is one that is not of the base's state."""
-        found = read_differentials(shard, tier=self._name(source))
-        for each in found:
-            check_fits(each, base.masters, len(base.hyperparameters))
+        name = self._name(source)
+        with ill_formed_is_corrupt(tier=name, key=str(source.key)):
+            found = read_differentials(shard, tier=name)
+            for each in found:
+                try:
+                    check_fits(each, base.masters, len(base.hyperparameters))
+                except ConfigurationError as error:  # a codec that is not installed: others may be
+                    raise _Another(error, tier=name, key=str(source.key)) from error
+                if self.expected is not None:
+                    self.expected.check_differential(each)
         return found
 
     async def _get(self, source: Source, own: Collection[Source], until: float) -> memoryview:
@@ -408,6 +469,10 @@ class Reader:
 
     def _mapped(self, source: Source) -> bool:
         return self.hierarchy.tiers[source.tier].capabilities.mappable
+
+    @property
+    def _places(self) -> str:
+        return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
 
     def _name(self, source: Source) -> str:
         return self.hierarchy.tiers[source.tier].name

@@ -25,8 +25,8 @@ from tiercheck.past import Past, Points
 from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.recovery import Availability, Source
 from tiercheck.reader import Lost, Part, Reader
-from tiercheck.streams.base import BaseState
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.expected import Expected
 from tiercheck.streams.fidelity import reached
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.replay import Replayed, replay_runs, threads_granted
@@ -45,6 +45,8 @@ NOTHING_KNOWN_S = 10.0
 """How long a tier that fails is asked where nothing tells of a past: most likely its address is wrong."""
 ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
+UNFIT = (ValueError, TypeError, LookupError, AttributeError)
+"""What the user's objects and optimizers raise where a state is none of theirs."""
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
 
@@ -256,6 +258,7 @@ class Restorer:
         parts: list[Part] = []
 
         def attempt() -> bool:
+            reader.expected = reader.expected or Expected.of(self.provider)
             part = reader.verify(point, self._own)
             parts.extend([part] if part else [])
             return part is not None
@@ -263,13 +266,6 @@ class Restorer:
         if not self._together(reader, "reading the checkpoint", attempt):
             return None
         (part,) = parts
-
-        def compare() -> bool:
-            check_identity(part.base, self.provider, self._places())
-            return True
-
-        # An error on every rank, where one of them trains another model than the one that was saved.
-        gather(self.group, "comparing the model", compare, deadline_s=self.deadline_s)
         return part
 
     def _rebuild(self, reader: Reader, part: Part) -> Replayed | None:
@@ -277,16 +273,15 @@ class Restorer:
         done: list[Replayed] = []
 
         def attempt() -> bool:
-            start = part.start
-            self.provider.load(
-                masters=start.masters,
-                optimizer_state=start.optimizer_state,
-                extras=start.extras,
-                hyperparameters=start.hyperparameters,
-            )
-            own = self._own
+            start, own = part.start, self._own
             self.residuals = {name: residual.clone() for name, residual in part.base.residuals.items()}
             try:
+                self.provider.load(
+                    masters=start.masters,
+                    optimizer_state=start.optimizer_state,
+                    extras=start.extras,
+                    hyperparameters=start.hyperparameters,
+                )
                 done.append(
                     replay_runs(
                         self.provider,
@@ -296,6 +291,12 @@ class Restorer:
                         before=self._forget_sent,
                     )
                 )
+            except UNFIT as error:
+                if not reader.doubt(part, own, error):
+                    raise RecoveryError(
+                        f"{part.plan.anchor.key} and what follows it cannot be loaded into what was attached: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
             except Lost as error:
                 log.warning("%s; the ranks begin again with base %d", error, part.point.anchor)
             return bool(done)
@@ -331,7 +332,13 @@ class Restorer:
         def settle() -> str:
             self.provider.refresh()
             state = replayed.host_state
-            self.provider.restore_host_state(part.start.host_state if state is None else state)
+            try:
+                self.provider.restore_host_state(part.start.host_state if state is None else state)
+            except UNFIT as error:
+                raise RecoveryError(
+                    f"the host state of version {part.point.last} cannot be put back into what was attached: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             return str(fidelity)
 
         answers = gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
@@ -395,32 +402,3 @@ def behind(points: Points | None, best: Points | None) -> bool:
     if best is None:
         return False
     return points is None or (points[0].generation, points[0].last) < (best[0].generation, best[0].last)
-
-
-def check_identity(base: BaseState, provider: StateProvider, places: str) -> None:
-    """Errors: ``Mismatch`` naming both set-ups, optimizers, or the first tensor in which the models differ."""
-    saved, here = base.identity, provider.identity()
-    for what, before, now in (
-        ("a training set-up", saved.framework, here.framework),
-        ("an optimizer", saved.optimizer.kind, here.optimizer.kind),
-    ):
-        if before != now:
-            raise Mismatch(
-                f"the checkpoint in {places} is of {what} {before}, this job has {now}: "
-                "resume with the same one, or use another place"
-            )
-    if saved.model != here.model:
-        raise Mismatch(
-            f"the checkpoint in {places} is of another model: {first_difference(base, provider)} "
-            f"({saved.model_summary} against {here.model_summary}); resume with the same one, or use another place"
-        )
-
-
-def first_difference(base: BaseState, provider: StateProvider) -> str:
-    """The first tensor that the saved model and this one do not share, in words."""
-    before = {name: tuple(tensor.shape) for name, tensor in {**base.masters, **base.extras}.items()}
-    now = {name: tuple(tensor.shape) for name, tensor in {**provider.masters(), **provider.extras()}.items()}
-    for name in {**before, **now}:
-        if before.get(name) != now.get(name):
-            return f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')} here"
-    return "the names or dtypes of its parameters differ"

@@ -97,6 +97,12 @@ class Differential:
                 )
         return found
 
+    def buffer_specs(self) -> list[TensorSpec]:
+        """Of :meth:`buffers`, by the buffers' own names, without reading them."""
+        prefix = buffer_prefix(self.version)
+        specs = [spec for spec in self._shard.specs if spec.name.startswith(prefix)]
+        return [TensorSpec(spec.name.removeprefix(prefix), spec.dtype, spec.shape) for spec in specs]
+
     def _parts(self, master: str) -> dict[str, TensorEntry]:
         return gradient_parts(self._shard, self.version, master, self._encodings[master]["parts"])
 
@@ -275,10 +281,12 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
             record: Any = shard.object(record_name(version))
             host_state: Any = shard.object(host_name(version))
             Doubts.of(host_state)
+            if not isinstance(record["skipped"], bool):
+                raise ValueError("whether the step was skipped")
             found.append(
                 Differential(
                     version=version,
-                    skipped=bool(record["skipped"]),
+                    skipped=record["skipped"],
                     hyperparameters=list(record["hyperparameters"]),
                     host_state=host_state,
                     _encodings=dict(record["gradients"]),

@@ -114,6 +114,8 @@ def run_of(differential: Differential, *, threads: int = 1) -> Run:
         buffers = differential.buffers()
     except Corruption as error:
         raise Undecodable(version, error) from error
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise Undecodable(version, Corruption(f"{type(error).__name__}: {error}")) from error
     step = Step(version, differential.hyperparameters, gradients)
     return Run(
         first=version,
