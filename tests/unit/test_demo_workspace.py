@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck.agent.neighbours import shm_name
+from tiercheck.agent.neighbours import kept_for_neighbours, shm_name
 from tiercheck.demo import nodes as module
 from tiercheck.demo.nodes import memory_bytes
 from tiercheck.demo.requirements import check_requirements
@@ -32,10 +32,10 @@ async def fill(workspace: Workspace, nbytes: int) -> None:
     nodes = workspace.nodes
     own, _, durable = nodes.tiers(SETTINGS, workspace.durable)
     for rank in range(RANKS):
-        kept = f"shm://{shm_name(nodes.agent((rank + 1) % RANKS), nodes.name)}"
-        async with Hierarchy.of(own, kept, durable).open(rank=rank) as tiers:
-            for tier in tiers.tiers:
-                await tier.driver.put(f"object-of-{rank}", [b"x" * nbytes])
+        kept = kept_for_neighbours(shm_name(nodes.agent((rank + 1) % RANKS), nodes.name))
+        async with Hierarchy.of(own, durable).open(rank=rank) as tiers, kept:
+            for driver in (*(tier.driver for tier in tiers.tiers), kept):
+                await driver.put(f"object-of-{rank}", [b"x" * nbytes])
 
 
 async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(tmp_path: Path) -> None:

@@ -154,12 +154,13 @@ def remove_orphans() -> None:
 
 
 def memory_bytes(settings: TrainingSettings) -> int:
-    """The most that one rank's memory tier holds: its bases, and the differentials since the older of them."""
+    """The most that one rank's memory tier holds, as admission counts it: bases, and an interval of differentials for
+    each of them."""
     owned = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
     if settings.zero > 0:
         owned = -(-owned // RANKS)
     bases = BASES_HELD * (owned * BASE_BYTES + BASE_ROOM_BYTES)
-    differentials = 2 * settings.base_every + settings.batch
+    differentials = BASES_HELD * settings.base_every + max(2, settings.batch) + 1  # one more is being captured
     return bases + differentials * (owned * DIFFERENTIAL_BYTES + DIFFERENTIAL_ROOM_BYTES)
 
 
