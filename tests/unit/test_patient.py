@@ -70,6 +70,21 @@ async def test_a_store_that_says_nothing_keeps_nobody_waiting(brisk: None) -> No
         assert slow.attempts == 1
 
 
+async def test_who_waits_in_vain_is_told_what_the_last_attempt_met(brisk: None) -> None:
+    slow = Slow()
+    slow.may_open.set()
+    slow.error = Transient("the connection was refused")
+    async with PatientDriver(slow) as driver:
+        assert driver.facts() == {"trouble": "the connection was refused"}
+        slow.may_open.clear()
+        with pytest.raises(Transient, match="has not answered yet: the connection was refused"):
+            await driver.usage()
+        slow.error = None
+        slow.may_open.set()
+        await driver.usage()
+        assert driver.facts() == {}
+
+
 async def test_an_attempt_that_is_under_way_ends_with_the_driver(brisk: None) -> None:
     slow = Slow()
     async with PatientDriver(slow):

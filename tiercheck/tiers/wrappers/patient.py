@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from tiercheck.errors import ConfigurationError, TierError, Transient
@@ -67,6 +67,13 @@ class PatientDriver(WrappingDriver):
         self._open = False
         """``inner`` is open."""
         self._opening: asyncio.Future[None] | None = None
+        self._failed = ""
+        """What the last attempt to open ``inner`` has met."""
+
+    def facts(self) -> Mapping[str, str]:
+        """Those of ``inner``; ``trouble`` also says what the last attempt to open it has met, until one succeeds."""
+        trouble = {"trouble": self._failed} if self._failed and not self._open else {}
+        return {**trouble, **self.inner.facts()}
 
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
         if call.operation is Operation.OPEN:
@@ -113,11 +120,16 @@ class PatientDriver(WrappingDriver):
         opening = self._opening
         await asyncio.wait([opening], timeout=wait_s)
         if not opening.done():
-            raise Transient("the store has not answered yet", tier=self.url)
+            trouble = self.facts().get("trouble")
+            raise Transient("the store has not answered yet" + (f": {trouble}" if trouble else ""), tier=self.url)
         if self._opening is opening:
             self._opening = None
-        opening.result()
-        self._open = True
+        try:
+            opening.result()
+        except TierError as error:
+            self._failed = error.message
+            raise
+        self._open, self._failed = True, ""
 
 
 def _retrieve(opening: asyncio.Future[Any]) -> None:
