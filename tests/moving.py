@@ -80,7 +80,7 @@ async def held(hierarchy: OpenHierarchy, index: int = -1) -> list[str]:
 
 
 class Watched(FaultyDriver):
-    """Counts listings, and holds up puts while ``gate`` is closed."""
+    """Counts listings of everything, and holds up puts while ``gate`` is closed."""
 
     def __init__(self, inner: TierDriver) -> None:
         super().__init__(inner, FaultPlan())
@@ -89,7 +89,7 @@ class Watched(FaultyDriver):
         self.gate.set()
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        self.listings += 1
+        self.listings += not prefix
         async for info in super().list(prefix):
             yield info
 

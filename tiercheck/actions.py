@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from tiercheck import container
@@ -37,6 +38,15 @@ CHECKS_IN_FLIGHT = 16
 """So many ranks' shards the coordinator checks at a time."""
 DELETE_CALLS_MAX = 64
 MISSING_MAX = 1000
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A verified shard: its bytes, what it holds, and that as the target's codec has it."""
+
+    content: memoryview
+    stored: Contents
+    wanted: Contents
 
 
 class Actions:
@@ -72,26 +82,33 @@ class Actions:
         target = self._hierarchy.tiers[transfer.target_tier]
         # A tier's own codec is one of differentials. What keeps its codec is copied as it is.
         codec = target.codec if transfer.target.stream is Stream.DIFFERENTIAL else ""
-        found: list[Contents] = []
+        sources: list[_Source] = []
         for key in transfer.sources:
-            verified = await self._verified(source, key)
+            verified = await self._verified(source, key, codec)
             if verified is None:
                 return  # the next look does without it
-            content, shard = verified
+            sources.append(verified)
             if transfer.sources == (transfer.target,) and not codec:
-                await self._put(target, transfer.target, [content])
+                await self._put(target, transfer.target, [verified.content])
                 return
-            found.append(await asyncio.to_thread(_reencoded, shard, codec) if codec else as_stored(shard))
-        await self._put_merged(target, found)
+        try:
+            await self._put_merged(target, [each.wanted for each in sources])
+        except HeaderTooLarge:
+            if not codec:
+                raise
+            # What is encoded has more parts than what was captured.
+            await self._put_merged(target, [each.stored for each in sources])
 
-    async def _verified(self, source: OpenTier, key: ShardKey) -> tuple[memoryview, container.Shard] | None:
+    async def _verified(self, source: OpenTier, key: ShardKey, codec: str) -> _Source | None:
         """The shard, every byte of it verified; ``None`` if it is damaged or gone. Errors: ``SourceError``."""
         try:
             content = await source.driver.get(str(key))
             shard = container.parse(content, key=str(key), tier=source.name)
             self._check_token(source, key, shard.metadata.token)
             await asyncio.to_thread(shard.verify)
-            return content, shard
+            stored = as_stored(shard)
+            wanted = await asyncio.to_thread(_reencoded, shard, codec) if codec else stored
+            return _Source(content, stored, wanted)
         except NotFound as error:
             self._observer.gone(source.index, [key])
             if (source.index, key) in self._missing:
@@ -158,6 +175,7 @@ class Actions:
         except AlreadyExists:
             log.debug("base %d of generation %d is committed already", key.version, key.generation)
         self._observer.put(tier.index, key, len(content))
+        await self._fence(tier)  # what is deleted elsewhere because of this commit need not wait for this tier then
 
     async def _checked(self, tier: OpenTier, key: CommitKey, rank: int) -> Marker:
         """The marker of a rank. Errors: ``Corruption`` if it is not what its shard is."""

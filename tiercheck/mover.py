@@ -85,6 +85,8 @@ class Moving(Protocol):
 
     async def cycle(self, *, closing: bool = False) -> bool: ...
 
+    async def make_room(self) -> None: ...
+
     async def room_for_base(self, deadline_s: float) -> None: ...
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
@@ -186,6 +188,11 @@ class Mover:
             # What one tier was given, or what was found in it, may make work for another.
             if listed and not any(outcome.acted for outcome in served):
                 return all(outcome.done for outcome in served)
+
+    async def make_room(self) -> None:
+        """Delete from the first tier what may go, by what is known; if that is nothing, after a :meth:`cycle`."""
+        if not (await self._serve(self._hierarchy.first, closing=False)).acted:
+            await self.cycle()
 
     async def _keep_serving(self, tier: OpenTier) -> None:
         nudged = self._nudged[tier.index]

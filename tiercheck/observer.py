@@ -200,7 +200,7 @@ class Observer:
         is deleted elsewhere rests on that. Errors: ``TierError`` of either.
         """
         own, durable = self._known[tier.index], self._hierarchy.tiers[self.seen().durable.index]
-        if own.fenced_at < _now() - FENCE_S:
+        if own.fenced_at < max(_now() - FENCE_S, own.committed_at):
             await self._read_generations(tier)
         known = self._known[durable.index]
         if durable is not tier and known.fenced_at < known.committed_at:

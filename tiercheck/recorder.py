@@ -122,7 +122,7 @@ class Recorder:
         self._memory = Reservations(
             hierarchy.first,
             loop,
-            lambda: self._call_mover(mover.cycle(), "making room in the first tier"),
+            lambda: self._call_mover(mover.make_room(), "making room in the first tier"),
             deadline_s=config.deadline_s,
         )
         self._unrecorded: int | None = None

@@ -129,7 +129,7 @@ async def test_a_trainer_learns_what_was_damaged_before_it_was_moved(node: Node)
         await mover.cycle()
         assert mover.status.base_needed_after == 1
         await capture(hierarchy, base(3))
-        await mover.cycle()
+        await mover.make_room()
         assert mover.status.base_needed_after is None
 
 

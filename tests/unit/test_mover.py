@@ -341,6 +341,26 @@ async def test_a_listing_that_hangs_holds_up_no_copy_elsewhere(tmp_path: Path, k
             assert mover.status.watermark == 0
 
 
+async def test_room_is_made_by_what_is_known_while_a_listing_hangs(tmp_path: Path) -> None:
+    hanging: list[Hanging] = []
+
+    def hang(driver: TierDriver) -> TierDriver:
+        hanging.append(Hanging(driver))
+        return hanging[-1]
+
+    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=hang)
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        mover = mover_of(hierarchy)
+        hanging[0].listing.set()
+        await capture(hierarchy, base(0), base(10))
+        await mover.cycle()
+        await capture(hierarchy, base(20))
+        hanging[0].listing.clear()
+        async with asyncio.timeout(10):
+            await mover.make_room()
+        assert await held(hierarchy, 0) == [str(base(10)), str(base(20))]
+
+
 def mover_keys(hierarchy: OpenHierarchy) -> list[str]:
     """What the durable tier holds, without a listing."""
     root = Path(hierarchy.tiers[-1].driver.url.removeprefix("nvme://").partition("?")[0])

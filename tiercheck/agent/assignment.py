@@ -195,6 +195,11 @@ class Assignment:
         self._nominated = True
         self._wake()
 
+    async def make_room(self, deadline_s: float) -> None:
+        """Errors: as :meth:`Mover.make_room`, and ``DeadlineExceeded``."""
+        what = "making room in the first tier"
+        await self._perform(lambda mover, left_s: _within(left_s, mover.make_room(), what), deadline_s, what)
+
     async def room_for_base(self, deadline_s: float) -> None:
         """Errors: as :meth:`Mover.room_for_base`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
         await self._perform(lambda mover, left_s: mover.room_for_base(left_s), deadline_s, "making room for a base")

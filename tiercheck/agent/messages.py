@@ -26,6 +26,7 @@ __all__ = [
     "Drain",
     "Hello",
     "HelloReply",
+    "MakeRoom",
     "Nominate",
     "Nominated",
     "Nudge",
@@ -139,6 +140,13 @@ class RoomForBase(Nominated):
 
 
 @dataclass(frozen=True)
+class MakeRoom(Nominated):
+    """Answer once what may go from the first tier is gone."""
+
+    look_s: ClassVar[float] = TIERS_S
+
+
+@dataclass(frozen=True)
 class Drain(Nominated):
     """Answer once everything captured is where it belongs."""
 
@@ -198,7 +206,7 @@ class StatusReply:
 
 _REQUESTS: dict[str, type[Request]] = {
     re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower(): kind
-    for kind in (Hello, Status, Stop, Nominate, Pause, Withdraw, Nudge, Look, RoomForBase, Drain, Cycle)
+    for kind in (Hello, Status, Stop, Nominate, Pause, Withdraw, Nudge, Look, MakeRoom, RoomForBase, Drain, Cycle)
 }
 _NAMES = {kind: name for name, kind in _REQUESTS.items()}
 _ERRORS: dict[str, type[TierCheckError]] = {name: getattr(errors, name) for name in errors.__all__}

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 from tiercheck.agent.client import AgentClient
-from tiercheck.agent.messages import Cycle, Drain, Look, Nominated, Nudge, RankReply, RoomForBase
+from tiercheck.agent.messages import Cycle, Drain, Look, MakeRoom, Nominated, Nudge, RankReply, RoomForBase
 from tiercheck.agent.record import write_nomination
 from tiercheck.errors import JobConflict, NotFound, TierCheckError
 from tiercheck.mover import MoverStatus
@@ -102,6 +102,10 @@ class AgentMover:
     async def cycle(self, *, closing: bool = False) -> bool:
         """As :meth:`tiercheck.mover.Mover.cycle`. Errors: also ``DeadlineExceeded``."""
         return (await self._ask(Cycle(self._deadline_s, *self._who, closing))).result
+
+    async def make_room(self) -> None:
+        """As :meth:`tiercheck.mover.Mover.make_room`. Errors: also ``DeadlineExceeded``."""
+        await self._ask(MakeRoom(self._deadline_s, *self._who))
 
     async def room_for_base(self, deadline_s: float) -> None:
         """As :meth:`tiercheck.mover.Mover.room_for_base`."""

@@ -25,6 +25,7 @@ from tiercheck.agent.messages import (
     Hello,
     HelloReply,
     Look,
+    MakeRoom,
     Nominate,
     Nominated,
     Nudge,
@@ -322,6 +323,8 @@ class Agent:
                 await assignment.pause(deadline_s)
             case RoomForBase():
                 await assignment.room_for_base(deadline_s)
+            case MakeRoom():
+                await assignment.make_room(deadline_s)
             case Drain(closing=closing):
                 await assignment.drain(deadline_s, closing=closing)
             case Cycle(closing=closing):
