@@ -18,11 +18,11 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -40,43 +40,28 @@ from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
 from tiercheck.config import CheckpointConfig
 from tiercheck.enlistment import Enlistment
-from tiercheck.errors import (
-    CapacityExceeded,
-    ConfigurationError,
-    DeadlineExceeded,
-    GroupError,
-    RecoveryError,
-    SaveError,
-    TierCheckError,
-)
-from tiercheck.generation import UNSEEN, Opening, open_generation, propose, withdraw_captures, withdraw_records
+from tiercheck.errors import ConfigurationError, GroupError, SaveError, TierCheckError
 from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.mover import Mover, Moving
 from tiercheck.nomination import NominatedTier, Nomination
-from tiercheck.policy.consensus import RecoveryPoint
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.recorder import Recorder
 from tiercheck.restore import Recovery, Restorer, gather
+from tiercheck.startup import Ranks, open_job, prepare_memory, room_at_the_end, take_back
 from tiercheck.stats import Stats
 from tiercheck.streams.providers import StateProvider
 from tiercheck.streams.recorded import stream_of
-from tiercheck.types import Fidelity, Survives, Usage
+from tiercheck.types import Fidelity, Survives
 
 __all__ = ["Checkpointer", "Stats"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-USAGE_S_MAX = 5.0
-"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
-NUMBERS_TRIED = 16
-"""Numbers for a generation, one after the other, until one is free in every tier."""
 
 
 class Checkpointer:
@@ -114,15 +99,16 @@ class Checkpointer:
         self._on_end: list[Callable[[], None]] = []
         self._mover_life: concurrent.futures.Future[None] | None = None
         self._loop = BackgroundLoop()
+        self._ranks = Ranks(self._group, self._loop, self.config.deadline_s)
         self._placed = hierarchy
         """The hierarchy as this rank sees it, once every field of its URLs is filled in."""
         self._tiers: OpenHierarchy | None = None
         self._enlistment: Enlistment | None = None
         self._mover: Moving | None = None
         try:
-            self._gather("looking at what is to be saved", self._look)
-            nodes = self._gather("finding the agents of the nodes", lambda: self._place(hierarchy))
-            self._gather("opening the tiers", lambda: self._open_tiers(nodes))
+            self._ranks.gather("looking at what is to be saved", self._look)
+            nodes = self._ranks.gather("finding the agents of the nodes", lambda: self._place(hierarchy))
+            self._ranks.gather("opening the tiers", lambda: self._open_tiers(nodes))
             self._begin()
         except BaseException:
             self.abort()
@@ -163,7 +149,7 @@ class Checkpointer:
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
         return {
-            tier.name: self._call(tier.driver.usage(), f"the usage of {tier.name}").used_bytes
+            tier.name: self._ranks.call(tier.driver.usage(), f"the usage of {tier.name}").used_bytes
             for tier in self._opened().tiers
         }
 
@@ -295,32 +281,14 @@ class Checkpointer:
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self._claim = Claim(lasting, self._group.rank)
         # A little less than the deadline, so that the error names the tier.
-        self._call(tiers.opened(0.9 * self.config.deadline_s), "opening the tiers")
+        self._ranks.call(tiers.opened(0.9 * self.config.deadline_s), "opening the tiers")
         self._tiers = tiers
         refuse_gaps(self.config, self._group.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
         self._demand = Demand.of(self._stream, self.config)
-        usage = self._call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
+        usage = self._ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         if usage.limit_bytes is not None:
             self._demand.check(usage.limit_bytes, self.config, tier=tiers.first.driver.url)
-            self._prepare_memory(usage)
-
-    def _prepare_memory(self, usage: Usage) -> None:
-        """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the
-        tier keeps ready. What is not ready costs its first use more."""
-        assert usage.free_bytes is not None and usage.limit_bytes is not None
-        first = self._opened().first
-
-        def prepare(room: int) -> None:
-            sizes = self._demand.reservations(room)
-            self._call(first.driver.prepare_reservations(sizes), f"preparing the memory of {first.name}")
-
-        try:
-            try:
-                prepare(usage.free_bytes)
-            except CapacityExceeded:  # it keeps less than that beside its objects
-                prepare(usage.limit_bytes // 2)
-        except (CapacityExceeded, DeadlineExceeded) as error:
-            log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
+            prepare_memory(self._ranks, tiers, self._demand, usage)
 
     def _begin(self) -> None:
         """Recover, then open a generation with a base of its own."""
@@ -333,19 +301,21 @@ class Checkpointer:
         self._stream.load(restorer.residuals)
         point = self._recovery.point if self._recovery else None
         version = point.last if point else 0
-        branch = self._open_generation(restorer, point)
+        branch = open_job(self._ranks, tiers, restorer, point)
         self._generation = branch.generation
         self._stream.token = branch.token
         lineage = Lineage.of([*restorer.past.branches, branch])
         try:
-            read_from = self._gather("beginning to save", lambda: self._prepare(lineage, version))
-        except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
+            read_from = self._ranks.gather("beginning to save", lambda: self._prepare(lineage, version))
+        except GroupError:
             raise
         except Exception:
-            self._withdraw(branch)
+            if self._recorder is not None:
+                self._recorder.close()
+            take_back(self._ranks, tiers, branch)
             raise
         if self._enlistment is not None:
-            self._gather("handing the movers to the agents", self._enlistment.nominate)
+            self._ranks.gather("handing the movers to the agents", self._enlistment.nominate)
         self._mover_life = self._loop.submit(self._moving.run())
         if self._group.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
@@ -379,19 +349,6 @@ class Checkpointer:
         self._recorder.begin()
         return [tier for _, tier in self._recovery.sources] if self._recovery else []
 
-    def _withdraw(self, branch: Branch) -> None:
-        """Take the generation back, of which nobody has moved or trained anything: first what ranks captured, then,
-        once all have, its records. Where that fails it stays, and is superseded by the next one."""
-        if self._recorder is not None:
-            self._recorder.close()
-        tiers = self._opened()
-        doing = f"taking back generation {branch.generation}"
-        try:
-            self._gather(doing, lambda: self._call(withdraw_captures(tiers, branch, self._group.rank), doing))
-            self._gather(doing, lambda: self._call(withdraw_records(tiers, branch), doing))
-        except TierCheckError as error:
-            log.warning("%s: %s; it stays, without a version of its own, until the job starts again", doing, error)
-
     def _cautions(self) -> list[str]:
         """What the user may not have meant, told once a job."""
         if self._group.rank != 0:
@@ -401,58 +358,9 @@ class Checkpointer:
         if self._recovery is not None:
             scheduled = self._provider.host_state().get("scheduler") is not None
             found.append(overruled_options(self._given, self._provider.hyperparameters(), scheduled=scheduled))
-        if (usage := self._room_at_the_end()) is not None:
+        if (usage := room_at_the_end(self._ranks, tiers)) is not None:
             found.append(too_little_room(tiers, usage, self._demand.base_nbytes, world_size, self.config))
         return [each for each in found if each is not None]
-
-    def _room_at_the_end(self) -> Usage | None:
-        """What the last tier holds and may hold, where all ranks share it and it says so soon."""
-        last = self._opened().tiers[-1]
-        if not last.role.shared:
-            return None
-        try:
-            return self._loop.call(last.driver.usage(), what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
-        except TierCheckError as error:
-            log.debug("%s", error)
-            return None
-
-    def _open_generation(self, restorer: Restorer, point: RecoveryPoint | None) -> Branch:
-        """The generation that begins at ``point``, recorded in every rank's tiers; in those that cannot be written to
-        just now later, where each rank's memory has served the recovery.
-
-        Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
-        """
-        taken = restorer.past.taken + (UNSEEN if restorer.past.away else 0)
-        for _ in range(NUMBERS_TRIED):
-            proposal = propose(
-                taken,
-                parent=point.generation if point else 0,
-                left_at=point.last if point else 0,
-                world_size=self._group.world_size,
-            )
-            branch = Branch.from_object(self._gather("choosing the generation", proposal.to_object)[0])
-
-            def open_it(branch: Branch = branch) -> dict[str, Any]:
-                opening = open_generation(self._opened(), branch, may_wait=restorer.in_memory)
-                return asdict(self._call(opening, f"opening generation {branch.generation}"))
-
-            try:
-                openings = [Opening(**each) for each in self._gather("opening the generation", open_it)]
-            except GroupError:
-                raise
-            except Exception:
-                self._withdraw(branch)
-                raise
-            if not any(opening.occupied for opening in openings):
-                for tier, error in openings[self._group.rank].later.items():
-                    log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
-                return branch
-            self._withdraw(branch)
-            taken = branch.generation
-        raise RecoveryError(
-            f"{NUMBERS_TRIED} numbers of generations up to {taken} are occupied by what is no lineage record: remove "
-            f"what is foreign under lineage/ in {', '.join(tier.driver.url for tier in self._opened().tiers)}"
-        )
 
     def _make_mover(self, placement: Placement, lineage: Lineage) -> Moving:
         """The mover, in this process; or what stands for it here, where the node's agent has it."""
@@ -527,12 +435,6 @@ class Checkpointer:
             return False
         return True
 
-    def _gather(self, what: str, produce: Callable[[], Any]) -> list[Any]:
-        return gather(self._group, what, produce, deadline_s=self.config.deadline_s)
-
-    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self._loop.call(coroutine, what=what, deadline_s=self.config.deadline_s)
-
     def abort(self) -> None:
         """Give everything back without flushing. What was captured stays in the first tier. Idempotent."""
         if self._closed:
@@ -549,7 +451,7 @@ class Checkpointer:
                 if self._enlistment is not None:
                     self._enlistment.end()
                 if self._tiers is not None:
-                    self._call(self._tiers.__aexit__(None, None, None), "closing the tiers")
+                    self._ranks.call(self._tiers.__aexit__(None, None, None), "closing the tiers")
             finally:
                 self._loop.close()
         except TierCheckError as error:

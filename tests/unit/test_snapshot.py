@@ -58,7 +58,7 @@ def shards(checkpointer: Checkpointer, tier: int) -> list[ShardKey]:
         found = [keys.parse(info.key) async for info in opened.driver.list()]
         return [key for key in found if isinstance(key, ShardKey)]
 
-    return checkpointer._call(held(), "listing")
+    return checkpointer._ranks.call(held(), "listing")
 
 
 def snapshots(found: list[ShardKey]) -> list[tuple[int, int]]:
@@ -101,7 +101,7 @@ def test_each_supersedes_the_last(tmp_path: Path) -> None:
     checkpointer = training.attach(Hierarchy.of(*places(tmp_path)), codec="snapshot", base_every=20, batch=4)
     for version in range(1, 36):
         training.step(version)
-        checkpointer._call(checkpointer._mover.cycle(), "moving")
+        checkpointer._ranks.call(checkpointer._mover.cycle(), "moving")
         held = snapshots(shards(checkpointer, 0))
         assert len(held) <= 2 * 2 + 1, "those that are superseded go, also before there is a second base"
     checkpointer.flush()
