@@ -45,7 +45,8 @@ class CheckpointConfig:
     keep_every: int = 0
     """Besides, each base whose version is a multiple of this is kept (0: none)."""
     on_save_error: str = "fail"
-    """``fail``: a version that cannot be saved raises ``SaveError`` out of the step. ``warn``: it is logged and
+    """``fail``: a version that cannot be saved raises ``SaveError`` where it is saved: out of the step, of
+    ``end_iteration``, or of the forward pass after. ``warn``: it is logged and
     counted, and training goes on; bases are tried again at each version, without waiting for a tier once it has kept
     one waiting for ``deadline_s``. Closing logs what could not be brought to its tiers, too."""
     on_nothing_left: str = "refuse"

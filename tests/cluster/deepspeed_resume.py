@@ -163,6 +163,10 @@ def check_beside(directory: Path, case: Case, says_end: bool) -> Iterable[str]:
 
     def attached(engine: Any, hierarchy: Hierarchy) -> tuple[Loader, Average, Checkpointer]:
         loader, average = Loader(), Average()
+        if case.stage == 3:  # by the block in DeepSpeed's JSON, whose URLs are those of the hierarchy
+            block = {"tiers": [tier.url for tier in hierarchy.tiers], "base_every": BASE_EVERY, "batch": 2}
+            engine.config = {**engine.config, "tiercheck": block}
+            return loader, average, attach(engine, stateful={"loader": loader, "average": average})
         beside = {"stateful": {"loader": loader, "average": average}}
         if not says_end:
             beside = {"stateful": {"loader": loader}, "after_step": {"average": average}}

@@ -10,6 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.training import Training, memory
+from tests.unit.test_attach import Accelerated
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
@@ -250,6 +251,16 @@ def test_a_scheduler_that_was_forgotten_is_refused(made: str) -> None:
         torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)
         with pytest.raises(UnsupportedSetup, match="make it before attach, and pass it as scheduler="):
             loop.step(1)
+
+
+def test_a_scheduler_of_a_wrapped_optimizer_is_not_forgotten_either() -> None:
+    loop = Training()
+    loop.optimizer = Accelerated(loop.optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)
+    with pytest.raises(UnsupportedSetup, match="is not attached"):
+        loop.attach(Hierarchy.of(memory()))
+    loop.attach(Hierarchy.of(memory()), stateful={"it": scheduler})
+    loop.step(1)
 
 
 @pytest.mark.parametrize("argument", ["scheduler", "stateful", "after_step"])

@@ -92,20 +92,20 @@ class Run:
             self.checkpointer.end_iteration()
 
 
-def resumed(failed_at: int, *, last: int = LAST, **options: Any) -> tuple[Run, Run]:
+def resumed(failed_at: int, *, last: int = LAST, kind: type[Run] = Run, **options: Any) -> tuple[Run, Run]:
     """A run that failed and was resumed, with the losses of both its lives; and one that did not fail."""
     url = memory()
-    before = Run(**options)
+    before = kind(**options)
     before.attach(url)
     before.train(failed_at)
     before.checkpointer.abort()  # type: ignore[union-attr]
-    after = Run(**options)
+    after = kind(**options)
     checkpointer = after.attach(url)
     assert checkpointer.version == (failed_at if before.says_end else failed_at - 1)
     after.train(last)
     checkpointer.abort()
     after.losses = {**before.losses, **after.losses}
-    reference = Run(**options)
+    reference = kind(**options)
     reference.train(last)
     return after, reference
 
@@ -123,6 +123,48 @@ def test_a_loader_made_after_attach_does_not_change_what_is_drawn(
 @pytest.mark.parametrize("workers", [2])
 def test_nor_does_one_with_workers(workers: int) -> None:
     after, reference = resumed(7, last=9, workers=workers)
+    assert after.losses == reference.losses
+
+
+class Trainer(Run):
+    """Calls in the order of Hugging Face's Trainer, which goes through the batches of an epoch that were trained on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def attach(self, url: str) -> Checkpointer:
+        config = CheckpointConfig(base_every=4, batch=2, deadline_s=30)
+        hierarchy = Hierarchy.of(url)
+        self.checkpointer = attach(self.model, self.optimizer, hierarchy, scheduler=self.scheduler, config=config)
+        return self.checkpointer
+
+    def train(self, last: int) -> None:
+        done = self.checkpointer.version if self.checkpointer else 0
+        self.model.zero_grad()
+        for epoch in range(done // EPOCH, LAST // EPOCH + 1):
+            loader = DataLoader(Data(), batch_size=2, sampler=Shuffled(epoch, 0), num_workers=self.workers)
+            for version, batch in enumerate(loader, EPOCH * epoch + 1):
+                if version <= done or version > last:
+                    continue
+                self.model.train()
+                loss = self.model(batch).pow(2).mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.model.zero_grad()
+                self.losses[version] = loss.item().hex()
+                if self.checkpointer is not None and self.says_end:
+                    self.checkpointer.end_iteration()  # a callback's on_step_end
+            if last <= EPOCH * (epoch + 1):
+                break
+
+
+@pytest.mark.parametrize("says_end", [True, False])
+@pytest.mark.parametrize("failed_at", [4, 8])
+def test_nor_do_the_batches_that_a_trainer_passes_over(failed_at: int, says_end: bool) -> None:
+    after, reference = resumed(failed_at, kind=Trainer, says_end=says_end)
     assert after.losses == reference.losses
 
 

@@ -75,7 +75,7 @@ def attach(
     def hook() -> _Hooks:
         beside = Beside(after_step, stateful)
         provider = DeepSpeedProvider(engine, beside)
-        refuse_forgotten_scheduler(provider.optimizer, engine.lr_scheduler, beside)
+        refuse_forgotten_scheduler((provider.optimizer,), engine.lr_scheduler, beside)
         if config is not None and config.train_on_compressed:
             refuse_ranks_that_share_parameters(engine)
         return _Hooks(provider, in_step=stateful is None and after_step is None)

@@ -7,6 +7,7 @@ training begins; or, if neither was seen, the next step comes, or the job's end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from tiercheck.checkpointer import Checkpointer
@@ -99,12 +100,14 @@ class Iterations:
             self._provider.published()
 
 
-def refuse_forgotten_scheduler(optimizer: Any, scheduler: Any, beside: Beside) -> None:
+def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside: Beside) -> None:
     """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` where one has
-    done so and none was passed: it would begin anew after a failure."""
-    if scheduler is not None or not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    done so and none was passed: it would begin anew after a failure. ``optimizers``: one, and what it is wrapped in."""
+    if scheduler is not None:
         return
-    if not any(getattr(each, "optimizer", None) is optimizer for each in beside.given()):
+    scheduled = [each for each in optimizers if hasattr(each.step, "_wrapped_by_lr_sched")]
+    given = [getattr(each, "optimizer", None) for each in beside.given()] if scheduled else []
+    if scheduled and not any(one is each for one in given for each in scheduled):
         raise UnsupportedSetup(
             "a learning-rate scheduler was made for the optimizer and is not attached, so that it would begin anew "
             "after a failure: make it before attach, and pass it as scheduler= (or, if another object saves it, that)"

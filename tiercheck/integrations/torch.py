@@ -77,7 +77,7 @@ def attach(
         bare = bare_optimizer(optimizer)
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
-        refuse_forgotten_scheduler(bare, scheduler, beside)
+        refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
         provider = ModuleProvider(model, bare, world_size=ranks.world_size, beside=beside)
         return _Hooks(provider, model, bare, order, scheduler)
 
@@ -135,7 +135,7 @@ class _Hooks:
                 "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
                 "can be seen; supported is an optimizer with fused=False"
             )
-        refuse_forgotten_scheduler(optimizer, self._scheduler, self.provider.beside)
+        refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
         self._step_hooks.check()
         self._iterations.over()
         self._checkpointer.capture(self._checkpointer.version + 1, self.provider.gradients())
