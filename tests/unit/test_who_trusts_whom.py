@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,6 +30,8 @@ from tiercheck.tiers.shm import ShmDriver
 from tiercheck.types import PutMode
 
 __all__ = ["node"]
+
+ROOT = Path(__file__).parents[2]
 
 
 def running(node: Node) -> Agent:
@@ -170,3 +173,19 @@ def test_no_client_names_the_namespace_of_another_owner(namespace: str) -> None:
             assert [effect.task for effect in asked if isinstance(effect, Work)] == [
                 Greet(f"{owner}/{namespace}" if owner else namespace)
             ]
+
+
+# The page.
+
+
+def test_every_line_of_the_page_names_its_tests() -> None:
+    text = (ROOT / "docs" / "who-trusts-whom.md").read_text()
+    table, _, shown = text.partition("## Shown by")
+    lines = re.findall(r"^\| (\d+) \|", table, re.MULTILINE)
+    named = re.split(r"^(\d+)\. ", shown, flags=re.MULTILINE)
+    assert lines == named[1::2] == [str(number + 1) for number in range(len(lines))]
+    for number, tests in zip(named[1::2], named[2::2], strict=True):
+        found = re.findall(r"`([\w/.]+)::(\w+)`", tests)
+        assert found, f"line {number} is shown by nothing"
+        for file, name in found:
+            assert f"def {name}(" in (ROOT / file).read_text(), f"line {number}: there is no {file}::{name}"
