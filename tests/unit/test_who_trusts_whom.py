@@ -144,6 +144,17 @@ def test_no_name_stands_for_two_namespaces() -> None:
     assert len(shm_name("n" * 40, "theirs/run")) == 64
 
 
+async def test_an_agent_gives_away_nothing_that_another_one_keeps(node: Node) -> None:
+    node.namespaces.append(shm_name(f"{node.name}-b", "c"))
+    driver = await namespace_opener(f"{node.name}-b")("c")
+    await driver.put(str(base(0)), shard(base(0)))
+    await driver.close()
+    assert shm_name(node.name, "b-c") == shm_name(f"{node.name}-b", "c")
+    with pytest.raises(Unauthorized, match="another agent"):
+        await namespace_opener(node.name)("b-c")
+    await (await namespace_opener(f"{node.name}-b")("c")).close()
+
+
 async def test_clients_make_no_more_namespaces_than_an_agent_keeps_over_all_its_lives(node: Node) -> None:
     names = [shm_name(node.name, name) for name in ("a", "b", "c")]
     node.namespaces += names

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tiercheck.agent.settings import AgentSettings
 from tiercheck.agent.snapshot import PeerSnapshot
-from tiercheck.errors import CapacityExceeded, NotFound, Transient
+from tiercheck.errors import CapacityExceeded, NotFound, Transient, Unauthorized
 from tiercheck.keys import ClaimKey, CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.namespaces import in_use, keep_under, kept_under, namespace_names, namespace_path, remove_one
@@ -90,7 +90,12 @@ def namespace_opener(node: str, *, namespaces_max: int = NAMESPACES_MAX) -> Open
         await asyncio.to_thread(make_room, node, own, namespaces_max)
         driver = kept_for_neighbours(own)
         await driver.open()
-        keep_under(namespace_path(own), name)
+        root = namespace_path(own)
+        if (kept_under(root) or name) != name:
+            # Of two agents, "a" and "a-b", either could be asked for what the other one keeps.
+            await driver.close()
+            raise Unauthorized(f"another agent of this machine keeps {own}; give one of them another name")
+        keep_under(root, name)
         return driver
 
     return open_namespace
