@@ -19,7 +19,7 @@ from tiercheck import container
 from tiercheck.agent.client import connect_agent
 from tiercheck.agent.rundir import RunDirectory
 from tiercheck.demo.nodes import remove_when_released
-from tiercheck.errors import ConfigurationError, NotFound, TierError
+from tiercheck.errors import ConfigurationError, NotFound, TierCheckError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, NominationKey
 from tiercheck.streams.differential import read_differentials
@@ -129,7 +129,7 @@ def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> N
 def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path: Path) -> None:
     (tmp_path / "durable").write_text("in the way")  # the durable tier cannot be opened: a file stands there
     hierarchy = tiers(name, tmp_path)
-    with pytest.raises(TierError):
+    with pytest.raises(TierCheckError):
         Training().attach(hierarchy, mover="agent")
     (tmp_path / "durable").unlink()
     training = Training()

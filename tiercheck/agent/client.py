@@ -77,7 +77,7 @@ class AgentClient:
         until = loop.time() + request.deadline_s
         with self._speaking():
             while True:
-                connection = await self._connected(max(request.look_s, until - loop.time()))
+                connection = await self._connected(max(LEFT_S_MIN, until - loop.time(), 0.0 if request.deadline_s else request.look_s))
                 left_s = max(LEFT_S_MIN, until - loop.time()) if request.deadline_s else 0.0
                 try:
                     return await connection.request(replace(request, deadline_s=left_s), kind)
