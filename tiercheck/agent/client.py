@@ -74,10 +74,10 @@ class AgentClient:
         """The agent's reply. Where the agent dies meanwhile it is started again, and asked again with what is left of
         the deadline (``again``). Errors: the request's own; ``DeadlineExceeded``; ``ConfigurationError``."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + request.deadline_s
+        until = loop.time() + (request.deadline_s or request.look_s)
         with self._speaking():
             while True:
-                connection = await self._connected(max(LEFT_S_MIN, until - loop.time(), 0.0 if request.deadline_s else request.look_s))
+                connection = await self._connected(max(LEFT_S_MIN, until - loop.time()))
                 left_s = max(LEFT_S_MIN, until - loop.time()) if request.deadline_s else 0.0
                 try:
                     return await connection.request(replace(request, deadline_s=left_s), kind)
