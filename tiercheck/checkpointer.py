@@ -29,6 +29,7 @@ import torch
 from tiercheck import kernels
 from tiercheck.admission import Demand, refuse_gaps
 from tiercheck.agent.introduction import Introduction, peer_address
+from tiercheck.agreement import Agreement, clear_tiers
 from tiercheck.announcement import (
     begun,
     doubtful_tiers,
@@ -45,6 +46,7 @@ from tiercheck.group import Group, SingleProcess
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.mover import Mover, Moving
 from tiercheck.nomination import NominatedTier, Nomination
+from tiercheck.policy.agreement import NO_MARK
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
@@ -105,6 +107,7 @@ class Checkpointer:
         self._tiers: OpenHierarchy | None = None
         self._enlistment: Enlistment | None = None
         self._mover: Moving | None = None
+        self._agreement: Agreement | None = None
         try:
             self._ranks.gather("looking at what is to be saved", self._look)
             nodes = self._ranks.gather("finding the agents of the nodes", lambda: self._place(hierarchy))
@@ -305,6 +308,7 @@ class Checkpointer:
         self._generation = branch.generation
         self._stream.token = branch.token
         lineage = Lineage.of([*restorer.past.branches, branch])
+        mark = clear_tiers(restorer, branch.generation, version) if point else NO_MARK
         try:
             read_from = self._ranks.gather("beginning to save", lambda: self._prepare(lineage, version))
         except GroupError:
@@ -316,6 +320,9 @@ class Checkpointer:
             raise
         if self._enlistment is not None:
             self._ranks.gather("handing the movers to the agents", self._enlistment.nominate)
+        if self._agreement is not None:
+            self._agreement.mark = mark
+            self._ranks.gather("telling the movers what is whole", self._agreement.begin)
         self._mover_life = self._loop.submit(self._moving.run())
         if self._group.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
@@ -334,6 +341,8 @@ class Checkpointer:
         tiers that this rank's state was read from."""
         placement = Placement(min(self.config.batch, self.config.base_every))
         self._mover = self._make_mover(placement, lineage)
+        if Agreement.needed(self._opened(), self._group):
+            self._agreement = Agreement(self._group, self._mover, self._loop, self.config.deadline_s)
         self._recorder = Recorder(
             self._stream,
             self._opened(),
@@ -344,6 +353,7 @@ class Checkpointer:
             rank=self._group.rank,
             generation=self._generation,
             version=version,
+            settle=self._agreement.settle if self._agreement else None,
         )
         self._found_odd = self._cautions()
         self._recorder.begin()

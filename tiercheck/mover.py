@@ -28,7 +28,8 @@ from tiercheck.generation import record_generation
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import LineageKey, ShardKey, Stream
 from tiercheck.observer import Observer
-from tiercheck.policy.commit import superseded, to_commit, to_mark
+from tiercheck.policy.agreement import Span, needs_agreement, reach
+from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation
 from tiercheck.policy.placement import Placement, own_bases
@@ -63,6 +64,10 @@ class MoverStatus:
     """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
     slow_views_s: dict[str, float] = field(default_factory=dict)
     """Per tier whose last listing began over a minute ago: how many seconds ago."""
+    has_room: bool = True
+    """The first tier may take another base."""
+    reach: tuple[Span, ...] = ()
+    """Where no tier is shared: what this rank can come to, whichever of its copies are lost."""
     base_needed_after: int | None = None
     """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
     this process's memory is lost, until a base newer than this version is captured."""
@@ -86,6 +91,10 @@ class Moving(Protocol):
     async def cycle(self, *, closing: bool = False) -> bool: ...
 
     async def make_room(self) -> None: ...
+
+    async def agree(self, mark: int) -> None:
+        """The ranks agree on this mark (:mod:`tiercheck.policy.agreement`). :attr:`status` is fresh after that."""
+        ...
 
     async def room_for_base(self, deadline_s: float) -> None: ...
 
@@ -113,6 +122,7 @@ class Mover:
         placement: Placement,
         retention: Retention,
         lineage: Lineage,
+        mark: int | None = None,
     ) -> None:
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
@@ -124,6 +134,7 @@ class Mover:
         self._observer = Observer(
             hierarchy, self._attempts, rank=rank, world_size=world_size, generation=generation, lineage=lineage
         )
+        self._observer.mark = mark
         self._actions = Actions(
             hierarchy,
             self._observer,
@@ -255,7 +266,7 @@ class Mover:
             *(actions.deletions(tier, self._retention.reclaimable(seen)[tier.index]) if sure(tier.index) else ()),
             *(
                 Action(COPYING, str(transfer.target), partial(actions.transfer, transfer))
-                for transfer in self._placement.transfers(seen, closing=closing)
+                for transfer in self._retention.wanted(seen, self._placement.transfers(seen, closing=closing))
                 if transfer.target_tier == tier.index and visible(transfer.source_tier)
             ),
         ]
@@ -277,8 +288,17 @@ class Mover:
         await self._observer.fence(tier)
         self._seen()
 
+    async def agree(self, mark: int) -> None:
+        """As of :class:`Moving`."""
+        self._observer.mark = mark
+        await self._observer.refresh_nearby()
+        self._seen()
+        self._note()
+        self.nudge()
+
     async def room_for_base(self, deadline_s: float) -> None:
-        """Wait until another base may be captured: fewer than two of this rank still drain.
+        """Wait until another base may be captured: fewer than two of this rank still drain, and of those in the first
+        tier no more than two must stay.
 
         Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last error; ``JobConflict``.
         """
@@ -288,7 +308,7 @@ class Mover:
         def has_room() -> bool:
             self._seen()
             self._note()
-            return self.status.undrained_bases < BASES_IN_VOLATILE_TIERS
+            return self.status.has_room
 
         async def room() -> bool:
             await self._observer.refresh_nearby()
@@ -297,6 +317,8 @@ class Mover:
             return has_room()
 
         def what() -> str:
+            if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
+                return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
             return f"{self.status.undrained_bases} bases have not reached the durable tier"
 
         await self._until(room, deadline_s, what, [durable])
@@ -372,16 +394,19 @@ class Mover:
         captured = own_bases(seen, seen.contents[0])
         durable = own_bases(seen, seen.contents[seen.durable.index])
         newest = durable[-1].first if durable else -1
+        undrained = sum(base.first > newest for base in captured)
         stopped = {MOVER: str(self._stopped)} if self._stopped else {}
         self.status = MoverStatus(
             watermark=mark.version if mark else None,
-            undrained_bases=sum(base.first > newest for base in captured),
+            undrained_bases=undrained,
             idle=all(self._idle),
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,
             errors={**self._attempts.errors, **stopped},
             slow_views_s=self._observer.slow_views_s,
+            has_room=undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen),
+            reach=reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
             base_needed_after=base_needed_after(seen, [key for _, key in self._observer.damaged]),
         )
 

@@ -97,6 +97,8 @@ class Observer:
         self._generation = generation
         self._lineage = lineage
         self._known = [_Known() for _ in hierarchy.tiers]
+        self.mark: int | None = None
+        """As of :class:`~tiercheck.policy.observation.Observation`."""
 
     # What is known
 
@@ -104,7 +106,13 @@ class Observer:
         """What every tier holds, as far as is known now. Of a tier that was never listed nothing is known."""
         contents = tuple(known.contents for known in self._known)
         return Observation(
-            self._hierarchy.roles, contents, self._rank, self._world_size, self._generation, self._lineage
+            self._hierarchy.roles,
+            contents,
+            self._rank,
+            self._world_size,
+            self._generation,
+            self._lineage,
+            self.mark,
         )
 
     def visible(self, index: int) -> bool:

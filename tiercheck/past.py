@@ -98,7 +98,8 @@ class Past:
         in_memory = any(
             source.tier == 0 and source.key.generation == newest for survey in self.surveys for source in survey.sources
         )
-        return in_memory and points[0].generation == newest and points[0].last >= max(bases, default=0)
+        generation = max(point.generation for point in points)
+        return in_memory and generation == newest and points[0].last >= max(bases, default=0)
 
     # What is refused
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from tiercheck.errors import (
     DeadlineExceeded,
     GroupError,
     JobConflict,
+    RecoveryError,
     SaveError,
     TierCheckError,
     TierError,
@@ -103,7 +104,9 @@ class Recorder:
         rank: int,
         generation: int,
         version: int,
+        settle: Callable[[int], None] | None = None,
     ) -> None:
+        """``settle``: called on every rank at the versions at which all of them make a base."""
         self.version = version
         """The newest version captured."""
         self.trained = version
@@ -118,6 +121,7 @@ class Recorder:
         self._config = config
         self._rank = rank
         self._generation = generation
+        self._settle = settle
         self._open_differential: _OpenRecord | None = None
         self._memory = Reservations(
             hierarchy.first,
@@ -301,6 +305,8 @@ class Recorder:
             self.finish_base()  # until then nothing leads to this version; and that base may have to be given up
         if self._is_base_due(version) or self._lost():
             with self._saving(version):
+                if version % self._config.base_every == 0:
+                    self._settle_with_others(version)
                 self._begin_base(version)
             if not self._is_anchored():
                 self.finish_base()
@@ -319,6 +325,19 @@ class Recorder:
             return False
         log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
         return True
+
+    def _settle_with_others(self, version: int) -> None:
+        """All ranks are here. Errors: ``SaveError``; ``GroupError``."""
+        if self._settle is None:
+            return
+        self.finish_base()
+        began = time.perf_counter()
+        try:
+            self._settle(version)
+        except RecoveryError as error:  # of another rank, in words
+            raise SaveError(str(error)) from error
+        finally:
+            self._count(drain_stall_s=time.perf_counter() - began)
 
     def _begin_base(self, version: int, *, opening: bool = False) -> None:
         """Reserve memory and start the lazy copy. Waits where the bases before have not drained; the one that opens a

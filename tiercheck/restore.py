@@ -149,6 +149,10 @@ class Restorer:
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """After :meth:`restore`, by master, the residuals of training on compressed gradients: what the base holds, less
     what was sent since (:mod:`tiercheck.streams.trained_on`)."""
+    parent: int = 0
+    """After :meth:`restore`, the generation of the version that was recovered: the newest one of any rank's."""
+    sound: frozenset[Source] = frozenset()
+    """After :meth:`restore`, this rank's copies, less those that were found damaged."""
     in_memory: bool = False
     """After :meth:`restore`: whether every rank came to its version by what its first tier holds."""
     _past: Past | None = None
@@ -203,6 +207,8 @@ class Restorer:
             replayed = self._rebuild(reader, part)
             if replayed is not None:
                 self.in_memory = self.past.in_memory(points)
+                self.parent = max(point.generation for point in points)
+                self.sound = self._own - reader.quarantined.keys()
                 return self._report(reader, part, self._settle(part, replayed), matrix, began)
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 

@@ -57,7 +57,7 @@ def open_job(ranks: Ranks, tiers: OpenHierarchy, restorer: Restorer, point: Reco
     for _ in range(NUMBERS_TRIED):
         proposal = propose(
             taken,
-            parent=point.generation if point else 0,
+            parent=restorer.parent,
             left_at=point.last if point else 0,
             world_size=ranks.group.world_size,
         )

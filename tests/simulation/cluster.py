@@ -8,13 +8,17 @@ two pasts shows.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement, reach
 from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.opening import Reach, anew, superseded_at_opening
 from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.recovery import Plan, Source, plan
 from tiercheck.policy.watermark import Retention, watermark
@@ -24,15 +28,28 @@ Tier = dict[Key, object]
 State = tuple[int, ...]
 """A state is the sequence of the random steps that led to it."""
 
+BASES_MAX = 3
+"""What admission counts on for a rank in its first tier."""
+NEVER = -1
+
+
+@dataclass
+class Node:
+    """A machine's memory. It outlives the processes, and stays what it is when another rank comes to run there."""
+
+    memory: Tier = field(default_factory=dict)
+    kept: Tier = field(default_factory=dict)
+    """What it keeps for its neighbour."""
+
 
 @dataclass
 class Rank:
-    """Each rank is a node."""
+    """One a node."""
 
-    memory: Tier = field(default_factory=dict)
-    peer: Tier = field(default_factory=dict)
-    """What the next node's memory keeps for this one."""
+    node: Node
     state: State = ()
+    mark: int | None = NO_MARK
+    """What its mover was told."""
 
     @property
     def version(self) -> int:
@@ -40,27 +57,52 @@ class Rank:
 
 
 class Cluster:
-    """``world`` ranks that train in lock step. All that happens is drawn from ``seed``. ``snapshots``: between bases
-    they capture snapshots, not differentials; now and then one of these, or a base, fails on some rank alone."""
+    """``world`` ranks that train in lock step. All that happens is drawn from ``seed``.
+
+    ``shared``: there is a durable tier that all ranks see. ``peers``: each rank's objects are kept by the next rank's
+    node. ``moves``: after a failure ranks may come back on each other's nodes, or on spare ones. ``snapshots``: between
+    bases they capture snapshots, not differentials. ``saves_fail``: now and then a capture fails on some rank alone.
+    """
 
     def __init__(
-        self, seed: int, world: int, base_every: int, batch: int, *, peers: bool, snapshots: bool = False
+        self,
+        seed: int,
+        world: int,
+        base_every: int,
+        batch: int,
+        *,
+        peers: bool,
+        shared: bool = True,
+        moves: bool = False,
+        snapshots: bool = False,
+        saves_fail: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.world = world
         self.base_every = base_every
         assert world > 1 or not peers, "a node alone has no peer"
-        survive = [Survives.PROCESS, *([Survives.NODE] if peers else []), Survives.RACK]
+        survive = [Survives.PROCESS, *([Survives.NODE] if peers else []), *([Survives.RACK] if shared else [])]
         self.roles = tuple(Role(index, each.name, each) for index, each in enumerate(survive))
-        self.peers = peers
+        self.peers, self.shared, self.moves = peers, shared, moves
+        self.failures = ["software", *(["node"] if peers or shared else []), *(["rack"] if shared else [])]
+        self.agrees = needs_agreement(self.roles, world)
         self.placement = Placement(batch)
-        self.retention = Retention(keep_last=self.random.choice([1, 2, 3]), batch=batch)
+        self.retention = Retention(
+            keep_last=self.random.choice([1, 2, 3]), keep_every=self.random.choice([0, 0, base_every]), batch=batch
+        )
         self.snapshots = snapshots
-        self.saves_fail = snapshots
+        self.saves_fail = saves_fail
+        self.outage = False
+        """The durable tier takes nothing."""
+        self.opening_fails, self.step_fails = 0.1, 0.02
+        self.restarts = 0
         self.due: set[int] = set()
-        """The ranks whose newest base failed: until they have another one, they capture no snapshot."""
-        self.ranks = [Rank() for _ in range(world)]
+        """The ranks whose newest capture failed: until they have another base, they capture nothing else."""
+        self.ranks = [Rank(Node()) for _ in range(world)]
+        self.spares = [Node()] if moves else []
         self.durable: Tier = {}
+        self.in_flight: list[Callable[[], None]] = []
+        """What a process had asked of the durable tier when it was killed, and is still to arrive there."""
         self.generation = 0
         self.history: dict[tuple[int, int, int], State] = {}
         """What was captured: (generation, version, rank) -> state."""
@@ -70,61 +112,113 @@ class Cluster:
     # Training
 
     def step(self) -> None:
-        """One iteration of every rank, its captures included. Waits where bases have not drained, as capture does."""
-        while any(self.undrained(rank) >= 2 for rank in range(self.world)):
-            if not self.act():
-                raise AssertionError("training waits for bases to drain, and nothing drains them")
+        """One iteration of every rank, its captures included. Waits where there is no room for a base, as capture
+        does."""
         for rank in self.ranks:
             rank.state = (*rank.state, self.random.getrandbits(32))
         order = list(range(self.world))
         self.random.shuffle(order)
         for index in order:
             self.capture(index)
-        self.trained_to = self.ranks[0].version
+        version = self.ranks[0].version
+        if version % self.base_every == 0:
+            self.make_room()
+            for index in order:
+                if self.random.random() < self.step_fails:
+                    self.fail(self.random.choice(self.failures))  # some have captured their base, others have not
+                    return
+                self.due.add(index)
+                if self.has_room(index):
+                    self.capture_due_base(index)
+        if all(self.holds(index, version) for index in order):
+            self.trained_to = version
+        elif self.snapshots:
+            self.trained_to = NEVER  # the others' newest snapshots supersede those that this rank could meet
+
+    def holds(self, index: int, version: int) -> bool:
+        """Whether the rank can come to the version by what lies in its node's memory."""
+        own = [key for key in self.ranks[index].node.memory if isinstance(key, ShardKey) and key.rank == index]
+        return (self.generation, version) in Readable.of(own).points()
+
+    def make_room(self) -> None:
+        """Wait for room on every rank; where no tier is shared, the ranks agree on a mark meanwhile."""
+        progress = True
+        while True:
+            if self.agrees:
+                mark = agreed([reach(self.observe(index)) for index in range(self.world)])
+                for index in self.random.sample(range(self.world), self.world):
+                    if self.random.random() < 0.5:
+                        progress |= self.act()  # some know the new mark already, others do not
+                    progress |= self.ranks[index].mark != mark
+                    self.ranks[index].mark = mark
+            if all(self.has_room(index) for index in range(self.world)):
+                return
+            if self.saves_fail and not progress:
+                return  # the deadline passes, and training goes on
+            assert progress, "training waits for room for a base, and nothing makes any"
+            progress = self.act()
+
+    def has_room(self, index: int) -> bool:
+        return self.undrained(index) < 2 and self.retention.has_room(self.observe(index))
 
     def capture(self, index: int) -> None:
         rank = self.ranks[index]
         version = rank.version
-        if self.snapshots:
-            # Without a base there is nothing that a snapshot could be the change since.
-            bases = [key.first for key in rank.memory if is_base(key, self.generation, index)]
-            if index in self.due or not bases or self.one_fails():
-                self.capture_base(index)
-            else:
-                snapshot = ShardKey.snapshot(self.generation, max(bases), version, index)
-                rank.memory[snapshot] = rank.state[max(bases) :]
-        else:
-            rank.memory[ShardKey.differential(self.generation, version, version, index)] = rank.state[-1:]
         self.history[self.generation, version, index] = rank.state
-        if version % self.base_every == 0:
-            if self.one_fails():
-                self.due.add(index)
-            else:
-                self.capture_base(index)
+        bases = [key.first for key in rank.node.memory if is_base(key, self.generation, index)]
+        # Without a base there is nothing that a snapshot could be the change since.
+        if self.one_fails() or (self.snapshots and not bases):
+            self.due.add(index)
+        elif self.snapshots and index not in self.due:
+            snapshot = ShardKey.snapshot(self.generation, max(bases), version, index)
+            rank.node.memory[snapshot] = rank.state[max(bases) :]
+        elif not self.snapshots:
+            rank.node.memory[ShardKey.differential(self.generation, version, version, index)] = rank.state[-1:]
+        if index in self.due and self.has_room(index):
+            self.capture_due_base(index)
 
     def one_fails(self) -> bool:
         return self.saves_fail and self.random.random() < 0.1
 
+    def capture_due_base(self, index: int) -> None:
+        if self.one_fails():
+            return
+        self.due.discard(index)
+        self.capture_base(index)
+
     def capture_base(self, index: int) -> None:
         rank = self.ranks[index]
-        self.due.discard(index)
         self.history[self.generation, rank.version, index] = rank.state
-        rank.memory[ShardKey.base(self.generation, rank.version, index)] = rank.state
+        rank.node.memory[ShardKey.base(self.generation, rank.version, index)] = rank.state
+        staying = [
+            key
+            for key in rank.node.memory
+            if isinstance(key, ShardKey) and key.stream is Stream.BASE and key.rank == index
+        ]
+        gone = self.retention.reclaimable(self.observe(index))[0]
+        assert len([key for key in staying if key not in gone]) <= BASES_MAX, "more bases than admission counted"
 
     def undrained(self, index: int) -> int:
-        held = [key.first for key in self.ranks[index].memory if is_base(key, self.generation, index)]
-        newest = max((key.first for key in self.durable if is_base(key, self.generation, index)), default=-1)
+        seen = self.observe(index)
+        held = [key.first for key in seen.contents[0].bases(index) if key.generation == self.generation]
+        drained = seen.contents[seen.durable.index].bases(index)
+        newest = max((key.first for key in drained if key.generation == self.generation), default=-1)
         return sum(version > newest for version in held)
 
     # What the movers do
 
     def observe(self, index: int) -> Observation:
         contents = tuple(Contents.of((key, 1) for key in tier) for tier in self.tiers_of(index))
-        return Observation(self.roles, contents, index, self.world, self.generation, self.lineage)
+        mark = self.ranks[index].mark if self.agrees else None
+        return Observation(self.roles, contents, index, self.world, self.generation, self.lineage, mark)
 
     def tiers_of(self, index: int) -> list[Tier]:
-        rank = self.ranks[index]
-        return [rank.memory, *([rank.peer] if self.peers else []), self.durable]
+        neighbour = self.ranks[(index + 1) % self.world]
+        return [
+            self.ranks[index].node.memory,
+            *([neighbour.node.kept] if self.peers else []),
+            *([self.durable] if self.shared else []),
+        ]
 
     def act(self, *, closing: bool = False) -> bool:
         """One action of some rank's mover; ``False`` where no rank has anything to do."""
@@ -135,31 +229,35 @@ class Cluster:
             assert superseded(seen) is None
             actions = self.actions(index, seen, closing)
             if actions:
-                kind, payload = self.random.choice(actions)
-                getattr(self, f"do_{kind}")(index, payload)
+                self.random.choice(actions)()
                 return True
         return False
 
-    def actions(self, index: int, seen: Observation, closing: bool) -> list[tuple[str, object]]:
-        found: list[tuple[str, object]] = [
-            ("transfer", transfer) for transfer in self.placement.transfers(seen, closing=closing)
+    def actions(self, index: int, seen: Observation, closing: bool) -> list[Callable[[], None]]:
+        tiers = self.tiers_of(index)
+        transfers = self.retention.wanted(seen, self.placement.transfers(seen, closing=closing))
+        found: list[Callable[[], None]] = [
+            partial(self.do_transfer, tiers, transfer)
+            for transfer in transfers
+            if not self.outage or not self.roles[transfer.target_tier].shared
+            if transfer.target.stream is not Stream.BASE or transfer.target == first_base(transfers, transfer)
         ]
-        for role in self.roles:
-            found += [("mark", key) for key in to_mark(seen, role.index)]
-            found += [("commit", key) for key in to_commit(seen, role.index)]
+        for role in self.roles if not self.outage else ():
+            found += [partial(self.do_mark, key) for key in to_mark(seen, role.index)]
+            found += [partial(self.do_commit, index, key) for key in to_commit(seen, role.index)]
         for tier, gone in self.retention.reclaimable(seen).items():
-            found += [("delete", (tier, key)) for key in gone[:1]]  # one at a time, in the policy's order
+            if not self.outage or not self.roles[tier].shared:
+                found += [partial(self.do_delete, tiers[tier], index, key) for key in gone[:1]]  # in the policy's order
         return found
 
-    def do_transfer(self, index: int, transfer: Transfer) -> None:
-        tiers = self.tiers_of(index)
+    def do_transfer(self, tiers: list[Tier], transfer: Transfer) -> None:
         sources = [tiers[transfer.source_tier][key] for key in transfer.sources]
         content: object = sources[0]
         if transfer.target.stream is Stream.DIFFERENTIAL:
-            content = tuple(step for source in sources for step in source)
+            content = tuple(step for source in sources for step in source)  # type: ignore[attr-defined]
         tiers[transfer.target_tier][transfer.target] = content
 
-    def do_mark(self, index: int, key: MarkerKey) -> None:
+    def do_mark(self, key: MarkerKey) -> None:
         assert ShardKey.base(key.generation, key.version, key.rank) in self.durable
         self.durable[key] = None
 
@@ -169,50 +267,112 @@ class Cluster:
             assert ShardKey.base(key.generation, key.version, rank) in self.durable, "committed, but not whole"
         self.durable[key] = None
 
-    def do_delete(self, index: int, target: tuple[int, Key]) -> None:
-        tier, key = target
-        del self.tiers_of(index)[tier][key]
+    def do_delete(self, tier: Tier, index: int, key: Key) -> None:
+        del tier[key]
 
     # Failures and recovery
 
     def fail(self, kind: str) -> None:
         """Every process dies; ``node`` takes one node's memory along, and what it kept for another; ``rack`` all."""
-        before = self.watermark()
+        before, promised = self.watermark(), self.promised()
         if self.random.random() < 0.5:
             # Some ranks had already captured the next version when the failure struck, others had not.
             for index in self.random.sample(range(self.world), self.random.randrange(self.world)):
                 self.ranks[index].state = (*self.ranks[index].state, self.random.getrandbits(32))
                 self.capture(index)
+                if self.ranks[index].version % self.base_every == 0 and not self.agrees and self.has_room(index):
+                    self.capture_due_base(index)
+        if self.shared and self.random.random() < 0.3:
+            self.leave_in_flight()
         lost = {"software": [], "node": [self.random.randrange(self.world)], "rack": list(range(self.world))}[kind]
         for index in lost:
             self.lose_node(index)
-        self.recover(kind, before)
+        if kind == "software":
+            promised = self.trained_to
+        elif kind == "rack":
+            promised = NEVER
+        self.restart(before, promised)
+
+    def leave_in_flight(self) -> None:
+        """The coordinator's last commit is on its way: it arrives after the next generation has opened."""
+        for key in to_commit(self.observe(0), self.roles[-1].index):
+            self.in_flight.append(partial(self.durable.__setitem__, key, None))
 
     def lose_node(self, index: int) -> None:
-        self.ranks[index].memory = {}
-        self.ranks[index - 1].peer = {}
+        self.ranks[index].node = Node()
 
-    def recover(self, kind: str, before: CommitKey | None) -> None:
+    def promised(self) -> int:
+        """The newest version that the failure of any one node would leave within reach."""
+        if not self.peers:
+            return NEVER
+        return min(self.left_without(self.ranks[index].node) for index in range(self.world))
+
+    def left_without(self, lost: Node) -> int:
+        nodes = [rank.node for rank in self.ranks]
+        for rank in self.ranks:
+            rank.node = Node() if rank.node is lost else rank.node
+        point = self.meeting(self.lineage)
+        for rank, node in zip(self.ranks, nodes, strict=True):
+            rank.node = node
+        return point[0].last if point else NEVER
+
+    def meeting(self, lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
+        return decide([Readable.of(s.key for s in self.sources(index)) for index in range(self.world)], lineage)
+
+    def restart(self, before: CommitKey | None, promised: int) -> None:
+        """``before``: the watermark; ``promised``: the version that must be reached."""
+        self.restarts += 1
+        home, spares = [rank.node for rank in self.ranks], self.spares
+        if self.moves and self.random.random() < 0.5:
+            self.move()
+            if not self.shared and not self.reaches(promised):
+                # Refused: there are versions that not every rank reaches. The nodes are put back.
+                for rank, node in zip(self.ranks, home, strict=True):
+                    rank.node = node
+                self.spares = spares
+            else:
+                promised = NEVER  # what lies in a node's memory is out of reach of a rank that left it
+        self.recover(before, promised)
+
+    def reaches(self, version: int) -> bool:
+        points = self.meeting(self.lineage)
+        return points is not None and points[0].last >= version
+
+    def move(self) -> None:
+        nodes = [rank.node for rank in self.ranks] + self.spares
+        self.random.shuffle(nodes)
+        for rank, node in zip(self.ranks, nodes, strict=False):
+            rank.node = node
+        self.spares = nodes[self.world :]
+
+    def recover(self, before: CommitKey | None, promised: int) -> None:
         branches = {value for tier in self.tiers() for key, value in tier.items() if isinstance(key, LineageKey)}
         lineage = Lineage.of(branches)  # type: ignore[arg-type]
         sources = [self.sources(index) for index in range(self.world)]
-        points = decide([Readable.of(source.key for source in each) for each in sources], lineage)
-        point = points[0] if points else None
-        if points is None or point is None:
+        points = self.meeting(lineage)
+        if points is None:
             assert before is None, f"base {before} was committed, and nothing can be recovered"
-            assert kind != "software" or self.trained_to == 0, "nothing was lost, and nothing can be recovered"
+            assert promised <= 0, f"{promised} was promised, and nothing can be recovered"
+            if not self.shared:
+                self.wipe()
+                branches = set()
             for rank in self.ranks:
                 rank.state = ()
         else:
             for index, rank in enumerate(self.ranks):
                 rank.state = self.rebuild(points[index], index, sources[index])
-                assert rank.state == self.history[point.generation, point.last, index]
+                assert rank.state == self.history[points[index].generation, points[index].last, index]
             if before is not None:
-                reached = (lineage_position(lineage, point.generation), point.last)
-                assert reached >= (lineage_position(lineage, before.generation), before.version), "behind the watermark"
-            if kind == "software":
-                assert point.last >= self.trained_to, f"{self.trained_to} was in memory, {point.last} was recovered"
-        self.open_generation(point, branches)  # type: ignore[arg-type]
+                assert lineage.admits(before.generation, before.version)
+                assert points[0].last >= before.version, "behind the watermark"
+            assert points[0].last >= promised, f"{promised} was promised, {points[0].last} was recovered"
+        self.open_generation(points, branches)  # type: ignore[arg-type]
+
+    def wipe(self) -> None:
+        """Nothing that all ranks can read is left: the user clears the memories, and the job begins anew."""
+        for tier in self.tiers():
+            tier.clear()
+        self.spares = [Node() for _ in self.spares]
 
     def rebuild(self, point: RecoveryPoint, index: int, sources: set[Source]) -> State:
         chosen = plan(point, index, sources)
@@ -227,28 +387,53 @@ class Cluster:
         return state
 
     def sources(self, index: int) -> set[Source]:
+        return {source for source in self.visible(index) if source.key.rank == index}
+
+    def visible(self, index: int) -> set[Source]:
+        """The shards of all ranks that this one sees."""
         return {
             Source(tier, key)
             for tier, held in enumerate(self.tiers_of(index))
             for key in held
-            if isinstance(key, ShardKey) and key.rank == index
+            if isinstance(key, ShardKey)
         }
 
-    def open_generation(self, point: RecoveryPoint | None, branches: set[Branch] | None = None) -> None:
+    def open_generation(self, points: tuple[RecoveryPoint, ...] | None, branches: set[Branch] | None = None) -> None:
+        before = Lineage.of(branches or ())
         self.generation = max((branch.generation for branch in branches or ()), default=0) + 1
-        parent, left_at = (point.generation, point.last) if point else (0, 0)
+        parent, left_at = (max(point.generation for point in points), points[0].last) if points else (0, 0)
         branch = Branch(self.generation, parent, left_at, self.world, f"token-{self.generation}")
         self.lineage = Lineage.of({*(branches or ()), branch})
         for tier in self.tiers():
             tier[LineageKey(self.generation)] = branch
         self.trained_to = left_at
+        self.due.clear()
+        known = anew([Reach.of(self.sources(index), self.roles, before) for index in range(self.world)], left_at)
+        for rank in self.ranks:
+            rank.mark = known.mark
+        promised = self.promised() if known.mark == NO_MARK else known.mark
+        self.clear_tiers(before, known.versions)
+        checked = self.peers and not self.shared and not self.saves_fail
+        assert not checked or self.promised() >= promised, "a node's failure would cost more"
+        for arrives in self.in_flight:
+            arrives()
+        self.in_flight = []
         for index in range(self.world):
-            if self.random.random() < 0.9:
+            if self.random.random() < 1 - self.opening_fails:
                 self.capture_base(index)
             else:
                 # This rank dies before its first base is whole: the generation has no anchor, its parent counts.
-                self.fail(self.random.choice(["software", "node"]))
+                self.fail(self.random.choice(self.failures[:2]))
                 return
+
+    def clear_tiers(self, lineage: Lineage, versions: frozenset[int]) -> None:
+        """What each rank deletes before anything is captured."""
+        owned = {source for index in range(self.world) for source in self.sources(index)}
+        for index in self.random.sample(range(self.world), self.world):
+            held = self.visible(index)
+            sound = self.sources(index)
+            for source in superseded_at_opening(held, index, self.roles, lineage, versions, sound, owned):
+                self.tiers_of(index)[source.tier].pop(source.key, None)
 
     def tiers(self) -> list[Tier]:
         return [tier for index in range(self.world) for tier in self.tiers_of(index)]
@@ -257,12 +442,11 @@ class Cluster:
         return watermark(self.observe(0))
 
 
+def first_base(transfers: list[Transfer], like: Transfer) -> ShardKey:
+    """Bases go to a tier one after the other."""
+    bases = (each.target for each in transfers if each.target_tier == like.target_tier)
+    return next(target for target in bases if target.stream is Stream.BASE)
+
+
 def is_base(key: Key, generation: int, rank: int) -> bool:
     return isinstance(key, ShardKey) and key.stream is Stream.BASE and (key.generation, key.rank) == (generation, rank)
-
-
-def lineage_position(lineage: Lineage, generation: int) -> int:
-    """Larger is newer; a generation outside the chain is the job's past no more."""
-    order = [each for each, _ in lineage.chain]
-    assert generation in order, f"generation {generation} was committed and is not in the lineage {order}"
-    return -order.index(generation)

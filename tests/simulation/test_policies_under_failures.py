@@ -6,90 +6,158 @@ A failure prints its seed; ``TIERCHECK_SEED=n pytest tests/simulation`` replays 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
-from tests.simulation.cluster import Cluster, is_base
+from tests.simulation.cluster import BASES_MAX, NEVER, Cluster, Node
 from tiercheck.keys import ShardKey, Stream
-from tiercheck.policy.consensus import Readable, decide
 
-SEEDS = [int(os.environ["TIERCHECK_SEED"])] if "TIERCHECK_SEED" in os.environ else range(150)
+SEEDS = [int(os.environ["TIERCHECK_SEED"])] if "TIERCHECK_SEED" in os.environ else range(50)
+MODES: dict[str, dict[str, Any]] = {
+    "a shared tier": {},
+    "a shared tier, snapshots": {"snapshots": True, "saves_fail": True},
+    "a shared tier, failing saves": {"saves_fail": True},
+    "no shared tier": {"shared": False},
+    "no shared tier, snapshots": {"shared": False, "snapshots": True},
+    "no shared tier, failing saves": {"shared": False, "saves_fail": True},
+    "ranks on other nodes": {"moves": True},
+    "ranks on other nodes, no shared tier": {"moves": True, "shared": False},
+}
 
 
-@pytest.mark.parametrize("snapshots", [False, True], ids=["differentials", "snapshots"])
+def cluster_of(seed: int, **mode: Any) -> Cluster:
+    world = 1 + seed % 4
+    peers = world > 1 and seed % 5 > 0
+    return Cluster(seed, world, base_every=2 + seed % 5, batch=1 + seed % 3, peers=peers, **mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_invariants_hold_whatever_fails_when(seed: int, snapshots: bool) -> None:
-    world = 1 + seed % 3
-    peers = world > 1 and seed % 4 > 0
-    cluster = Cluster(seed, world, base_every=2 + seed % 5, batch=1 + seed % 4, peers=peers, snapshots=snapshots)
+def test_invariants_hold_whatever_fails_when(seed: int, mode: str) -> None:
+    cluster = cluster_of(seed, **MODES[mode])
     draw = cluster.random
-    newest_commit = (0, -1)
-    for _ in range(200):
-        event = draw.choices(["step", "act", "fail"], weights=[5, 8, 1])[0]
+    newest_commit, promised = (0, -1), NEVER
+    for _ in range(150):
+        event = draw.choices(["step", "act", "fail", "forget"], weights=[5, 8, 1, 1])[0]
+        restarts = cluster.restarts
         if event == "step":
             cluster.step()
         elif event == "act":
             cluster.act()
+        elif event == "forget":
+            draw.choice(cluster.ranks).mark = None  # its agent was started anew
         else:
-            cluster.fail(draw.choice(["software", "node", "rack"]))
+            cluster.fail(draw.choice(cluster.failures))
         mark = cluster.watermark()
         if mark is not None:
             assert (mark.generation, mark.version) >= newest_commit, "the watermark went back"
             newest_commit = (mark.generation, mark.version)
+        if not cluster.shared and not cluster.saves_fail and not cluster.snapshots:
+            now = cluster.promised()
+            assert cluster.restarts > restarts or now >= promised, "a node's failure would cost more than before"
+            promised = now
     converge(cluster)
 
 
 def converge(cluster: Cluster) -> None:
     """I6: once faults stop, every tier has what policy wants, and no more (I5)."""
     cluster.saves_fail = False
+    cluster.opening_fails = cluster.step_fails = 0.0
     for _ in range(3 * cluster.base_every):
         cluster.step()
+    come_to_rest(cluster)
+    cluster.make_room()
+    come_to_rest(cluster)
+    version = cluster.trained_to
+    assert version == cluster.ranks[0].version
+    newest = version // cluster.base_every * cluster.base_every
+    for index, rank in enumerate(cluster.ranks):
+        check_memory(cluster, index, rank.node.memory)
+        if cluster.peers:
+            check_neighbour(cluster, index, cluster.tiers_of(index)[1])
+        if cluster.shared:
+            check_durable(cluster, index, newest)
+    if cluster.peers:
+        # One node goes, and all that the others need is in the neighbours' memory.
+        assert cluster.promised() == version, "a node failure costs nothing once the peers have all"
+    if cluster.shared:
+        # And so it is: the widest failure loses nothing that was captured.
+        mark = cluster.watermark()
+        assert mark is not None
+        assert (mark.generation, mark.version) == (cluster.generation, newest), "the newest base is committed"
+        for rank in cluster.ranks:
+            rank.node = Node()
+    cluster.recover(cluster.watermark(), version)
+
+
+def come_to_rest(cluster: Cluster) -> None:
     budget = 10_000
     while cluster.act(closing=True):
         budget -= 1
         assert budget, "the movers never come to rest"
-    mark = cluster.watermark()
-    assert mark is not None
-    newest = max(
-        key.first
-        for key in cluster.ranks[0].memory
-        if is_base(key, cluster.generation, 0) and isinstance(key, ShardKey)
-    )
-    assert (mark.generation, mark.version) == (cluster.generation, newest), "the newest base is committed"
-    for index, rank in enumerate(cluster.ranks):
-        shards = [key for key in rank.memory if isinstance(key, ShardKey)]
-        bases = [key for key in shards if key.stream is Stream.BASE]
-        assert len(bases) == 2, "two bases deep"
-        bound = 4 if snapshots_of(shards) else 2 * cluster.base_every
-        assert len(shards) - len(bases) <= bound, "no differential and no snapshot is kept for nothing"
-        durable = [key for key in cluster.durable if isinstance(key, ShardKey) and key.rank == index]
-        assert len([key for key in durable if key.stream is Stream.BASE]) == min(
-            cluster.retention.keep_last, len([k for k in durable if k.stream is Stream.BASE])
-        )
-        if cluster.snapshots:
-            newest_snapshots = [key for key in snapshots_of(durable) if key.first == mark.version + 1]
-            assert len(newest_snapshots) == (1 if rank.version > mark.version else 0), "each supersedes the last"
-            assert all(key.last == rank.version for key in newest_snapshots), "a rack failure now costs nothing"
-        else:
-            covered = {v for key in durable if key.stream is Stream.DIFFERENTIAL for v in key.versions}
-            assert set(range(mark.version + 1, rank.version + 1)) <= covered, "a rack failure now costs nothing"
-    version = cluster.ranks[0].version
-    cluster.random.seed(1)
-    if cluster.peers:
-        # One node goes, and all that the others need is in the neighbours' memory.
-        cluster.lose_node(cluster.random.randrange(cluster.world))
-        durable, cluster.durable = cluster.durable, {}
-        sources = [cluster.sources(index) for index in range(cluster.world)]
-        points = decide([Readable.of(source.key for source in each) for each in sources], cluster.lineage)
-        assert points is not None and points[0].last == version, "a node failure costs nothing once the peers have all"
-        cluster.durable = durable
-    # And so it is: the widest failure loses nothing that was captured.
-    for index in range(cluster.world):
-        cluster.lose_node(index)
-    before = cluster.watermark()
-    cluster.recover("software", before)
-    assert cluster.trained_to == version
 
 
-def snapshots_of(shards: list[ShardKey]) -> list[ShardKey]:
-    return [key for key in shards if key.stream is Stream.SNAPSHOT]
+def check_memory(cluster: Cluster, index: int, held: dict[Any, object]) -> None:
+    """What the memory of a rank's node holds, of that rank and of no other one."""
+    shards = [key for key in held if isinstance(key, ShardKey)]
+    assert {key.rank for key in shards} == {index}, "other ranks' objects are gone"
+    assert {key.generation for key in shards} == {cluster.generation}
+    bases = [key for key in shards if key.stream is Stream.BASE]
+    assert len(bases) == 2 or (len(bases) == 1 and not cluster.shared), "two bases deep, or the one agreed on"
+    bound = 4 if cluster.snapshots else 2 * cluster.base_every
+    assert len(shards) - len(bases) <= bound, "no differential and no snapshot is kept for nothing"
+
+
+def check_neighbour(cluster: Cluster, index: int, held: dict[Any, object]) -> None:
+    """What the neighbour keeps. A base that was overtaken on its way is not there, so that an older one may be."""
+    shards = [key for key in held if isinstance(key, ShardKey)]
+    assert {key.rank for key in shards} == {index}, "other ranks' objects are gone"
+    bases = [key for key in shards if key.stream is Stream.BASE]
+    assert 1 <= len(bases) <= 2
+    oldest = min(bases)
+    assert all((key.generation, key.last) >= (oldest.generation, oldest.last) for key in shards)
+
+
+def check_durable(cluster: Cluster, index: int, newest: int) -> None:
+    durable = [key for key in cluster.durable if isinstance(key, ShardKey) and key.rank == index]
+    bases = [key.first for key in durable if key.stream is Stream.BASE]
+    kept = {base for base in bases if not cluster.retention.keep_every or base % cluster.retention.keep_every}
+    assert len(kept) <= cluster.retention.keep_last
+    version = cluster.ranks[index].version
+    if cluster.snapshots:
+        newest_snapshots = [key for key in durable if key.stream is Stream.SNAPSHOT and key.first == newest + 1]
+        assert len(newest_snapshots) == (1 if version > newest else 0), "each supersedes the last"
+        assert all(key.last == version for key in newest_snapshots), "a rack failure now costs nothing"
+    else:
+        covered = {v for key in durable if key.stream is Stream.DIFFERENTIAL for v in key.versions}
+        assert set(range(newest + 1, version + 1)) <= covered, "a rack failure now costs nothing"
+
+
+@pytest.mark.parametrize("mode", ["a shared tier", "no shared tier", "ranks on other nodes"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_crash_loop_fills_no_memory(seed: int, mode: str) -> None:
+    """Fifty crashes in a row, before, within and after the opening base, while no durable tier takes anything."""
+    cluster = cluster_of(seed, **MODES[mode])
+    for _ in range(3 * cluster.base_every):
+        cluster.step()
+        cluster.act()
+    come_to_rest(cluster)
+    cluster.outage, cluster.opening_fails = True, 0.3
+    trained = cluster.trained_to
+    for _ in range(50):
+        for _ in range(cluster.random.randrange(4)):
+            cluster.act()
+        cluster.fail("software")
+        for node in [rank.node for rank in cluster.ranks]:
+            for held in (node.memory, node.kept):
+                owners = [key.rank for key in held if isinstance(key, ShardKey) and key.stream is Stream.BASE]
+                assert all(owners.count(rank) <= BASES_MAX for rank in owners), f"{len(owners)} bases in one memory"
+                assert len(held) <= (2 * cluster.base_every + BASES_MAX) * 2 + len(lineage_of(held))
+    cluster.outage = False
+    assert cluster.trained_to >= trained or cluster.moves
+    converge(cluster)
+
+
+def lineage_of(held: dict[Any, object]) -> list[Any]:
+    return [key for key in held if not isinstance(key, ShardKey)]

@@ -22,6 +22,7 @@ from tiercheck.agent.client import connect_agent
 from tiercheck.agent.messages import (
     PROTOCOL,
     REQUEST_BYTES_MAX,
+    Agree,
     Cycle,
     Drain,
     Hello,
@@ -62,6 +63,7 @@ REQUESTS = (
     Nudge(0.0, "shm://x", 3, 2),
     Look(1.0, "shm://x", 3, 2),
     MakeRoom(300.0, "shm://x", 3, 2),
+    Agree(1.0, "shm://x", 3, 2, 40),
     RoomForBase(300.0, "shm://x", 3, 2),
     Drain(300.0, "shm://x", 3, 2, True),
     Cycle(300.0, "shm://x", 3, 2, False),

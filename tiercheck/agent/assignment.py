@@ -88,6 +88,8 @@ class Assignment:
         self.throughput = Throughput()
         self._rest_s = rest_s
         self._abandon_s = abandon_s
+        self._mark: int | None = None
+        """What the ranks have agreed on, as far as this agent was told."""
         self._mover: Mover | None = None
         self._observer: Observer | None = None
         self._last_status = MoverStatus()
@@ -200,6 +202,11 @@ class Assignment:
         what = "making room in the first tier"
         await self._perform(lambda mover, left_s: _within(left_s, mover.make_room(), what), deadline_s, what)
 
+    async def agree(self, deadline_s: float, mark: int) -> None:
+        """Errors: as :meth:`Mover.agree`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        self._mark = mark
+        await self._perform(lambda mover, left_s: mover.agree(mark), deadline_s, "telling what the ranks agree on")
+
     async def room_for_base(self, deadline_s: float) -> None:
         """Errors: as :meth:`Mover.room_for_base`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
         await self._perform(lambda mover, left_s: mover.room_for_base(left_s), deadline_s, "making room for a base")
@@ -298,6 +305,7 @@ class Assignment:
             placement=Placement(nomination.batch),
             retention=Retention(nomination.keep_last, nomination.keep_every, nomination.batch),
             lineage=lineage,
+            mark=self._mark,
         )
         self._observer = Observer(
             hierarchy,

@@ -21,6 +21,7 @@ __all__ = [
     "PROTOCOL",
     "REPLY_BYTES_MAX",
     "REQUEST_BYTES_MAX",
+    "Agree",
     "Answer",
     "Cycle",
     "Drain",
@@ -133,6 +134,15 @@ class Look(Nominated):
 
 
 @dataclass(frozen=True)
+class Agree(Nominated):
+    """The ranks agree on a mark (:mod:`tiercheck.policy.agreement`)."""
+
+    grace_s: ClassVar[float] = TIERS_S
+
+    mark: int
+
+
+@dataclass(frozen=True)
 class RoomForBase(Nominated):
     """Answer once another base may be captured."""
 
@@ -206,7 +216,21 @@ class StatusReply:
 
 _REQUESTS: dict[str, type[Request]] = {
     re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower(): kind
-    for kind in (Hello, Status, Stop, Nominate, Pause, Withdraw, Nudge, Look, MakeRoom, RoomForBase, Drain, Cycle)
+    for kind in (
+        Hello,
+        Status,
+        Stop,
+        Nominate,
+        Pause,
+        Withdraw,
+        Nudge,
+        Look,
+        Agree,
+        MakeRoom,
+        RoomForBase,
+        Drain,
+        Cycle,
+    )
 }
 _NAMES = {kind: name for name, kind in _REQUESTS.items()}
 _ERRORS: dict[str, type[TierCheckError]] = {name: getattr(errors, name) for name in errors.__all__}

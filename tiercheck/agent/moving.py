@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 from tiercheck.agent.client import AgentClient
-from tiercheck.agent.messages import Cycle, Drain, Look, MakeRoom, Nominated, Nudge, RankReply, RoomForBase
+from tiercheck.agent.messages import Agree, Cycle, Drain, Look, MakeRoom, Nominated, Nudge, RankReply, RoomForBase
 from tiercheck.agent.record import write_nomination
 from tiercheck.errors import JobConflict, NotFound, TierCheckError
 from tiercheck.mover import MoverStatus
@@ -106,6 +106,10 @@ class AgentMover:
     async def make_room(self) -> None:
         """As :meth:`tiercheck.mover.Mover.make_room`. Errors: also ``DeadlineExceeded``."""
         await self._ask(MakeRoom(self._deadline_s, *self._who))
+
+    async def agree(self, mark: int) -> None:
+        """As :class:`tiercheck.mover.Moving` has it."""
+        await self._ask(Agree(LOOK_S, *self._who, mark))
 
     async def room_for_base(self, deadline_s: float) -> None:
         """As :meth:`tiercheck.mover.Mover.room_for_base`."""

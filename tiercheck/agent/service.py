@@ -20,6 +20,7 @@ from tiercheck.agent.assignment import Assignment
 from tiercheck.agent.client import connect_agent
 from tiercheck.agent.http import HttpServer
 from tiercheck.agent.messages import (
+    Agree,
     Cycle,
     Drain,
     Hello,
@@ -321,6 +322,8 @@ class Agent:
                 assignment.nudge()
             case Pause():
                 await assignment.pause(deadline_s)
+            case Agree(mark=mark):
+                await assignment.agree(deadline_s, mark)
             case RoomForBase():
                 await assignment.room_for_base(deadline_s)
             case MakeRoom():

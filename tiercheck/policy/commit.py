@@ -18,9 +18,10 @@ from tiercheck.keys import CommitKey, MarkerKey, ShardKey
 from tiercheck.policy.observation import Contents, Observation
 from tiercheck.policy.placement import own_bases
 
-__all__ = ["COORDINATOR", "CommitRecord", "Marker", "superseded", "to_commit", "to_mark"]
+__all__ = ["COORDINATOR", "CommitRecord", "Marker", "lagging", "superseded", "to_commit", "to_mark"]
 
 COORDINATOR = 0
+RANKS_NAMED_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,25 @@ def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
     theirs."""
     newest = max((commit.version for commit in contents.commits if commit.generation == seen.generation), default=-1)
     return [base for base in own_bases(seen, contents) if base.first > newest]
+
+
+def lagging(seen: Observation) -> str:
+    """Whose bases are not whole, in words: the ranks without a marker for the oldest base of this rank that is not
+    committed."""
+    if not seen.durable.shared:
+        return "the ranks have agreed on none that is newer"
+    contents = seen.contents[seen.durable.index]
+    waiting = [base for base in own_bases(seen, contents) if CommitKey(base.generation, base.first) not in contents]
+    newest = max((commit.version for commit in contents.commits if commit.generation == seen.generation), default=-1)
+    waiting = [base for base in waiting if base.first > newest]
+    if not waiting:
+        return "what is committed has not been deleted yet"
+    markers = (MarkerKey(waiting[0].generation, waiting[0].first, rank) for rank in range(seen.world_size))
+    late = [marker.rank for marker in markers if marker not in contents]
+    if not late:
+        return f"base {waiting[0].first} is not committed yet by rank {COORDINATOR}"
+    named = ", ".join(map(str, late[:RANKS_NAMED_MAX])) + (", ..." if len(late) > RANKS_NAMED_MAX else "")
+    return f"base {waiting[0].first} has not come whole from rank {named}"
 
 
 def superseded(seen: Observation) -> int | None:

@@ -20,10 +20,12 @@ __all__ = ["Readable", "RecoveryPoint", "decide"]
 
 @dataclass(frozen=True)
 class RecoveryPoint:
-    """One rank's way to the version at which all ranks meet. ``generation`` and ``last`` are the same on every rank;
-    the rest is its own."""
+    """One rank's way to the version at which all ranks meet. ``last`` is the same on every rank; the rest is its
+    own."""
 
     generation: int
+    """Of the shards that lead there. The base that a generation opens with is the version at which it left its parent,
+    so that one rank may come to that by either of the two."""
     anchor: int
     """The rank's newest base that leads to ``last``."""
     last: int
@@ -75,17 +77,18 @@ class Readable:
                 ways.setdefault((generation, last), RecoveryPoint(generation, anchor, last, by_snapshot=True))
         return ways
 
+    def ways(self, lineage: Lineage) -> dict[int, RecoveryPoint]:
+        """The rank's way to each version of the job's own past that it can come to; the newest generation's, but
+        differentials before a snapshot."""
+        points = sorted(self.points().values(), key=lambda point: (not point.by_snapshot, point.generation))
+        return {point.last: point for point in points if lineage.admits(point.generation, point.last)}
+
 
 def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
     """The way of each rank, in rank order, to the newest version that every rank can reach; ``None`` for none.
 
-    Generations are tried newest first: a generation opens with a base at the version it left its parent, so any point
-    in it is at least as new as all that counts of its ancestors.
+    Of the job's own past there is one state a version, whatever generation wrote it.
     """
-    ways = [rank.points() for rank in ranks]
+    ways = [rank.ways(lineage) for rank in ranks]
     common = reduce(frozenset.intersection, (frozenset(each) for each in ways))
-    for generation, limit in lineage.chain:
-        versions = [version for found, version in common if found == generation and (limit is None or version <= limit)]
-        if versions:
-            return tuple(each[generation, max(versions)] for each in ways)
-    return None
+    return tuple(each[max(common)] for each in ways) if common else None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, NominationKey, ShardKey, Stream
 from tiercheck.policy.lineage import Lineage
 from tiercheck.types import Survives
 
-__all__ = ["Contents", "Observation", "Role"]
+__all__ = ["Contents", "Observation", "Role", "lasting"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,12 @@ def _rank_of(key: Key) -> int | None:
     return key.rank if isinstance(key, ShardKey | MarkerKey | NominationKey) else None
 
 
+def lasting(roles: Sequence[Role]) -> tuple[Role, ...]:
+    """The tiers that outlive the node; where none does, those that survive most."""
+    least = min(Survives.NODE, max(role.survives for role in roles))
+    return tuple(role for role in roles if role.survives >= least)
+
+
 @dataclass(frozen=True)
 class Observation:
     """What one rank sees: the hierarchy's tiers, fastest first, and what each holds."""
@@ -143,6 +149,9 @@ class Observation:
     generation: int
     lineage: Lineage
     """The job's own past. What lies outside of it is another future, of use to nobody."""
+    mark: int | None = None
+    """Without a shared tier, the version that the ranks agreed on last (:mod:`tiercheck.policy.agreement`); ``None``:
+    this rank was not told."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:
@@ -152,6 +161,19 @@ class Observation:
     def durable(self) -> Role:
         """The tier that survives most; the slowest of those that survive alike."""
         return max(self.roles, key=lambda role: (role.survives, role.index))
+
+    def own(self, role: Role) -> list[ShardKey]:
+        """This rank's shards in the tier."""
+        held = self.contents[role.index]
+        return [*held.bases(self.rank), *held.differentials(self.rank), *held.snapshots(self.rank)]
+
+    def after(self, puts: Iterable[tuple[int, Key]]) -> Observation:
+        """The same, with these objects (tier index, key) put."""
+        more: list[dict[Key, int | None]] = [{} for _ in self.roles]
+        for index, key in puts:
+            more[index][key] = 0
+        contents = tuple(held.changed(new) if new else held for held, new in zip(self.contents, more, strict=True))
+        return replace(self, contents=contents)
 
     @property
     def newest_generation(self) -> int:

@@ -58,8 +58,9 @@ class Placement:
         held = seen.contents[target.index]
         newest = max((base.first for base in own_bases(seen, held)), default=-1)
         for base in own_bases(seen, seen.contents[source.index]):
-            # An older base than the newest there is superseded: it would be copied only to be deleted.
-            if base not in held and base.first > newest:
+            # An older base than the newest there is superseded: it would be copied only to be deleted. Where no tier
+            # is shared it may be the one at which the ranks can meet.
+            if base not in held and (base.first > newest or not seen.durable.shared):
                 yield Transfer(source.index, target.index, (base,), base)
 
     def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:

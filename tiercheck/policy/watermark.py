@@ -8,7 +8,10 @@ The watermark is the newest base committed in the tier that survives most. What 
 - in the tier that survives most: what comes before the last ``keep_last`` committed bases. Its differentials
   are kept from the oldest of these on, so one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), once the present generation has
-  a base of its own to stand on.
+  a base of its own to stand on; and what other ranks have left in this node's memory, or in its neighbour's.
+
+Where no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.agreement`): each keeps its own way
+there, and all that is newer, in every tier.
 
 A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart, so that the
 newest two are kept in a volatile tier, and the newest two of every Nth version, which are what a shared tier is given;
@@ -20,11 +23,15 @@ Never the newest committed base, and never anything newer than it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
+from tiercheck.policy.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.commit import COORDINATOR
+from tiercheck.policy.consensus import Readable, RecoveryPoint
 from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.placement import Transfer
 
 __all__ = ["BASES_IN_VOLATILE_TIERS", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
 
@@ -33,9 +40,10 @@ SNAPSHOTS_IN_VOLATILE_TIERS = 2
 
 
 def watermark(seen: Observation) -> CommitKey | None:
-    """The newest base committed in the tier that survives most; ``None`` for none, or for no shared tier."""
+    """The newest base of the job's own past that is committed in the tier that survives most; ``None`` for none, or for
+    no shared tier."""
     commits = seen.contents[seen.durable.index].commits if seen.durable.shared else ()
-    return commits[-1] if commits else None
+    return max((each for each in commits if seen.lineage.admits(each.generation, each.version)), default=None)
 
 
 @dataclass(frozen=True)
@@ -57,27 +65,58 @@ class Retention:
             raise ValueError(f"a batch holds at least one version, not {self.batch}")
 
     def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
-        """Per tier index, this rank's objects that nothing needs any more. Commit records come first: a base
-        that is being deleted must not look committed."""
-        return {
-            role.index: self._durable(seen, role) if role.shared else self._volatile(seen, role) for role in seen.roles
-        }
+        """Per tier index, the objects that nothing needs any more: this rank's, and in memory also those that other
+        ranks have left behind. Commit records come first: a base that is being deleted must not look committed."""
+        gone: dict[int, list[Key]] = {}
+        way = None if seen.durable.shared else way_to_mark(seen)
+        mark = watermark(seen)
+        settled = mark.generation if mark else way.generation if way else 0
+        for role in seen.roles:
+            if role.shared:
+                gone[role.index] = self._durable(seen, role)
+                continue
+            own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
+            gone[role.index] = [*own, *(_left_behind(seen, role) if settled == seen.generation else ())]
+        return gone
 
-    def _volatile(self, seen: Observation, role: Role) -> list[Key]:
+    def wanted(self, seen: Observation, transfers: Sequence[Transfer]) -> list[Transfer]:
+        """The transfers less those of which the outcome would be deleted again at once."""
+        if not transfers:
+            return []
+        gone = self.reclaimable(seen.after((each.target_tier, each.target) for each in transfers))
+        return [each for each in transfers if each.target not in gone[each.target_tier]]
+
+    def has_room(self, seen: Observation) -> bool:
+        """Whether the first tier may take another base: of those it has, no more than two must stay."""
+        gone = self.reclaimable(seen)[0]
+        staying = [base for base in seen.contents[0].bases(seen.rank) if base not in gone]
+        return len(staying) <= BASES_IN_VOLATILE_TIERS
+
+    def _volatile(self, seen: Observation, role: Role, mark: CommitKey | None) -> list[Key]:
         contents = seen.contents[role.index]
         superseded = self._superseded(seen, contents)
         bases = contents.bases(seen.rank)
         kept = bases[-BASES_IN_VOLATILE_TIERS:]
-        if len(kept) < BASES_IN_VOLATILE_TIERS or kept[-1].generation != seen.generation:
+        if not kept or kept[-1].generation != seen.generation:
             return superseded
-        oldest = kept[0]
-        mark = watermark(seen)
+        settled = mark is not None and mark.generation == seen.generation
+        if len(kept) < BASES_IN_VOLATILE_TIERS and not settled:
+            return superseded
+        oldest, durable = kept[0], seen.contents[seen.durable.index]
+        newest = max(durable.bases(seen.rank), default=None)
+        covered = {(key.generation, version) for key in durable.differentials(seen.rank) for version in key.versions}
 
         def drained(key: ShardKey) -> bool:
-            """Whether the durable tier has no more use for this copy."""
-            if not seen.durable.shared:
+            """Whether the durable tier has no more use for this copy. Once the generation has a committed base, that is
+            so where it has what is in it, or something newer: ranks whose bases are not of the same versions commit
+            none of them, and must not hold them all."""
+            if mark is not None and (key.generation, key.last) <= (mark.generation, mark.version):
                 return True
-            return mark is not None and (key.generation, key.last) <= (mark.generation, mark.version)
+            if not settled:
+                return False
+            if key.stream is Stream.DIFFERENTIAL:
+                return all((key.generation, version) in covered for version in key.versions)
+            return newest is not None and (key.generation, key.last) <= (newest.generation, newest.last)
 
         older = [base for base in bases if base < oldest and drained(base)]
         passed = [
@@ -86,6 +125,20 @@ class Retention:
             if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
         ]
         return [*older, *passed, *(key for key in superseded if key not in passed)]
+
+    def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
+        """``way``: this rank's way to what the ranks have agreed on. It stays, and all that is newer."""
+        superseded = self._superseded(seen, seen.contents[role.index])
+        if way is None:
+            return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
+        # Each tier by itself: the others may be lost with a node.
+        way = Readable.of(seen.own(role)).ways(seen.lineage).get(way.last, way)
+        anchor = ShardKey.base(way.generation, way.anchor, seen.rank)
+        oldest = min([anchor, *seen.contents[role.index].bases(seen.rank)[-BASES_IN_VOLATILE_TIERS:]])
+        older = [key for key in seen.own(role) if (key.generation, key.last) <= (oldest.generation, oldest.last)]
+        led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else anchor
+        gone = [key for key in (*older, *superseded) if key not in (oldest, led)]
+        return list(dict.fromkeys(gone))
 
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
         """Snapshots in a volatile tier that newer ones make superfluous."""
@@ -96,11 +149,14 @@ class Retention:
 
     def _durable(self, seen: Observation, role: Role) -> list[Key]:
         contents = seen.contents[role.index]
-        if not contents.commits or contents.commits[-1].generation != seen.generation:
+        commits = [
+            commit
+            for commit in contents.commits
+            if seen.lineage.admits(commit.generation, commit.version) and _is_whole(seen, contents, commit)
+        ]
+        # Without a base of its own the generation rests on what its parents have left.
+        if not commits or commits[-1].generation != seen.generation:
             return []
-        commits = [commit for commit in contents.commits if seen.lineage.admits(commit.generation, commit.version)]
-        if not commits:
-            return []  # the lineage, as far as it is known, has no committed base: nothing may go
         # A restart commits the version it resumed from once more: that is one version to go back to, not two.
         latest = {commit.version: commit for commit in commits}
         kept = set(sorted(latest.values())[-self.keep_last :])
@@ -120,7 +176,28 @@ class Retention:
             if (key.generation, key.last) <= (oldest.generation, oldest.version)
             or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
         ]
-        return [*_records(seen, contents, gone), *gone, *passed]
+        # Put by a process of an older generation after the bases had gone.
+        late = [commit for commit in contents.commits if commit < newest and not _is_whole(seen, contents, commit)]
+        records = [*(late if seen.rank == COORDINATOR else ()), *_records(seen, contents, gone)]
+        return [*records, *gone, *passed]
+
+
+def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:
+    """Whether this rank's shard of the committed base is still there."""
+    return ShardKey.base(commit.generation, commit.version, seen.rank) in contents
+
+
+def _left_behind(seen: Observation, role: Role) -> list[Key]:
+    """Other ranks' shards of older generations: of ranks that run elsewhere now, or have another neighbour. Nobody goes
+    back behind what the present generation has settled, so that whoever sees them deletes them."""
+    held = seen.contents[role.index]
+    return [
+        key
+        for rank in held.ranks
+        if rank != seen.rank
+        for key in (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
+        if key.generation < seen.generation
+    ]
 
 
 def common_snapshots(seen: Observation, contents: Contents) -> dict[int, int]:

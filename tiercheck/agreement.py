@@ -1,0 +1,138 @@
+"""What the ranks settle together: what goes when a generation opens, and the mark while they train."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tiercheck import keys
+from tiercheck.background import BackgroundLoop
+from tiercheck.errors import DeadlineExceeded, TierError
+from tiercheck.group import Group
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import ShardKey
+from tiercheck.mover import Moving
+from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement
+from tiercheck.policy.opening import Reach, anew, superseded_at_opening
+from tiercheck.policy.recovery import Source
+from tiercheck.restore import Restorer, gather
+
+__all__ = ["Agreement", "clear_tiers"]
+
+log = logging.getLogger(__name__)
+
+RANKS_NAMED_MAX = 8
+AGAIN_S = 0.2
+"""How long the ranks wait before they look again whether their bases have arrived."""
+
+
+def clear_tiers(restorer: Restorer, generation: int, version: int) -> int:
+    """Delete what nothing needs any more, from the tiers inside the node, before ``generation`` captures anything.
+    Collective, after all ranks have recovered ``version``. Returns the mark that the generation begins with.
+
+    A tier that cannot be cleared just now is left as it is. Errors: ``RecoveryError``; ``GroupError``.
+    """
+    roles, group, lineage = restorer.hierarchy.roles, restorer.group, restorer.past.lineage
+    sound = restorer.sound
+    deadline_s = restorer.deadline_s
+    answers = gather(
+        group, "what each rank can come to", Reach.of(sound, roles, lineage).to_object, deadline_s=deadline_s
+    )
+    known = anew([Reach.from_object(answer) for answer in answers], version)
+    owned = {source for survey in restorer.past.surveys for source in survey.sources}
+
+    async def clear() -> None:
+        held = await visible(restorer.hierarchy, generation)
+        gone = superseded_at_opening(held, group.rank, roles, lineage, known.versions, sound, owned)
+        for tier in restorer.hierarchy.tiers:
+            here = [str(source.key) for source in gone if source.tier == tier.index]
+            if here:
+                await tier.driver.delete(here)
+                log.info("tier %s: %d objects of older generations are deleted", tier.name, len(here))
+
+    def clear_in_time() -> None:
+        try:
+            restorer.loop.call(clear(), what="deleting what is superseded", deadline_s=deadline_s)
+        except (TierError, DeadlineExceeded) as error:
+            log.warning("what is superseded is not deleted yet: %s", error)
+
+    # Nobody captures anything before all have: the ranks of a node share its memory.
+    gather(group, "deleting what is superseded", clear_in_time, deadline_s=deadline_s)
+    return known.mark
+
+
+async def visible(hierarchy: OpenHierarchy, generation: int) -> set[Source]:
+    """The shards of generations before this one, of all ranks, in the tiers inside the node. Errors: ``TierError``."""
+    found: set[Source] = set()
+    for tier in hierarchy.tiers:
+        if not tier.role.shared:
+            async for info in tier.driver.list():
+                key = keys.parse(info.key)
+                if isinstance(key, ShardKey) and key.generation < generation:
+                    found.add(Source(tier.index, key))
+    return found
+
+
+@dataclass
+class Agreement:
+    """The mark of a job without a shared tier, while it trains. All ranks call the same methods in the same order."""
+
+    group: Group
+    mover: Moving
+    loop: BackgroundLoop
+    deadline_s: float
+    mark: int = NO_MARK
+    """The version that the ranks have agreed on last."""
+
+    @staticmethod
+    def needed(hierarchy: OpenHierarchy, group: Group) -> bool:
+        return needs_agreement(hierarchy.roles, group.world_size)
+
+    def begin(self) -> None:
+        """Tell the mover the mark that the generation begins with. Not a collective. Errors: as :meth:`settle`."""
+        self._tell(self.deadline_s)
+
+    def settle(self, version: int) -> None:
+        """Base ``version`` is due on every rank: agree on a mark, and wait until every rank has room for the base.
+
+        Errors: ``DeadlineExceeded`` naming the ranks whose bases have not arrived; ``RecoveryError``; ``GroupError``.
+        """
+        what = f"agreeing on what is whole before base {version}"
+        until = time.monotonic() + self.deadline_s
+        while True:
+            answers = gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s)
+            reaches = [[(first, last) for first, last in answer["reach"]] for answer in answers]
+            mark = agreed(reaches)
+            if mark != self.mark:
+                self.mark = mark
+                self._tell(self.deadline_s)
+            if all(answer["has_room"] for answer in answers):
+                return
+            if any(answer["over"] for answer in answers):
+                newest = [max((last for _, last in reach), default=NO_MARK) for reach in reaches]
+                late = [rank for rank, version in enumerate(newest) if version == min(newest)]
+                raise DeadlineExceeded(self._late(late, [answer["errors"] for answer in answers]), late=late)
+            time.sleep(AGAIN_S)
+
+    def _said(self, until: float) -> dict[str, object]:
+        self._tell(self.deadline_s)
+        status = self.mover.status
+        return {
+            "reach": [list(span) for span in status.reach],
+            "has_room": status.has_room,
+            "errors": "; ".join(f"{tier}: {error}" for tier, error in sorted(status.errors.items())),
+            "over": time.monotonic() >= until,
+        }
+
+    def _tell(self, deadline_s: float) -> None:
+        self.loop.call(self.mover.agree(self.mark), what="telling the mover what is whole", deadline_s=deadline_s)
+
+    def _late(self, late: Collection[int], errors: list[str]) -> str:
+        named = list(late)[:RANKS_NAMED_MAX]
+        said = "; ".join(f"rank {rank}" + (f" ({errors[rank]})" if errors[rank] else "") for rank in named)
+        return (
+            "the first tier has no room for another base before those in it have arrived on every rank, and within "
+            f"{self.deadline_s:g} s they did not: furthest behind is {said}{'; ...' if len(late) > len(named) else ''}"
+        )

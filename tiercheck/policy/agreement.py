@@ -1,0 +1,86 @@
+"""What the ranks agree on where no tier is shared: the mark.
+
+Nothing tells a rank then which bases the others still have, and no commit record says that a base is whole. So the
+ranks tell one another, when a base is due, which versions each can come to from its node's memory alone, and also from
+the tiers alone that outlive its node: whichever of the two fails next. The newest one that all of them can come to is
+the mark, and each keeps its own ways there, and all that is newer (:class:`tiercheck.policy.watermark.Retention`). A
+rank that was not told a mark deletes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
+
+from tiercheck.keys import ShardKey
+from tiercheck.policy.consensus import Readable, RecoveryPoint
+from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.observation import Observation, Role, lasting
+
+__all__ = ["NO_MARK", "Span", "agreed", "held_twice", "needs_agreement", "reach", "spans_of", "way_to_mark"]
+
+NO_MARK = -1
+
+Span = tuple[int, int]
+"""The first and the last of consecutive versions."""
+
+
+def needs_agreement(roles: Sequence[Role], world_size: int) -> bool:
+    """Whether the ranks must agree on a mark: several of them, and no tier that all of them see."""
+    return world_size > 1 and not any(role.shared for role in roles)
+
+
+def reach(seen: Observation) -> tuple[Span, ...]:
+    """The versions of the job's own past that this rank can come to whichever of its copies are lost, oldest first."""
+    return spans_of(held_twice({role.index: seen.own(role) for role in seen.roles}, seen.roles, seen.lineage))
+
+
+def held_twice(held: Mapping[int, Iterable[ShardKey]], roles: Sequence[Role], lineage: Lineage) -> set[int]:
+    """The versions that a rank can come to from the tiers that outlive its node, and also from the others alone. Where
+    all outlive it, or none does, from all together. ``held``: by tier index, its shards."""
+    outliving = {role.index for role in lasting(roles)}
+    groups = [[index for index in held if (index in outliving) is each] for each in (True, False)]
+    ways = [
+        set(Readable.of(key for index in group for key in held[index]).ways(lineage))
+        for group, roled in zip(groups, (True, False), strict=True)
+        if any((role.index in outliving) is roled for role in roles)
+    ]
+    return set.intersection(*ways)
+
+
+def spans_of(versions: Iterable[int]) -> tuple[Span, ...]:
+    """Ascending."""
+    spans: list[Span] = []
+    for version in sorted(versions):
+        if spans and spans[-1][1] == version - 1:
+            spans[-1] = (spans[-1][0], version)
+        else:
+            spans.append((version, version))
+    return tuple(spans)
+
+
+def agreed(ranks: Sequence[Collection[Span]]) -> int:
+    """The newest version that every rank can come to; :data:`NO_MARK` where there is none."""
+    common = reduce(_both, ranks)
+    return max((last for _, last in common), default=NO_MARK)
+
+
+def way_to_mark(seen: Observation) -> RecoveryPoint | None:
+    """This rank's way to the mark from its lasting tiers, by what they hold now. A rank that is alone need not be
+    told."""
+    mark = seen.mark
+    if seen.world_size == 1:
+        mark = agreed([reach(seen)])
+    if mark is None or mark == NO_MARK:
+        return None
+    return Readable.of(key for role in lasting(seen.roles) for key in seen.own(role)).ways(seen.lineage).get(mark)
+
+
+def _both(spans: Collection[Span], others: Collection[Span]) -> Collection[Span]:
+    """The versions that lie in both."""
+    return [
+        (max(first, since), min(last, until))
+        for first, last in spans
+        for since, until in others
+        if max(first, since) <= min(last, until)
+    ]

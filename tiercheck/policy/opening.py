@@ -1,0 +1,119 @@
+"""What goes from the tiers inside the nodes when a generation opens, before it captures anything.
+
+All ranks have read and verified the recovery point by then. What is not on the way to it, nor to the version that the
+failure of a node would leave, is of use to nobody any more: older bases, what an earlier attempt to restart has
+captured, another future of the job. A job that crashes again and again before anything has reached its durable tier
+would fill its memory with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.keys import ShardKey, Stream
+from tiercheck.policy.agreement import NO_MARK, Span, agreed, held_twice, spans_of
+from tiercheck.policy.consensus import Readable, RecoveryPoint
+from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.observation import Role, lasting
+from tiercheck.policy.recovery import Source
+
+__all__ = ["Anew", "Reach", "anew", "superseded_at_opening"]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The versions of the job's own past that one rank can come to."""
+
+    twice: tuple[Span, ...]
+    """Whichever of its copies are lost: as of :mod:`tiercheck.policy.agreement`."""
+    lasting: tuple[Span, ...]
+    """From the tiers that outlive its node."""
+    anyhow: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, held: Collection[Source], roles: Sequence[Role], lineage: Lineage) -> Reach:
+        """``held``: the rank's own copies that are sound."""
+        outliving = {role.index for role in lasting(roles)}
+        return cls(
+            spans_of(held_twice({role.index: _keys(held, {role.index}) for role in roles}, roles, lineage)),
+            spans_of(Readable.of(_keys(held, outliving)).ways(lineage)),
+            spans_of(Readable.of(source.key for source in held).ways(lineage)),
+        )
+
+    def to_object(self) -> list[list[list[int]]]:
+        return [[list(span) for span in spans] for spans in (self.twice, self.lasting, self.anyhow)]
+
+    @classmethod
+    def from_object(cls, value: Any) -> Reach:
+        twice, lasts, anyhow = (tuple((first, last) for first, last in spans) for spans in value)
+        return cls(twice, lasts, anyhow)
+
+
+@dataclass(frozen=True)
+class Anew:
+    """What the ranks know together when a generation opens."""
+
+    mark: int
+    """As of :mod:`tiercheck.policy.agreement`."""
+    versions: frozenset[int]
+    """What must stay within reach: the recovery point, the mark, and where there is none, what a node's failure would
+    leave to the others."""
+
+
+def anew(ranks: Sequence[Reach], reached: int) -> Anew:
+    """``reached``: the version that was recovered."""
+    mark = agreed([rank.twice for rank in ranks])
+    if mark != NO_MARK:
+        return Anew(mark, frozenset({reached, mark}))
+    anyhow = [rank.anyhow for rank in ranks]
+    left = (agreed([*anyhow, rank.lasting]) for rank in ranks)
+    return Anew(mark, frozenset({reached, min((version for version in left if version != NO_MARK), default=reached)}))
+
+
+def superseded_at_opening(
+    held: Collection[Source],
+    rank: int,
+    roles: Sequence[Role],
+    lineage: Lineage,
+    versions: Collection[int],
+    sound: Collection[Source],
+    seen_by_owner: Collection[Source],
+) -> list[Source]:
+    """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
+
+    ``versions``: what must stay within reach, by all tiers together and by each that reaches it alone: nobody knows
+    which of them fail next. ``sound``: the rank's own copies, less those that were found damaged. ``lineage``: as of
+    the recovery. ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see
+    lies in memory that the owner has left, and the owner has come to the recovery point without it.
+    """
+    gone = [source for source in held if source.key.rank != rank and source not in seen_by_owner]
+    by_any = _ways(sound, lineage, versions)
+    for role in roles:
+        here = [source for source in held if source.tier == role.index and source.key.rank == rank]
+        ways = [*by_any, *_ways([source for source in sound if source.tier == role.index], lineage, versions)]
+        gone += [source for source in here if not any(_leads_to(way, source.key, lineage) for way in ways)]
+    inside = {role.index for role in roles if not role.shared}
+    return sorted(source for source in gone if source.tier in inside)
+
+
+def _keys(held: Iterable[Source], tiers: Collection[int]) -> list[ShardKey]:
+    return [source.key for source in held if source.tier in tiers]
+
+
+def _ways(held: Iterable[Source], lineage: Lineage, versions: Collection[int]) -> list[RecoveryPoint]:
+    ways = Readable.of(source.key for source in held).ways(lineage)
+    return [ways[version] for version in versions if version in ways]
+
+
+def _leads_to(way: RecoveryPoint, key: ShardKey, lineage: Lineage) -> bool:
+    """Whether the shard is part of the way; or of what its generation recorded after it, for which another copy of a
+    version between may still come to light."""
+    if key.generation != way.generation or not lineage.admits(key.generation, key.first):
+        return False
+    if key.stream is Stream.BASE:
+        return key.first == way.anchor
+    if key.stream is Stream.SNAPSHOT:
+        return way.by_snapshot and (key.first - 1, key.last) == (way.anchor, way.last)
+    return key.last > way.anchor
