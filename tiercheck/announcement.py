@@ -13,12 +13,17 @@ from tiercheck.types import Fidelity, Survives, Usage, bytes_text
 __all__ = ["begun", "doubtful_tiers", "nothing_outlives_a_node", "overruled_options", "too_little_room"]
 
 
-def begun(recovery: Recovery | None, read_from: Iterable[str], tiers: OpenHierarchy, generation: int) -> str:
-    """Where the job goes on. ``read_from``: the tiers that any rank read its state from."""
+def begun(
+    recovery: Recovery | None, read_from: Iterable[str], tiers: OpenHierarchy, generation: int, base_nbytes: int
+) -> str:
+    """Where the job goes on. ``read_from``: the tiers that any rank read its state from; ``base_nbytes``: of a rank."""
     goes_on = f"this is generation {generation}, and what it saves outlives the failure of {what_fails(tiers.survives)}"
+    if recovery is None and tiers.survives > Survives.PROCESS:
+        last = tiers.tiers[-1].name
+        goes_on += f", once each rank's first base (about {bytes_text(base_nbytes)}) has reached {last}"
     if recovery is None:
         places = ", ".join(tier.driver.url for tier in tiers.tiers)
-        return f"nothing was saved in {places} before: training begins at version 0; {goes_on}"
+        return f"nothing to resume from was found in {places}: training begins at version 0; {goes_on}"
     why = "" if recovery.fidelity is Fidelity.EXACT else f" ({'; '.join(recovery.notes)})"
     return (
         f"resumed after version {recovery.version}, {recovery.fidelity}{why}: base {recovery.point.anchor} of "

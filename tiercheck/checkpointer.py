@@ -326,7 +326,7 @@ class Checkpointer:
         self._mover_life = self._loop.submit(self._moving.run())
         if self._group.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
-            log.info("%s", begun(self._recovery, read, tiers, self._generation))
+            log.info("%s", begun(self._recovery, read, tiers, self._generation, self._demand.base_nbytes))
         for caution in self._found_odd:
             log.warning("%s", caution)
 

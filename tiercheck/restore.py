@@ -379,6 +379,8 @@ class Restorer:
         began: float,
     ) -> Recovery:
         fidelity, notes = fidelity_and_notes
+        for note in self._absent() if self.group.rank == 0 else ():
+            log.warning("%s", note)
         names = [tier.name for tier in self.hierarchy.tiers]
         return Recovery(
             point=part.point,

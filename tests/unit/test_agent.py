@@ -35,7 +35,7 @@ from tiercheck.keys import CommitKey, LineageKey, NominationKey, ShardKey
 from tiercheck.mover import Moving
 from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
-from tiercheck.records import seal
+from tiercheck.records import seal, unseal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
@@ -116,6 +116,23 @@ async def test_what_is_nominated_is_moved(node: Node) -> None:
         assert str(ShardKey.differential(1, 3, 3, 0)) in await held(hierarchy)
         moving: Moving = mover
         assert moving.conflict is None
+
+
+async def test_a_damaged_lineage_record_makes_no_tier_away(node: Node) -> None:
+    """It costs what only it could tell; of this generation's own it is written again."""
+    nomination = node.nomination(node.shm())
+    async with node.open(nomination) as hierarchy:
+        await open_generation(hierarchy)
+        durable = hierarchy.tiers[-1].driver
+        await durable.put(str(LineageKey(1)), [b"garbage"])
+        await capture(hierarchy, base(0))
+        await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), nomination.to_object())])
+    async with running(node) as agent:
+        (assignment,) = agent.roster
+        await until(lambda: assignment.status.watermark == 0, "the commit")
+    async with node.open(nomination) as hierarchy:
+        record = await hierarchy.tiers[-1].driver.get(str(LineageKey(1)))
+        assert unseal(record, key=LineageKey(1), tier="nvme")["generation"] == 1
 
 
 async def test_a_trainer_learns_what_was_damaged_before_it_was_moved(node: Node) -> None:
