@@ -27,7 +27,7 @@ PRIVATE_BYTES = 64 << 20
 FLOOD_BYTES = 768 << 20
 """What all frames together would take in memory."""
 BURST = (b"\x01\x00" * 8192, 8192 * FRAME_BYTES)
-BURST_S = 0.004
+BURST_S = 0.008
 """So that the server has seconds to see it, however busy the machine is."""
 CONNECTIONS = 4
 FLOOD_S_MAX = 3.0
