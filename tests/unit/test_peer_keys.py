@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tiercheck import cli
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.peer import PeerKeys
 
@@ -75,6 +77,13 @@ def test_a_missing_file_and_a_missing_directory(tmp_path: Path) -> None:
     (tmp_path / "keys" / "clients.allowed").unlink()
     with pytest.raises(ConfigurationError, match=r"clients\.allowed"):
         PeerKeys.load(tmp_path / "keys")
+
+
+def test_the_command_makes_keys_of_an_owner(tmp_path: Path) -> None:
+    made = CliRunner().invoke(cli.app, ["keys", str(tmp_path / "keys"), "--owner", "alice"])
+    assert made.exit_code == 0, made.output
+    keys = PeerKeys.load(tmp_path / "keys")
+    assert (keys.owner, dict(keys.allowed)) == ("alice", {keys.client_public: "alice"})
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
