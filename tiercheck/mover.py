@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -243,7 +243,14 @@ class Mover:
 
     async def _try(self, tier: OpenTier, action: Action) -> bool:
         succeeded = await self._attempts.run(tier, action)
-        self._note()
+        # What the whole of a view is needed for is noted after each look.
+        self.status = replace(
+            self.status,
+            copied_bytes=self._actions.copied_bytes,
+            copied_objects=self._actions.copied_objects,
+            deleted_objects=self._actions.deleted_objects,
+            errors=self._errors,
+        )
         return succeeded
 
     async def _record(self, tier: OpenTier, branch: Branch) -> None:
@@ -387,6 +394,10 @@ class Mover:
             return f"{tier}: {error}"
         return f"{tier}: {text}; its trouble: {error}" if error else f"{tier}: {text}"
 
+    @property
+    def _errors(self) -> dict[str, str]:
+        return {**self._attempts.errors, **({MOVER: str(self._stopped)} if self._stopped else {})}
+
     def _note(self) -> None:
         """Make the status what is known now. It is read by other threads, so it is a value."""
         seen = self._observer.seen()
@@ -395,7 +406,6 @@ class Mover:
         durable = own_bases(seen, seen.contents[seen.durable.index])
         newest = durable[-1].first if durable else -1
         undrained = sum(base.first > newest for base in captured)
-        stopped = {MOVER: str(self._stopped)} if self._stopped else {}
         self.status = MoverStatus(
             watermark=mark.version if mark else None,
             undrained_bases=undrained,
@@ -403,7 +413,7 @@ class Mover:
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,
-            errors={**self._attempts.errors, **stopped},
+            errors=self._errors,
             slow_views_s=self._observer.slow_views_s,
             has_room=undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen),
             reach=reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),

@@ -26,16 +26,19 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def cluster_of(seed: int, **mode: Any) -> Cluster:
+def cluster_of(seed: int, kind: type[Cluster] = Cluster, **mode: Any) -> Cluster:
     world = 1 + seed % 4
     peers = world > 1 and seed % 5 > 0
-    return Cluster(seed, world, base_every=2 + seed % 5, batch=1 + seed % 3, peers=peers, **mode)
+    return kind(seed, world, base_every=2 + seed % 5, batch=1 + seed % 3, peers=peers, **mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_invariants_hold_whatever_fails_when(seed: int, mode: str) -> None:
-    cluster = cluster_of(seed, **MODES[mode])
+    run(cluster_of(seed, **MODES[mode]))
+
+
+def run(cluster: Cluster) -> None:
     draw = cluster.random
     newest_commit, promised = (0, -1), NEVER
     for _ in range(150):
