@@ -9,7 +9,7 @@ import pytest
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.commit import Marker, superseded, to_commit, to_mark
 from tiercheck.policy.consensus import RecoveryPoint
-from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery import Plan, Source, Unreachable, availability, plan
@@ -285,3 +285,14 @@ def test_a_durable_snapshot_is_superseded_by_one_that_every_rank_can_use() -> No
     assert gone() == [], "nobody can use a snapshot without its base"
     assert gone(base(20)) == []
     assert gone(base(20), base(24, 1)) == [snapshot(0, 20)], "from a base of its own each"
+
+
+def test_the_watermark_counts_commits_of_the_jobs_own_past_only() -> None:
+    """A process of generation 1 that was still alive committed base 60 after generation 2 had left it at 50."""
+    lineage = Lineage.of([Branch(1, 0, 0, 1, "a"), Branch(2, 1, 50, 1, "b")])
+    held = [base(40), base(50), base(60)]
+    durable = Contents.of((key, 1) for key in (base(40), base(60), CommitKey(1, 40), CommitKey(1, 60)))
+    memory = Contents.of((key, 1) for key in (*held, ShardKey.base(2, 50, 0), ShardKey.base(2, 55, 0)))
+    observation = Observation((MEMORY, DURABLE), (memory, durable), 0, 1, 2, lineage)
+    assert watermark(observation) == CommitKey(1, 40)
+    assert base(50) not in Retention().reclaimable(observation)[0], "it has not been committed"
