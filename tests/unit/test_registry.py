@@ -77,6 +77,7 @@ class TestURL:
             "peer://x?at=%5B::1%5D:7&credit=8MiB&survives=rack&server_key=abab&keys=/home/me/keys",
             "s3://b?endpoint_url=http://host:1/x&region=eu&part=16MiB&profile=me",
             "fsspec+abfs://b?survives=site&fs.account_name=me",
+            "fsspec+sftp://h/x?fs.port=22&fs.username=me&fs.client_keys=/home/me/key&fs.known_hosts=/home/me/hosts",
         ):
             url = TierURL.parse(text)
             assert "***" not in url.text

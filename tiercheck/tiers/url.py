@@ -50,12 +50,13 @@ _PUBLIC: Mapping[str, frozenset[str]] = MappingProxyType(
             "lustre": "stripe_count stripe_size",
             "peer": "at server_key keys connections credit",
             "s3": "endpoint_url profile addressing listing access shards storage_class sse abandoned_after",
-            "fsspec": "publish fs.account_name fs.anon fs.auto_mkdir fs.endpoint_url fs.host fs.port fs.project",
+            "fsspec": "publish fs.account_name fs.anon fs.auto_mkdir fs.endpoint_url fs.host fs.port fs.project fs.username"
+            " fs.known_hosts fs.client_keys fs.config fs.agent_path",
         }.items()
     }
 )
 """Options whose values are never secret, by scheme, and under the empty one those of every scheme. ``server_key`` is a
-public key, and ``keys`` a directory."""
+public key; ``keys`` and ``fs.client_keys`` are paths of files."""
 
 
 @dataclass(frozen=True)
