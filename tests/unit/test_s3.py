@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -35,7 +35,7 @@ from tiercheck.tiers.s3.names import Names, etag_in, etag_of, server_etag
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.upload import part_bounds
 from tiercheck.tiers.s3.waiting import settled, together
-from tiercheck.types import Survives
+from tiercheck.types import ObjectInfo, Survives
 
 
 class TestURL:
@@ -519,6 +519,46 @@ class TestOpening:
             error = failure.error("s3://bucket", None, 1)
             error.__cause__ = cause
             assert type(to_open_error(error, S3Settings("bucket"), "s3://bucket")) is kind
+
+
+@pytest.mark.usefixtures("credentials")
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"<html>We are back in an hour.</html>",
+        b"We are back in an hour.",
+        b"<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>x/a</Key></Contents></ListBucketResult>",
+        b"<ListBucketResult><IsTruncated>false</IsTruncated><Contents><LastModified>soon</LastModified></Contents>"
+        b"</ListBucketResult>",
+    ],
+    ids=["nothing", "a proxy's page", "text", "no size", "no time"],
+)
+async def test_what_is_no_answer_of_s3_is_no_empty_tier_and_no_bare_exception(page: bytes) -> None:
+    empty = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+    body = [empty]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        content = b"" if head.startswith(b"HEAD") else body[0]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(content) + content)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        url = f"s3://bucket/x?endpoint_url={endpoint}&access=read&deadline=100ms"
+        async with make_driver(url) as driver:
+            assert [info async for info in driver.list()] == []
+            body[0] = page
+            calls = (lambda: first_of(driver.list()), driver.usage, lambda: driver.stat("a"), lambda: driver.get("a"))
+            for call in calls:
+                with pytest.raises(Transient, match=r"the answer is not S3's|the server says 500"):
+                    await call()
+
+
+async def first_of(listing: AsyncIterator[ObjectInfo]) -> ObjectInfo | None:
+    return await anext(listing, None)
 
 
 def test_aiobotocore_is_imported_only_for_an_s3_url() -> None:

@@ -50,8 +50,8 @@ _PUBLIC: Mapping[str, frozenset[str]] = MappingProxyType(
             "lustre": "stripe_count stripe_size",
             "peer": "at server_key keys connections credit",
             "s3": "endpoint_url profile addressing listing access shards storage_class sse abandoned_after",
-            "fsspec": "publish fs.account_name fs.anon fs.auto_mkdir fs.endpoint_url fs.host fs.port fs.project fs.username"
-            " fs.known_hosts fs.client_keys fs.config fs.agent_path",
+            "fsspec": "publish fs.account_name fs.anon fs.auto_mkdir fs.endpoint_url fs.host fs.port fs.project"
+            " fs.username fs.known_hosts fs.client_keys fs.config fs.agent_path",
         }.items()
     }
 )

@@ -18,10 +18,11 @@ import botocore.loaders
 from aiobotocore.config import AioConfig
 from botocore import exceptions as boto
 from botocore.handlers import add_expect_header
+from botocore.parsers import ResponseParserError
 from botocore.utils import parse_timestamp
 
 from tiercheck.errors import Closed, ConfigurationError, Transient
-from tiercheck.tiers.s3.failures import FOREIGN, InDoubt, classify
+from tiercheck.tiers.s3.failures import FOREIGN, IllFormed, InDoubt, classify
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.waiting import settled
@@ -228,7 +229,15 @@ class S3Client:
     async def _send(self, operation: str, arguments: dict[str, Any]) -> Answer:
         self.check_open()
         method = getattr(self._client, METHODS[operation])
-        answer: Answer = await method(Bucket=self.settings.bucket, **arguments)
+        try:
+            answer: Answer = await method(Bucket=self.settings.bucket, **arguments)
+        except (ResponseParserError, ValueError) as error:
+            raise IllFormed(f"{operation}: {str(error)[:200]}") from error
+        lacks = missing_from(answer, operation)
+        if lacks:
+            if "Body" in answer:
+                answer["Body"].close()
+            raise IllFormed(f"{operation} without {lacks}")
         return answer
 
 
@@ -245,6 +254,39 @@ METHODS = {
     "PutObject": "put_object",
     "UploadPart": "upload_part",
 }
+
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "CompleteMultipartUpload": ("ETag",),
+    "CreateMultipartUpload": ("UploadId",),
+    "GetObject": ("ContentLength", "ETag"),
+    "HeadObject": ("ContentLength", "ETag", "LastModified"),
+    # Without it a page in HTML would pass for the listing of a tier that holds nothing.
+    "ListObjectsV2": ("IsTruncated",),
+    "PutObject": ("ETag",),
+    "UploadPart": ("ETag",),
+}
+"""What each answer is asked for, and S3 always tells."""
+NEEDED_OF_EACH: dict[str, tuple[str, ...]] = {
+    "CommonPrefixes": ("Prefix",),
+    "Contents": ("Key", "Size", "ETag", "LastModified"),
+    "Parts": ("LastModified",),
+    "Uploads": ("Key", "UploadId", "Initiated"),
+}
+"""The same of what is listed."""
+
+
+def missing_from(answer: Answer, operation: str) -> str:
+    """The first field that the answer lacks; empty if it has all."""
+    for name in NEEDED.get(operation, ()):
+        if name not in answer:
+            return name
+    for listed, names in NEEDED_OF_EACH.items():
+        for item in answer.get(listed, ()):
+            for name in names:
+                if name not in item:
+                    return f"{listed}.{name}"
+    return ""
 
 
 def time_of(value: object) -> datetime:

@@ -23,9 +23,15 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers.s3.settings import S3Settings
 
-__all__ = ["FOREIGN", "Failure", "InDoubt", "Refused", "classify", "to_open_error"]
+__all__ = ["FOREIGN", "Failure", "IllFormed", "InDoubt", "Refused", "classify", "to_open_error"]
+
+
+class IllFormed(Exception):
+    """An answer that is not S3's, though its status says that all is well: a proxy's page, or a broken server's."""
+
 
 FOREIGN: tuple[type[Exception], ...] = (
+    IllFormed,
     boto.BotoCoreError,
     boto.ClientError,
     aiohttp.ClientError,
@@ -96,6 +102,8 @@ def classify(error: Exception, timeout_s: float) -> Failure:
     """What ``error``, one of :data:`FOREIGN`, means. It is told by code, host and reason: none of them is a secret."""
     if isinstance(error, boto.ClientError):
         return classify_answer(error)
+    if isinstance(error, IllFormed):
+        return Failure(Transient, f"the answer is not S3's ({error}); is something between us and the endpoint?", True)
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError):
         return Failure(Unauthorized, "no usable credentials were found in the environment, profile or role", False)
     if isinstance(error, boto.SSLError):
