@@ -15,7 +15,7 @@ import pytest
 
 from tests.simulation.cluster import Cluster, Tier
 from tests.simulation.test_policies_under_failures import MODES, SEEDS, cluster_of, run
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
+from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.observation import Contents, Observation
 
@@ -101,7 +101,15 @@ class OldViews(Cluster):
 
     def do_delete(self, tier: Tier, index: int, key: Key) -> None:
         if key in tier:
+            assert not self.is_kept(tier, key), "a committed base that the user keeps was deleted"
             super().do_delete(tier, index, key)
+
+    def is_kept(self, tier: Tier, key: Key) -> bool:
+        """Whether the user's ``keep_every`` holds this committed base."""
+        if tier is not self.durable or not isinstance(key, ShardKey) or key.stream is not Stream.BASE:
+            return False
+        every, committed = self.retention.keep_every, CommitKey(key.generation, key.first) in self.durable
+        return bool(every) and committed and key.first % every == 0 and self.lineage.admits(key.generation, key.first)
 
 
 @pytest.mark.parametrize("mode", ["a shared tier", "a shared tier, snapshots", "no shared tier"])
