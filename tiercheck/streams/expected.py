@@ -8,6 +8,7 @@ damage: :func:`check_identity` refuses it as ``Mismatch``.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,7 +107,8 @@ class Expected:
         check_same("trained tensor", self.masters, described(base.masters))
         check_same("tensor", self.extras, described(base.extras))
         for name, residual in base.residuals.items():
-            if name not in self.masters or tuple(residual.shape) != self.masters[name][1]:
+            wanted = (math.prod(self.masters[name][1]),) if name in self.masters else None  # they are flat
+            if tuple(residual.shape) != wanted:
                 raise Corruption(f"it has a residual for {name!r}, which the state does not have")
         for name, held in base.optimizer_state.items():
             if name not in self.masters:
