@@ -147,8 +147,10 @@ def test_a_second_job_of_the_name_is_refused_and_the_first_goes_on(place: Node) 
     urls = [place.shm(), f"nvme://{place.durable}?survives=rack"]
     training = Training()
     with training.attach(Hierarchy.of(*urls), mover="agent", deadline_s=20.0) as checkpointer:
+        loop = BackgroundLoop()
         with pytest.raises(JobConflict, match=r"this process is using .* for rank 0 already"):
-            Training().attach(Hierarchy.of(*urls), mover="agent")
+            Enlistment.of(Hierarchy.of(*urls), 0, loop, 10.0)
+        loop.close()
         assert state_of(place) == "moving", "the mover of the job that lives stands still"
         training.step(1)
         checkpointer.flush()
