@@ -16,7 +16,7 @@ from functools import cached_property
 from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.keys import LineageKey, Stream
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.lineage import Branch, Lineage, strangers
+from tiercheck.policy.lineage import Branch, Lineage, bearing, strangers
 from tiercheck.policy.observation import Role
 from tiercheck.policy.recovery import Availability, Plan, Source, availability, plan
 from tiercheck.survey import Survey
@@ -45,7 +45,9 @@ class Past:
 
     @cached_property
     def lineage(self) -> Lineage:
-        return Lineage.of(self.branches)
+        # A tier that is away may hold shards of any generation.
+        captured = {generation for survey in self.surveys for _, generation in survey.generations}
+        return Lineage.of(self.branches if self.away else bearing(self.branches, captured))
 
     @property
     def taken(self) -> int:

@@ -16,7 +16,7 @@ from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stre
 from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement, reach
 from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.lineage import Branch, Lineage, bearing
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.opening import Reach, anew, superseded_at_opening
 from tiercheck.policy.placement import Placement, Transfer
@@ -347,7 +347,8 @@ class Cluster:
 
     def recover(self, before: CommitKey | None, promised: int) -> None:
         branches = {value for tier in self.tiers() for key, value in tier.items() if isinstance(key, LineageKey)}
-        lineage = Lineage.of(branches)  # type: ignore[arg-type]
+        captured = {key.generation for tier in self.tiers() for key in tier if isinstance(key, ShardKey)}
+        lineage = Lineage.of(bearing(branches, captured))  # type: ignore[arg-type]
         sources = [self.sources(index) for index in range(self.world)]
         points = self.meeting(lineage)
         if points is None:
@@ -399,7 +400,8 @@ class Cluster:
         }
 
     def open_generation(self, points: tuple[RecoveryPoint, ...] | None, branches: set[Branch] | None = None) -> None:
-        before = Lineage.of(branches or ())
+        captured = {key.generation for tier in self.tiers() for key in tier if isinstance(key, ShardKey)}
+        before = Lineage.of(bearing(branches or (), captured))
         self.generation = max((branch.generation for branch in branches or ()), default=0) + 1
         parent, left_at = (max(point.generation for point in points), points[0].last) if points else (0, 0)
         branch = Branch(self.generation, parent, left_at, self.world, f"token-{self.generation}")

@@ -6,7 +6,7 @@ import pytest
 
 from tiercheck.keys import ShardKey
 from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.lineage import Branch, Lineage, bearing
 from tiercheck.policy.recovery import Plan, Source, plan
 
 
@@ -94,6 +94,18 @@ def test_limits_fall_across_several_restarts() -> None:
 
 def test_a_lost_lineage_record_ends_the_chain() -> None:
     assert Lineage.of([branch(3, 2, 20), branch(1)]).chain == ((3, None),)
+
+
+def test_a_generation_that_captured_nothing_cuts_nothing_off() -> None:
+    branches = [branch(1), branch(2, 1, 10), branch(3, 1, 10)]
+    assert Lineage.of(bearing(branches, {1})).chain == ((1, None),)
+    assert Lineage.of(bearing(branches, {1, 2})).chain == ((2, None), (1, 10))
+    # What generation 2 captured is deleted by now; generation 3 stands on where it left its parent all the same.
+    assert Lineage.of(bearing([branch(1), branch(2, 1, 10), branch(3, 2, 20)], {1, 3})).chain == (
+        (3, None),
+        (2, 20),
+        (1, 10),
+    )
 
 
 def test_batches_count_as_their_versions() -> None:

@@ -6,11 +6,11 @@ that version is another future of the same job, and never part of a chain (invar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Branch", "Lineage", "strangers"]
+__all__ = ["Branch", "Lineage", "bearing", "strangers"]
 
 
 @dataclass(frozen=True, order=True)
@@ -92,6 +92,16 @@ class Lineage:
             if candidate == generation:
                 return limit is None or version <= limit
         return False
+
+
+def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branch]:
+    """The branches less the newest ones of which no shard is found anywhere: nothing was trained in them that is left,
+    so that they cut nothing off. ``captured``: the generations of all shards that were found, by ranks that could look
+    into all of their tiers. An older branch counts in any case: its shards may have been deleted since."""
+    left = sorted(branches)
+    while len(left) > 1 and left[-1].generation not in captured:
+        left.pop()
+    return left
 
 
 def strangers(lineage: Lineage, recorded: Iterable[int], captured: Iterable[int]) -> list[int]:
