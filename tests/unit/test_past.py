@@ -22,11 +22,16 @@ from tiercheck.errors import (
     Unauthorized,
 )
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.keys import LineageKey
+from tiercheck.keys import LineageKey, ShardKey
+from tiercheck.past import Past
 from tiercheck.policy.lineage import Branch, Lineage, strangers
+from tiercheck.policy.observation import Role
+from tiercheck.policy.recovery import Source
 from tiercheck.records import seal
+from tiercheck.survey import Survey
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
+from tiercheck.types import Survives
 
 SOON = replace(CONFIG, deadline_s=2)
 
@@ -392,3 +397,27 @@ def test_a_full_or_read_only_store_does_not_stop_what_memory_can_serve(
     for outcome in cluster.run(10):
         assert isinstance(outcome, RecoveryError | TierError), "memory did not serve it"
         assert str(error) in str(outcome)
+
+
+def seen_by(rank: int, tier: int, base: int, last: int) -> Survey:
+    """A base and the differentials up to ``last``, in one tier; the durable one is away."""
+    shards = [ShardKey.base(1, base, rank), *(ShardKey.differential(1, v, v, rank) for v in range(base + 1, last + 1))]
+    found = frozenset(Source(tier, key) for key in shards)
+    return Survey(sources=found, branches=frozenset({(0, Branch(1, 0, 0, 2, "a" * 16))}), away=((2, "503"),))
+
+
+@pytest.mark.parametrize(("base", "last", "serves"), [(20, 24, True), (10, 15, False)])
+def test_a_neighbours_memory_serves_without_the_store_where_no_newer_base_can_be_committed_there(
+    base: int, last: int, serves: bool
+) -> None:
+    """A node is lost while the store is away. What its neighbour has may be behind a base that was committed."""
+    roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
+    whole = seen_by(0, 0, 20, 25)
+    old = frozenset(Source(0, key) for key in (source.key for source in seen_by(0, 0, 10, 19).sources))
+    past = Past([replace(whole, sources=whole.sources | old), seen_by(1, 1, base, last)], roles, "here")
+    points = past.points()
+    assert points is not None
+    assert points[0].last == last
+    assert not past.in_memory(points), "its own memory is lost: the store is asked until the deadline"
+    assert past.covers(points) is serves
+    assert "rank 0, tier s3: 503" in str(past.cannot_ask(points))
