@@ -37,20 +37,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from tiercheck import container
 from tiercheck.background import BackgroundLoop
+from tiercheck.copies import Another, Copies, Failed, OutOfReach
 from tiercheck.errors import (
     ConfigurationError,
     Corruption,
     DeadlineExceeded,
     Mismatch,
-    NotFound,
     RecoveryError,
     TierError,
     Transient,
@@ -72,8 +71,6 @@ __all__ = ["Lost", "OutOfReach", "Part", "Reader"]
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.1
-RETRY_MAX_S = 5.0
 ANSWER_S = 2.0
 """A coroutine that gives up at the deadline has so long to say why."""
 BATCHES_AT_ONCE = 2
@@ -82,32 +79,8 @@ OBJECTS_AT_ONCE = 4
 """Objects of a batch that are being read at a time."""
 
 
-Chosen = TypeVar("Chosen")
-
-
-class _Another(TierError):
-    """A whole copy that this job cannot use. Where there is no other, ``why`` is what the user must know."""
-
-    def __init__(self, why: ConfigurationError, *, tier: str, key: str) -> None:
-        super().__init__(str(why), tier=tier, key=key)
-        self.why = why
-
-
-class OutOfReach(RecoveryError):
-    """A copy that may be whole could not be read until the deadline, and there is no other."""
-
-
 class Lost(RecoveryError):
     """In the middle of a replay the last copy of a version turned out to be damaged."""
-
-
-class _Failed(Exception):
-    """A source did not give what it should."""
-
-    def __init__(self, source: Source, cause: TierError) -> None:
-        super().__init__(str(cause))
-        self.source = source
-        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -142,21 +115,24 @@ class Reader:
     """The job's own past: what another job wrote is no copy of it."""
     expected: Expected | None = None
     """The state that copies must be of."""
-    quarantined: dict[Source, str] = field(default_factory=dict)
-    """Copies that failed, and why."""
+    copies: Copies = field(init=False)
     used: list[Source] = field(default_factory=list)
     """The sources of what was handed out last, in order."""
     read_bytes: int = 0
     """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
-    _silent: set[int] = field(default_factory=set)
-    _troubled: dict[Source, TierError] = field(default_factory=dict)
-    """Copies that could not be read just now, and why. They are used where there are no others."""
-    _pause_s: float = RETRY_FIRST_S
     _base: tuple[Source, BaseState] | None = None
     _digests: dict[Source, str] = field(default_factory=dict)
     """What was verified, and the digest of its header, which holds the checksums of all the rest."""
     _held: dict[Source, memoryview] = field(default_factory=dict)
     """What need not be read again."""
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.hierarchy, self.rank, self.deadline_s)
+
+    @property
+    def quarantined(self) -> dict[Source, str]:
+        """Copies that failed, and why."""
+        return self.copies.quarantined
 
     def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
         """Read and verify all that the rank needs to get to ``point``; ``None`` where some version has no good copy
@@ -178,7 +154,7 @@ class Reader:
         left_s = self.deadline_s
         due = part.point.anchor + 1
         chosen: tuple[Source, ...] | Unreachable = part.plan.batches
-        self._troubled.clear()
+        self.copies.troubled.clear()
         while not isinstance(chosen, Unreachable):
             stream = _Stream(self, part, own, deque(grouped(chosen, STEPS_AT_ONCE)), due, left_s)
             try:
@@ -186,17 +162,17 @@ class Reader:
                     yield stream.run(threads)  # not named here: what is replayed is to be let go
                 return
             except Undecodable as error:
-                self._quarantine(stream.source_of(error.version), error)
-            except _Failed as failed:
-                self._note(failed)
+                self.copies.quarantine(stream.source_of(error.version), error)
+            except Failed as failed:
+                self.copies.note(failed)
             finally:
                 stream.close()
             due, left_s = stream.due, stream.left_s
             following = partial(batches, part.point, due, self.rank)
-            if pause_s := self._pause(own, following, left_s):
+            if pause_s := self.copies.pause(own, following, left_s):
                 time.sleep(pause_s)
                 left_s -= pause_s
-            chosen = self._choose(own, following)
+            chosen = self.copies.choose(own, following)
         raise Lost(
             f"rank {self.rank} has no good copy of differential {chosen.version} any more: the last one went bad "
             "after it was verified"
@@ -205,20 +181,16 @@ class Reader:
     def doubt(self, part: Part, own: Collection[Source], error: Exception) -> bool:
         """The state that the part's base leads to was refused: whether there is another copy of the base to try."""
         anchor = part.plan.anchor
-        others = [source for source in self.usable(own) if source.key == anchor.key and source != anchor]
+        others = [source for source in self.copies.usable(own) if source.key == anchor.key and source != anchor]
         if others:
-            self._quarantine(anchor, Corruption(f"it cannot be loaded: {type(error).__name__}: {error}"))
+            self.copies.quarantine(anchor, Corruption(f"it cannot be loaded: {type(error).__name__}: {error}"))
             self._base = None
         return bool(others)
-
-    def usable(self, own: Collection[Source]) -> set[Source]:
-        """The copies that have not failed so far."""
-        return set(own) - self.quarantined.keys()
 
     async def _verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
         until = asyncio.get_running_loop().time() + self.deadline_s
         while True:
-            chosen = self._choose(own, partial(plan, point, self.rank))
+            chosen = self.copies.choose(own, partial(plan, point, self.rank))
             if isinstance(chosen, Unreachable):
                 log.warning("rank %d has no good copy of %s %d", self.rank, chosen.stream, chosen.version)
                 self._let_go()
@@ -229,60 +201,12 @@ class Reader:
                 led = point.by_snapshot  # else the base is the point itself, or where a replay begins
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
                 return Part(chosen, base, start)
-            except _Failed as failed:
-                self._note(failed)
+            except Failed as failed:
+                self.copies.note(failed)
                 self._let_go()
             left_s = until - asyncio.get_running_loop().time()
-            if pause_s := self._pause(own, partial(plan, point, self.rank), left_s):
+            if pause_s := self.copies.pause(own, partial(plan, point, self.rank), left_s):
                 await asyncio.sleep(pause_s)
-
-    def _choose(
-        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable]
-    ) -> Chosen | Unreachable:
-        """What the policy chooses of the usable copies; without those in trouble and the tiers that keep silent, where
-        it can."""
-        usable = self.usable(own)
-        answering = [source for source in usable if source not in self._troubled]
-        prompt = [source for source in answering if source.tier not in self._silent]
-        for copies in (prompt, answering):
-            if not isinstance(chosen := policy(copies), Unreachable):
-                return chosen
-        return policy(usable)
-
-    def _note(self, failed: _Failed) -> None:
-        """A copy that is damaged or gone is none. Any other error may pass."""
-        if isinstance(failed.cause, Corruption | NotFound):
-            self._quarantine(failed.source, failed.cause)
-            return
-        name = self._name(failed.source)
-        log.warning("%s cannot be read from tier %s just now: %s", failed.source.key, name, failed.cause)
-        self._troubled[failed.source] = failed.cause
-
-    def _pause(
-        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable], left_s: float
-    ) -> float:
-        """How long to wait before the next try; 0 where there is a way without the copies in trouble, or no way at all.
-
-        After a pause each of them is worth another try. Errors: ``OutOfReach`` where no time is left.
-        """
-        usable = self.usable(own)
-        answering = [source for source in usable if source not in self._troubled]
-        if not isinstance(policy(answering), Unreachable) or isinstance(policy(usable), Unreachable):
-            return 0.0
-        for error in self._troubled.values():
-            if isinstance(error, _Another):
-                raise error.why
-        if left_s <= 0:
-            source, error = min(self._troubled.items(), key=lambda each: each[0])
-            raise OutOfReach(
-                f"rank {self.rank} cannot read {source.key} from tier {self._name(source)}, and tried for "
-                f"{self.deadline_s:g} s: {error}. The copy may be whole, so that nothing older is restored in its "
-                "place: start again when the tier can be read, or remove the object to go back without it"
-            )
-        self._troubled.clear()
-        self._silent.clear()
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, RETRY_MAX_S)
-        return min(pause_s, left_s)
 
     async def _verified_base(self, chosen: Plan, own: Collection[Source], until: float) -> BaseState:
         source = chosen.anchor
@@ -294,26 +218,26 @@ class Reader:
             await asyncio.to_thread(shard.verify)
             base = await asyncio.to_thread(self._decoded_base, source, shard)
         except TierError as error:
-            raise _Failed(source, error) from error
+            raise Failed(source, error) from error
         self._base = source, base
         return base
 
     def _decoded_base(self, source: Source, shard: container.Shard) -> BaseState:
-        """Errors: ``Corruption``; ``_Another`` for one of another model."""
-        name, key = self._name(source), str(source.key)
+        """Errors: ``Corruption``; ``Another`` for one of another model."""
+        name, key = self.copies.name(source), str(source.key)
         with ill_formed_is_corrupt(tier=name, key=key):
             base = read_base(shard, tier=name)
             if self.expected is not None:
                 try:
                     self.expected.check_identity(base, self._places)
                 except Mismatch as error:
-                    raise _Another(error, tier=name, key=key) from error
+                    raise Another(error, tier=name, key=key) from error
                 self.expected.check_base(base)
         return base
 
     def _led_on(self, source: Source, base: BaseState, shard: container.Shard) -> BaseState:
         """What a snapshot leads to. Errors: ``Corruption``."""
-        name = self._name(source)
+        name = self.copies.name(source)
         with ill_formed_is_corrupt(tier=name, key=str(source.key)):
             state = advanced(base, shard, tier=name, threads=self.threads)
             if self.expected is not None:
@@ -326,7 +250,7 @@ class Reader:
             shard = self._parsed(source, await self._get(source, own, until))
             return await asyncio.to_thread(self._led_on, source, base, shard)
         except TierError as error:
-            raise _Failed(source, error) from error
+            raise Failed(source, error) from error
 
     async def _verify_batches(self, chosen: Plan, base: BaseState, own: Collection[Source], until: float) -> None:
         groups = grouped(chosen.batches, STEPS_AT_ONCE)
@@ -346,7 +270,7 @@ class Reader:
                     async with verifying:
                         self._digests[source] = await asyncio.to_thread(self._digest, source, found, base)
                 except Exception as error:  # noqa: BLE001  raised below, when the others have stopped
-                    failures.append(_Failed(source, error) if isinstance(error, TierError) else error)
+                    failures.append(Failed(source, error) if isinstance(error, TierError) else error)
 
         async def verify_group(group: Sequence[Source]) -> None:
             await rooms.acquire()
@@ -357,8 +281,8 @@ class Reader:
         # Semaphores let in whoever came first: the last group.
         await asyncio.gather(*(verify_group(group) for group in reversed(groups)))
         for failure in failures[1:]:
-            if isinstance(failure, _Failed):
-                self._note(failure)
+            if isinstance(failure, Failed):
+                self.copies.note(failure)
         if failures:
             raise failures[0]
 
@@ -374,7 +298,7 @@ class Reader:
     async def read(self, group: Sequence[Source], own: Collection[Source], seconds: float) -> list[container.Shard]:
         """The shards of verified sources once more; their tensors are verified when they are asked for.
 
-        Errors: ``_Failed``, of the first in order.
+        Errors: ``Failed``, of the first in order.
         """
         until = asyncio.get_running_loop().time() + seconds
         slots = asyncio.Semaphore(OBJECTS_AT_ONCE)
@@ -384,12 +308,12 @@ class Reader:
                 try:
                     shard = self._parsed(source, await self._get(source, own, until))
                 except TierError as error:
-                    raise _Failed(source, error) from error
+                    raise Failed(source, error) from error
             if self._digests.get(source, shard.digest) != shard.digest:
                 changed = Corruption(
-                    "the shard was replaced after it was verified", tier=self._name(source), key=str(source.key)
+                    "the shard was replaced after it was verified", tier=self.copies.name(source), key=str(source.key)
                 )
-                raise _Failed(source, changed)
+                raise Failed(source, changed)
             return shard
 
         found = await asyncio.gather(*(read_one(source) for source in group), return_exceptions=True)
@@ -400,14 +324,14 @@ class Reader:
 
     def differentials(self, source: Source, shard: container.Shard, base: BaseState) -> list[Differential]:
         """Errors: ``Corruption`` where there is one that is not of the base's state."""
-        name = self._name(source)
+        name = self.copies.name(source)
         with ill_formed_is_corrupt(tier=name, key=str(source.key)):
             found = read_differentials(shard, tier=name)
             for each in found:
                 try:
                     check_fits(each, base.masters, len(base.hyperparameters))
                 except ConfigurationError as error:  # a codec that is not installed: others may be
-                    raise _Another(error, tier=name, key=str(source.key)) from error
+                    raise Another(error, tier=name, key=str(source.key)) from error
                 if self.expected is not None:
                     self.expected.check_differential(each)
         return found
@@ -425,11 +349,12 @@ class Reader:
         reading = asyncio.ensure_future(asked_twice(lambda: driver.get(str(source.key))))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
         try:
-            wait_s = left_s / 2 if self._is_elsewhere(source, own) else left_s
+            wait_s = left_s / 2 if self.copies.is_elsewhere(source, own) else left_s
             await asyncio.wait({reading}, timeout=wait_s)
             if not reading.done():
-                self._silent.add(source.tier)
-                raise Transient(f"nothing came within {wait_s:.3g} s", tier=self._name(source), key=str(source.key))
+                self.copies.silent.add(source.tier)
+                name = self.copies.name(source)
+                raise Transient(f"nothing came within {wait_s:.3g} s", tier=name, key=str(source.key))
         finally:
             # Not waited for: a tier that does not answer may not hear of it either.
             reading.cancel()
@@ -437,31 +362,12 @@ class Reader:
         self.read_bytes += content.nbytes
         return content
 
-    def _is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
-        """Whether other tiers hold all that is in the source."""
-        key = source.key
-        if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even where it spans them
-            return any(
-                each.key == key and each.tier != source.tier for each in self.usable(own) - self._troubled.keys()
-            )
-        others = [
-            each.key
-            for each in self.usable(own) - self._troubled.keys()
-            if each.tier != source.tier and (each.key.stream, each.key.generation) == (key.stream, key.generation)
-        ]
-        return all(any(version in other.versions for other in others) for version in key.versions)
-
     def _parsed(self, source: Source, content: memoryview) -> container.Shard:
-        shard = container.parse(content, key=str(source.key), tier=self._name(source))
+        shard = container.parse(content, key=str(source.key), tier=self.copies.name(source))
         reason = self.lineage.disowns(source.key.generation, shard.metadata.token)
         if reason is not None:
-            raise Corruption(reason, tier=self._name(source), key=str(source.key))
+            raise Corruption(reason, tier=self.copies.name(source), key=str(source.key))
         return shard
-
-    def _quarantine(self, source: Source, cause: TierError) -> None:
-        log.warning("%s is not used from tier %s: %s", source.key, self._name(source), cause)
-        self.quarantined[source] = str(cause)
-        self._held.pop(source, None)
 
     def _let_go(self) -> None:
         """Of what tiers do not map: another plan may begin with other batches."""
@@ -473,9 +379,6 @@ class Reader:
     @property
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
-
-    def _name(self, source: Source) -> str:
-        return self.hierarchy.tiers[source.tier].name
 
 
 class _Stream:
@@ -506,7 +409,7 @@ class _Stream:
         return self._sources[version]
 
     def run(self, threads: int) -> Run:
-        """The next run. Errors: ``_Failed``; ``Undecodable``; ``DeadlineExceeded``."""
+        """The next run. Errors: ``Failed``; ``Undecodable``; ``DeadlineExceeded``."""
         within = bool(self._read)
         if not within:
             self._read_group()
@@ -552,7 +455,7 @@ class _Stream:
             try:
                 found = self._reader.differentials(source, shard, self._part.base)
             except TierError as error:
-                raise _Failed(source, error) from error
+                raise Failed(source, error) from error
             self._reader.used.append(source)
             after = self._read[-1].version if self._read else self.due - 1
             self._read.extend(each for each in found if after < each.version <= last)

@@ -18,9 +18,9 @@ import pytest
 
 from tests.failing import Failing
 from tests.unit.test_restore import CONFIG, Cluster
+from tiercheck.copies import Copies
 from tiercheck.errors import RecoveryError, TierCheckError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.reader import Reader
 from tiercheck.tiers.memory import MemoryDriver, StoredObject
 from tiercheck.tiers.wrappers.base import Call, Operation
 
@@ -75,7 +75,7 @@ class Job:
         for _ in range(rng.randint(1, 2)):
             version += rng.randint(2, 6)
             cluster.run(version, flush_at=rng.choice([None, version, version]))
-        cluster.config = replace(CONFIG, deadline_s=1.5)
+        cluster.config = replace(CONFIG, deadline_s=1.5, base_every=100)  # nothing but the recovery has to wait
         for rank in range(2):
             if rng.random() < 0.7:
                 cluster.lose(rank)
@@ -144,7 +144,7 @@ def test_errors_and_damage(seed: int, tmp_path: Path) -> None:
 
 
 def test_it_finds_an_error_that_is_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reader, "_note", lambda self, failed: self._quarantine(failed.source, failed.cause))
+    monkeypatch.setattr(Copies, "note", lambda self, failed: self.quarantine(failed.source, failed.cause))
     for seed in SEEDS:
         try:
             play(seed, tmp_path / str(seed))

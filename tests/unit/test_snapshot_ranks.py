@@ -73,8 +73,8 @@ def test_a_snapshot_of_later_versions_elsewhere_is_not_another_copy() -> None:
             loop = BackgroundLoop()
             reader = Reader(hierarchy, 0, loop, 1.0, 1, Lineage(()))
             wanted = Source(1, ShardKey.snapshot(1, 0, 40, 0))
-            assert not reader._is_elsewhere(wanted, {wanted, Source(0, ShardKey.snapshot(1, 0, 50, 0))})
-            assert reader._is_elsewhere(wanted, {wanted, Source(0, wanted.key)})
+            assert not reader.copies.is_elsewhere(wanted, {wanted, Source(0, ShardKey.snapshot(1, 0, 50, 0))})
+            assert reader.copies.is_elsewhere(wanted, {wanted, Source(0, wanted.key)})
             loop.close()
 
     asyncio.run(check())

@@ -1,0 +1,134 @@
+"""The copies that one rank has: which have failed, which are in trouble, and which to read next.
+
+A copy that is damaged, or gone, is none. Any other error may pass: the copy is left alone while there are others, and
+else it is tried again after a pause, until the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tiercheck.errors import ConfigurationError, Corruption, NotFound, RecoveryError, TierError
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import Stream
+from tiercheck.policy.recovery import Source, Unreachable
+
+__all__ = ["Another", "Copies", "Failed", "OutOfReach"]
+
+log = logging.getLogger(__name__)
+
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 5.0
+
+Chosen = TypeVar("Chosen")
+
+
+class Another(TierError):
+    """A whole copy that this job cannot use. Where there is no other, ``why`` is what the user must know."""
+
+    def __init__(self, why: ConfigurationError, *, tier: str, key: str) -> None:
+        super().__init__(str(why), tier=tier, key=key)
+        self.why = why
+
+
+class OutOfReach(RecoveryError):
+    """A copy that may be whole could not be read until the deadline, and there is no other."""
+
+
+class Failed(Exception):
+    """A source did not give what it should."""
+
+    def __init__(self, source: Source, cause: TierError) -> None:
+        super().__init__(str(cause))
+        self.source = source
+        self.cause = cause
+
+
+@dataclass
+class Copies:
+    """What one rank knows of its copies. ``deadline_s``: how long those in trouble are tried again, for messages."""
+
+    hierarchy: OpenHierarchy
+    rank: int
+    deadline_s: float
+    quarantined: dict[Source, str] = field(default_factory=dict)
+    """Copies that failed, and why."""
+    silent: set[int] = field(default_factory=set)
+    """Tiers that have not answered in time."""
+    troubled: dict[Source, TierError] = field(default_factory=dict)
+    """Copies that could not be read just now, and why. They are used where there are no others."""
+    _pause_s: float = RETRY_FIRST_S
+
+    def usable(self, own: Collection[Source]) -> set[Source]:
+        """The copies that have not failed so far."""
+        return set(own) - self.quarantined.keys()
+
+    def choose(
+        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable]
+    ) -> Chosen | Unreachable:
+        """What the policy chooses of the usable copies; without those in trouble and the tiers that keep silent, where
+        it can."""
+        usable = self.usable(own)
+        answering = [source for source in usable if source not in self.troubled]
+        prompt = [source for source in answering if source.tier not in self.silent]
+        for copies in (prompt, answering):
+            if not isinstance(chosen := policy(copies), Unreachable):
+                return chosen
+        return policy(usable)
+
+    def note(self, failed: Failed) -> None:
+        """A copy that is damaged or gone is none. Any other error may pass."""
+        if isinstance(failed.cause, Corruption | NotFound):
+            self.quarantine(failed.source, failed.cause)
+            return
+        name = self.name(failed.source)
+        log.warning("%s cannot be read from tier %s just now: %s", failed.source.key, name, failed.cause)
+        self.troubled[failed.source] = failed.cause
+
+    def pause(
+        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable], left_s: float
+    ) -> float:
+        """How long to wait before the next try; 0 where there is a way without the copies in trouble, or no way at all.
+
+        After a pause each of them is worth another try. Errors: ``OutOfReach`` where no time is left.
+        """
+        usable = self.usable(own)
+        answering = [source for source in usable if source not in self.troubled]
+        if not isinstance(policy(answering), Unreachable) or isinstance(policy(usable), Unreachable):
+            return 0.0
+        for error in self.troubled.values():
+            if isinstance(error, Another):
+                raise error.why
+        if left_s <= 0:
+            source, error = min(self.troubled.items(), key=lambda each: each[0])
+            raise OutOfReach(
+                f"rank {self.rank} cannot read {source.key} from tier {self.name(source)}, and tried for "
+                f"{self.deadline_s:g} s: {error}. The copy may be whole, so that nothing older is restored in its "
+                "place: start again when the tier can be read, or remove the object to go back without it"
+            )
+        self.troubled.clear()
+        self.silent.clear()
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, RETRY_MAX_S)
+        return min(pause_s, left_s)
+
+    def is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
+        """Whether other tiers hold all that is in the source."""
+        key = source.key
+        if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even where it spans them
+            return any(each.key == key and each.tier != source.tier for each in self.usable(own) - self.troubled.keys())
+        others = [
+            each.key
+            for each in self.usable(own) - self.troubled.keys()
+            if each.tier != source.tier and (each.key.stream, each.key.generation) == (key.stream, key.generation)
+        ]
+        return all(any(version in other.versions for other in others) for version in key.versions)
+
+    def quarantine(self, source: Source, cause: TierError) -> None:
+        log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause)
+        self.quarantined[source] = str(cause)
+
+    def name(self, source: Source) -> str:
+        return self.hierarchy.tiers[source.tier].name
