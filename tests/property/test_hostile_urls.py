@@ -60,7 +60,7 @@ def test_hostile_locations_are_configuration_errors(scheme: str, location: str) 
         "shm://x?size=0", "memory://x?size=0", "peer://x?at=a:1&credit=0", "peer://x?at=a:1&deadline=nan", "nvme:///",
         "nvme:///a/../b", "lustre:///", "fsspec+file:///", "fsspec+memory://x?deadline=nan", "nvme:///x\ud800",
         "fsspec+memory://x?parts_in_flight=0", "fsspec+memory://x?deadline=1e999", "shm://x?threads=-1",
-        "s3://bucket/x?part=0", "s3://bucket/x?deadline=0s", "s3://bucket/x?parts_in_flight=" + "9" * 5000,
+        "s3://bucket/x?part=0", "s3://bucket/x?deadline=0s", "s3://bucket/x?endpoint_url=http://[", "s3://bucket/x?parts_in_flight=" + "9" * 5000,
         "nvme:///x?depth=0", "nvme:///x?block=0", "lustre:///x?stripe_size=0",
     ],
     ids=ascii,

@@ -129,10 +129,17 @@ def test_a_version_that_was_saved_but_not_reported_is_no_loss() -> None:
     assert 9 not in result.losses
 
 
+def test_ranks_that_start_from_different_bases_meet_at_one_version() -> None:
+    reference, interrupted = runs()
+    interrupted.second[1].recovered = {**RECOVERY, "anchor": 4, "replayed": 5}
+    result = compared(reference, interrupted)
+    assert (result.resumed_at, result.anchor, result.replayed) == (9, 4, 5)
+
+
 def test_runs_that_cannot_be_compared_are_refused() -> None:
     reference, interrupted = runs()
-    interrupted.second[1].recovered = {**RECOVERY, "anchor": 4}
-    with pytest.raises(RecoveryError, match="anchor: 8, 4"):
+    interrupted.second[1].started = {**interrupted.second[1].started, "version": 8}
+    with pytest.raises(RecoveryError, match="resumed at: 9, 8"):
         compared(reference, interrupted)
     reference, interrupted = runs()
     interrupted.first[0].started = {**interrupted.first[0].started, "corpus": "changed"}

@@ -32,7 +32,9 @@ class DemoResult:
     resumed_at: int
     """The version that was recovered; the next one is the first to be trained again."""
     anchor: int
+    """The oldest base that a rank started from."""
     replayed: int
+    """The most differentials that a rank replayed."""
     steps_lost: int
     nodes_lost: tuple[int, ...]
     sources: Mapping[str, int]

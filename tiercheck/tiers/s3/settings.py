@@ -129,7 +129,10 @@ class S3Settings:
 
 
 def check_endpoint(endpoint_url: str) -> None:
-    parts = urlsplit(endpoint_url)
+    try:
+        parts = urlsplit(endpoint_url)
+    except ValueError as error:  # such as http://[
+        raise ConfigurationError(f"endpoint_url must look like https://host:port: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigurationError(
             f"endpoint_url must look like https://host:port, not {parts.scheme}://{parts.hostname}"
