@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.training import memory
 from tiercheck.checkpointer import Checkpointer
@@ -227,12 +227,9 @@ def test_the_first_forward_pass_alone_moves_generators() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="needs torchdata (StatefulDataLoader)")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("says_end", [True, False])
 def test_a_stateful_loader_that_shuffles_goes_on_where_it_was(workers: int, says_end: bool) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     def train(url: str | None, last: int) -> dict[int, str]:
         run = Run(says_end=says_end)
         loader = StatefulDataLoader(Data(), batch_size=2, shuffle=True, num_workers=workers)
