@@ -39,6 +39,7 @@ __all__ = [
     "JobConflict",
     "Mismatch",
     "NotFound",
+    "NothingListens",
     "PeerLost",
     "PreconditionFailed",
     "RecoveryError",
@@ -117,6 +118,10 @@ class Unauthorized(TierError):
 
 class Transient(TierError):
     """A failure that may pass; the call is worth another try."""
+
+
+class NothingListens(Transient):
+    """The store's machine answers, and no server is there: it is down, or the address is wrong."""
 
 
 class Closed(TierError):

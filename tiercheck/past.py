@@ -241,6 +241,6 @@ class Past:
         reached = "nothing was found" if points is None else f"version {points[0].last} is the newest that was found"
         return RecoveryError(
             f"a tier could not be asked what it holds ({said}), and in the others {reached}: it may hold something "
-            "newer, so that nothing is restored. Start again when it answers, or leave it out of the hierarchy to go "
-            "on without what it holds"
+            "newer, so that nothing is restored. Start again when it answers; correct its address; or leave it out of "
+            "the hierarchy to go on without what it holds"
         )

@@ -174,7 +174,8 @@ class Restorer:
         ``RecoveryError`` for two histories, and where a tier that stays away may hold something newer; ``GroupError``.
         """
         soon_s = min(ASK_AGAIN_S, self.deadline_s / 4)
-        found = self._look(range(len(self.hierarchy.tiers)), retry_s=soon_s, answer_s=self.deadline_s / 2)
+        everywhere = range(len(self.hierarchy.tiers))
+        found = self._look(everywhere, retry_s=soon_s, answer_s=self.deadline_s / 2, insist=False)
         self._past = Past(found, self.hierarchy.roles, self._places())
         self._points(None)
         self.past.check(self.group.world_size)
@@ -228,23 +229,24 @@ class Restorer:
         return points
 
     def _ask_absent(self) -> None:
-        """Look again into the tiers that are away, until the deadline; not for long where nothing tells of a past."""
+        """Look again into the tiers that are away, until the deadline; where nothing tells of a past not for long, and
+        not at all where nothing listens."""
         evidence = any(survey.generations or survey.recorded for survey in self.past.surveys)
         patience_s = self.deadline_s if evidence else min(NOTHING_KNOWN_S, self.deadline_s)
         absent = [tier for tier, _ in self.past.surveys[self.group.rank].away]
         for rank, tier, error in self.past.away:
             if rank == self.group.rank:
-                log.warning("tier %s cannot be asked what it holds: %s; trying for %g s", tier, error, patience_s)
-        later = self._look(absent, retry_s=patience_s, answer_s=patience_s)
+                log.warning("tier %s cannot be asked what it holds: %s; trying for up to %g s", tier, error, patience_s)
+        later = self._look(absent, retry_s=patience_s, answer_s=patience_s, insist=evidence)
         self._past = self.past.joined(later)
         self._asked = bool(self.past.away)
 
-    def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float) -> list[Survey]:
-        """What every rank finds in these of its tiers. Collective."""
+    def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> list[Survey]:
+        """What every rank finds in these of its tiers; the rest as :func:`~tiercheck.survey.survey`. Collective."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
         def look() -> dict[str, Any]:
-            looking = survey(chosen, self.group.rank, retry_s=retry_s, answer_s=answer_s)
+            looking = survey(chosen, self.group.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
             within_s = max(retry_s, answer_s) + ANSWER_S / 2
             return self.loop.call(looking, what="the survey of the tiers", deadline_s=within_s).to_object()
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from tiercheck import keys
-from tiercheck.errors import Corruption, NotFound, TierError, Transient
+from tiercheck.errors import Corruption, NotFound, NothingListens, TierError, Transient
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey
 from tiercheck.policy.lineage import Branch
@@ -126,11 +126,13 @@ def sources_of(value: Iterable[tuple[int, str]]) -> frozenset[Source]:
     return frozenset(Source(tier, key) for tier, text in value if isinstance(key := keys.parse(text), ShardKey))
 
 
-async def survey(tiers: Sequence[OpenTier], rank: int, *, retry_s: float, answer_s: float) -> Survey:
-    """Look into all of the tiers at once. One that fails is tried again for ``retry_s``; one that says nothing for
-    ``answer_s`` counts as away."""
+async def survey(
+    tiers: Sequence[OpenTier], rank: int, *, retry_s: float, answer_s: float, insist: bool = True
+) -> Survey:
+    """Look into all of the tiers at once. One that fails is tried again for ``retry_s`` (unless ``insist``, only where
+    something listens); one that says nothing for ``answer_s`` counts as away."""
     looks = await asyncio.gather(
-        *(patiently(partial(look_into, tier, rank), tier, retry_s, answer_s) for tier in tiers)
+        *(patiently(partial(look_into, tier, rank), tier, retry_s, answer_s, insist) for tier in tiers)
     )
     found = [(tier, look) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, Looked)]
     return Survey(
@@ -213,8 +215,11 @@ async def asked_twice(ask: Callable[[], Awaitable[T]]) -> T:
         return await ask()
 
 
-async def patiently(ask: Callable[[], Awaitable[T]], tier: OpenTier, retry_s: float, answer_s: float) -> T | TierError:
-    """The answer; or the last error, when the time for trying again is over or nothing has come in ``answer_s``."""
+async def patiently(
+    ask: Callable[[], Awaitable[T]], tier: OpenTier, retry_s: float, answer_s: float, insist: bool
+) -> T | TierError:
+    """The answer; or the last error, when the time for trying again is over or nothing has come in ``answer_s``; or,
+    unless ``insist``, at once that nothing listens."""
     loop = asyncio.get_running_loop()
     began, pause_s = loop.time(), RETRY_FIRST_S
     retry_until, answer_until = began + retry_s, began + max(retry_s, answer_s)
@@ -230,7 +235,7 @@ async def patiently(ask: Callable[[], Awaitable[T]], tier: OpenTier, retry_s: fl
         try:
             return asking.result()
         except TierError as error:
-            if loop.time() + pause_s > retry_until:
+            if loop.time() + pause_s > retry_until or (isinstance(error, NothingListens) and not insist):
                 return error
             log.info("tier %s: %s; it is asked again", tier.name, error)
         await asyncio.sleep(pause_s)

@@ -16,6 +16,7 @@ from tiercheck.errors import (
     CapacityExceeded,
     Mismatch,
     NotFound,
+    NothingListens,
     RecoveryError,
     TierError,
     Transient,
@@ -302,6 +303,26 @@ class Away:
         if self.operations is None or call.operation in self.operations:
             return Transient("503 the store is down")
         return None
+
+
+def test_a_first_start_fails_at_once_where_nothing_listens_at_the_stores_address(
+    cluster: Cluster, trouble: Trouble
+) -> None:
+    trouble.says = lambda call: NothingListens("the connection was refused", tier="s3://bucket")
+    for outcome in cluster.run(1):
+        assert isinstance(outcome, RecoveryError)
+        for words in ("tier nvme: the connection was refused (tier 's3://bucket')", "correct its address"):
+            assert words in str(outcome)
+    assert trouble.raised == 3 * WORLD, "to open it, to look into it, and once more when nobody found a past"
+
+
+def test_a_store_where_nothing_listens_for_a_while_is_waited_for_where_there_is_a_past(
+    cluster: Cluster, trouble: Trouble, reference: Any
+) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.lose(1)
+    trouble.says = lambda call: NothingListens("the connection was refused") if trouble.raised < 4 * WORLD else None
+    check(cluster.run(10), reference, 7)
 
 
 def test_an_outage_of_the_store_does_not_keep_a_job_from_resuming_out_of_memory(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.test_wrappers_conformance import AroundMemory
-from tiercheck.errors import Closed, ConfigurationError, TierError, Transient
+from tiercheck.errors import Closed, ConfigurationError, NothingListens, TierError, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.nvme import NvmeDriver
@@ -83,6 +83,17 @@ async def test_who_waits_in_vain_is_told_what_the_last_attempt_met(brisk: None) 
         slow.may_open.set()
         await driver.usage()
         assert driver.facts() == {}
+
+
+async def test_where_nothing_has_listened_the_next_attempt_is_not_waited_for_to_say_so(brisk: None) -> None:
+    slow = Slow()
+    slow.may_open.set()
+    slow.error = NothingListens("the connection was refused")
+    async with PatientDriver(slow) as driver:
+        slow.may_open.clear()
+        with pytest.raises(NothingListens, match="the connection was refused"):
+            await driver.usage()
+        assert slow.attempts == 2
 
 
 async def test_an_attempt_that_is_under_way_ends_with_the_driver(brisk: None) -> None:

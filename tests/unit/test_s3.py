@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.servers.process import free_port
-from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
+from tiercheck.errors import ConfigurationError, NothingListens, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.s3 import S3Driver, S3Settings, client
@@ -488,7 +488,9 @@ class TestOpening:
         port = free_port()
         opened = Hierarchy.of("memory://", f"s3://bucket/x?endpoint_url=http://127.0.0.1:{port}&deadline=1h").open()
         async with asyncio.timeout(60):
-            with pytest.raises(Transient, match=rf"'bucket' at http://127.0.0.1:{port}.*connection was refused.*s3://"):
+            with pytest.raises(
+                NothingListens, match=rf"'bucket' at http://127.0.0.1:{port}.*connection was refused.*s3://"
+            ):
                 await opened.__aenter__()
 
     @pytest.mark.parametrize("status", ["503 Slow Down", "500 Internal Server Error"])

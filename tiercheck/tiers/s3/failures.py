@@ -15,6 +15,7 @@ from tiercheck.errors import (
     ConfigurationError,
     Corruption,
     NotFound,
+    NothingListens,
     PreconditionFailed,
     TierCheckError,
     TierError,
@@ -117,7 +118,8 @@ def classify(error: Exception, timeout_s: float) -> Failure:
     unreachable = any(is_unreachable(cause) for cause in causes(error))
     said = f"the connection failed: {last_cause(error)}"
     if any(isinstance(cause, ConnectionRefusedError) for cause in causes(error)):
-        said = "the connection was refused: nothing listens there"
+        refused = "the connection was refused: nothing listens there"
+        return Failure(NothingListens, refused, True, acted=False, unreachable=True)
     return Failure(Transient, said, True, acted=not unreachable, unreachable=unreachable)
 
 

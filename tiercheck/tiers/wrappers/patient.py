@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from tiercheck.errors import ConfigurationError, TierError, Transient
+from tiercheck.errors import ConfigurationError, NothingListens, TierError, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
 
@@ -67,12 +67,12 @@ class PatientDriver(WrappingDriver):
         self._open = False
         """``inner`` is open."""
         self._opening: asyncio.Future[None] | None = None
-        self._failed = ""
+        self._failed: TierError | None = None
         """What the last attempt to open ``inner`` has met."""
 
     def facts(self) -> Mapping[str, str]:
         """Those of ``inner``; ``trouble`` also says what the last attempt to open it has met, until one succeeds."""
-        trouble = {"trouble": self._failed} if self._failed and not self._open else {}
+        trouble = {"trouble": self._failed.message} if self._failed and not self._open else {}
         return {**trouble, **self.inner.facts()}
 
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
@@ -121,15 +121,17 @@ class PatientDriver(WrappingDriver):
         await asyncio.wait([opening], timeout=wait_s)
         if not opening.done():
             trouble = self.facts().get("trouble")
+            if isinstance(self._failed, NothingListens):
+                raise NothingListens(self._failed.message, tier=self.url)
             raise Transient("the store has not answered yet" + (f": {trouble}" if trouble else ""), tier=self.url)
         if self._opening is opening:
             self._opening = None
         try:
             opening.result()
         except TierError as error:
-            self._failed = error.message
+            self._failed = error
             raise
-        self._open, self._failed = True, ""
+        self._open, self._failed = True, None
 
 
 def _retrieve(opening: asyncio.Future[Any]) -> None:
