@@ -100,8 +100,24 @@ def test_what_was_recorded_is_the_order_of_the_first_iteration_after(options: di
 def test_an_order_of_other_parameters_is_none() -> None:
     order = BucketOrder(wrapped())
     assert "was not recorded" in order.caveats()[0]
-    order.load_state_dict({"orders": [NAMES[1:]]})
-    assert "was not recorded" in order.caveats()[0]
+    for other in (NAMES[1:], [*NAMES, "frozen"]):
+        ddp = wrapped()
+        order = BucketOrder(ddp)
+        order.load_state_dict({"orders": [other]})
+        assert "was not recorded" in order.caveats()[0]
+        order.prime()
+        iterate(ddp)
+        ((recorded,),) = order.state_dict().values()
+        assert sorted(recorded) == sorted(NAMES), "it is recorded anew"
+
+
+def test_recording_does_not_walk_the_model_for_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = wrapped()
+    order = BucketOrder(ddp)
+    order.prime()
+    monkeypatch.setattr(ddp.module, "named_parameters", lambda: pytest.fail("the model is walked"))
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert order.state_dict() != {"orders": [None]}
 
 
 @pytest.mark.parametrize(

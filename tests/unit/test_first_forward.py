@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from tests.training import memory
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations import torch as integration
+from tiercheck.integrations.iterations import Iterations
 from tiercheck.integrations.torch import attach
 
 EPOCH, LAST = 5, 14
@@ -251,3 +254,39 @@ def test_a_stateful_loader_that_shuffles_goes_on_where_it_was(workers: int, says
 
     url = memory()
     assert {**train(url, 7), **train(url, LAST)} == train(None, LAST)
+
+
+class Clamps(Run):
+    """Behind the step it writes to what was published in the step; before the forward pass it draws."""
+
+    def train(self, last: int) -> None:
+        for version in range((self.checkpointer.version if self.checkpointer else 0) + 1, last + 1):
+            self.iterate(torch.ones(2, 4), version)
+
+    def iterate(self, batch: torch.Tensor, version: int) -> None:
+        super().iterate(batch, version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+
+def test_a_version_that_is_saved_again_at_the_forward_pass_has_the_generators_from_before_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(integration, "Iterations", functools.partial(Iterations, in_step=True))
+    url = memory()
+    options = {"says_end": False, "noise": True}
+    before = Clamps(**options)
+    checkpointer = before.attach(url)
+    before.train(1)
+    before.model.register_forward_hook(lambda *_: checkpointer.abort())  # version 1 is saved again before it
+    before.train(2)
+    after = Clamps(**options)
+    checkpointer = after.attach(url)
+    assert checkpointer.recovery is not None
+    assert (checkpointer.version, checkpointer.recovery.fidelity) == (1, "exact")
+    after.train(4)
+    checkpointer.abort()
+    reference = Clamps(**options)
+    reference.train(4)
+    assert [after.losses[version] for version in (2, 3, 4)] == [reference.losses[version] for version in (2, 3, 4)]

@@ -83,7 +83,7 @@ class _Buckets:
     def prime(self) -> None:
         if not depends_on_order(self._ddp) or self.obstacle() is not None:
             return
-        if self.order is None:
+        if self.order is None or not self._is_of_these(self.order):
             self._record()
         elif not self._rebuilt():
             self._run_stand_in(self.order)
@@ -92,7 +92,7 @@ class _Buckets:
         if not depends_on_order(self._ddp) or self._rebuilt():
             return None
         obstacle = self.obstacle()
-        if obstacle is None and self.order is not None and sorted(self.order) == sorted(self._parameters()):
+        if obstacle is None and self.order is not None and self._is_of_these(self.order):
             return None
         because = obstacle or "and in which order the interrupted process did was not recorded"
         return f"DDP sums the gradients of the first step after a restart in another order, {because}"
@@ -127,17 +127,23 @@ class _Buckets:
             if each.requires_grad and name not in ignored
         }
 
+    def _is_of_these(self, order: Sequence[str]) -> bool:
+        """Whether it names the parameters that are trained now: others may have been when it was saved."""
+        return sorted(order) == sorted(self._parameters())
+
     def _record(self) -> None:
+        self.order = None
         self._handles.append(self._ddp.register_forward_pre_hook(lambda module, args: self._coming.clear()))
         parameters: Mapping[str, Any] = self._parameters()  # torch's method has no types
+        count = len(parameters)
         for name, each in parameters.items():
-            self._handles.append(each.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name)))
+            self._handles.append(each.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name, count)))
 
-    def _came(self, name: str) -> None:
+    def _came(self, name: str, count: int) -> None:
         if not self._ddp.require_backward_grad_sync:
             return  # under no_sync nothing is reduced yet
         self._coming.append(name)
-        if len(self._coming) == len(self._parameters()):
+        if len(self._coming) == count:
             self.order = list(self._coming)
             self.remove()
 

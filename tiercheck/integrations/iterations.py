@@ -79,8 +79,8 @@ class Iterations:
             self._ended = False
             if not self._in_step:
                 self._checkpointer.begin_iteration()
-            elif self._checkpointer.recapture():
-                self._in_step = False  # the loop writes after the step
+            else:
+                self._recapture()
         self._provider.beside.begin_iteration()
 
     def over(self, end: End = End.UNSEEN) -> None:
@@ -89,6 +89,15 @@ class Iterations:
             self._provider.end_of_iteration(end)
             self._publish()
             self._ended = False
+
+    def _recapture(self) -> None:
+        """The version was published in the step: save it again if the loop has written to something since."""
+        self._provider.beside.publish_again()
+        try:
+            if self._checkpointer.recapture():
+                self._in_step = False  # the loop writes after the step
+        finally:
+            self._provider.published()
 
     def _publish(self) -> None:
         version, self._pending = self._pending, None

@@ -125,6 +125,13 @@ class Beside:
         self._at_step = self._at_forward = None
         self._doubts = Doubts()
 
+    def publish_again(self) -> None:
+        """A forward pass begins, and the version that was published last may be saved again: with the generators as it
+        had them, before the next batch was drawn. :meth:`published` follows."""
+        if self._ended is not None:
+            self._at_step = {"random": self._ended, "stateful": _states(self._drawn_from)}
+            self._at_forward = random_state()
+
     def begin_iteration(self) -> None:
         """A forward pass of training begins. The first one after :meth:`restore_generators` puts the generators where
         the interrupted run had them then; the first one after :meth:`published` sees which of them the loop has used.
