@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.training import Training, memory
+from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.writes import Watch, contents
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -72,3 +74,34 @@ def test_one_element_past_torchs_counter_is_seen_only_where_all_bits_are_compare
     held["weight"].data[0, 1] += 1
     assert watched.written() == ()
     assert contents(held) != before
+
+
+def test_what_was_seen_needs_no_other_look() -> None:
+    held, looks = {"weight": torch.ones(4)}, []
+
+    def tensors() -> dict[str, torch.Tensor]:
+        looks.append(1)
+        return held
+
+    watched = Watch(tensors)
+    held["weight"] += 1
+    assert watched.written() == ("weight",)
+    held["weight"] += 1
+    watched.mark_seen()
+    assert len(looks) == 2
+    assert watched.written() == ("weight",), "the second write came after the look"
+
+
+@pytest.mark.parametrize(("says_end", "looks"), [(False, 3), (True, 4)])
+def test_an_iteration_pays_so_many_looks(monkeypatch: pytest.MonkeyPatch, says_end: bool, looks: int) -> None:
+    seen: list[int] = []
+    training = Training()
+    training.says_end = says_end
+    checkpointer = training.attach(Hierarchy.of(memory()), base_every=100)
+    training.step(1)
+    training.step(2)
+    watched = checkpointer._recorder._stream._masters  # type: ignore[union-attr]
+    monkeypatch.setattr(watched, "_tensors", lambda of=watched._tensors: seen.append(1) or of())
+    training.step(3)
+    checkpointer.abort()
+    assert len(seen) == looks

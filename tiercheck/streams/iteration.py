@@ -121,12 +121,12 @@ class IterationStream(abc.ABC):
     def mark_stepped(self, *, every_bit: bool = False) -> None:
         """The masters are as the optimizer's step, or a recovery, left them. ``every_bit``: :meth:`masters_rewritten`
         is going to be asked."""
-        self.mark_published()
+        self._masters.mark()
         self.contents = contents(self.provider.masters()) if every_bit and not self.supersedes else None
 
     def mark_published(self) -> None:
-        """A version is published that holds what the masters are now."""
-        self._masters.mark()
+        """A version is published that holds what the masters were when :meth:`masters_written` looked last."""
+        self._masters.mark_seen()
 
     def masters_rewritten(self) -> tuple[str, ...]:
         """The masters of which any bit has changed since :meth:`mark_stepped`; none where it was not to look at every
