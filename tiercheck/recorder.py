@@ -18,6 +18,7 @@ import torch
 
 from tiercheck import container
 from tiercheck.background import BackgroundLoop
+from tiercheck.base_copier import BaseCopier, BaseInFlight
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
     DeadlineExceeded,
@@ -55,23 +56,6 @@ class _OpenRecord:
     reservation: Reservation
     nbytes: int
     """Needed at most; what is reserved may be more."""
-
-
-@dataclass
-class _BaseInFlight:
-    version: int
-    copied: concurrent.futures.Future[bool]
-    """Done once the state may change again: whether it has changed before."""
-    published: concurrent.futures.Future[_CopiedBase]
-    """Done once the base is in the first tier, or given up."""
-
-
-@dataclass(frozen=True)
-class _CopiedBase:
-    nbytes: int | None
-    """Its length; ``None`` where the state may have changed under the copy: then it is given up."""
-    unexpected: tuple[str, ...] = ()
-    """The trained tensors in which the copy has other bits than the step left there, though nobody has seen a write."""
 
 
 class _Saving:
@@ -131,7 +115,7 @@ class Recorder:
         )
         self._unrecorded: int | None = None
         """The version of which a part could not be recorded: what is left of it is worth nothing."""
-        self._base: _BaseInFlight | None = None
+        self._base: BaseInFlight | None = None
         self._newest: ShardKey | None = None
         """The newest base in the first tier; ``None`` where the newest one failed."""
         self._rested: ShardKey | None = None
@@ -145,7 +129,7 @@ class Recorder:
         """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
         self._durable_is_full = False
         """A base has waited in vain for its predecessors to drain: until they do, none waits again."""
-        self._copier = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tiercheck-base")
+        self._copier = BaseCopier(self._memory, self._nudge)
 
     def begin(self) -> None:
         """Capture the base that the generation opens with. Errors: ``SaveError`` (see ``on_save_error``)."""
@@ -257,7 +241,7 @@ class Recorder:
 
     def close(self) -> None:
         """Wait for the copy of a base that still runs, and give back memory that no record needs. Idempotent."""
-        self._copier.shutdown(wait=True, cancel_futures=True)
+        self._copier.close()
         self._memory.drop_ahead()
 
     def _rest_on_base(self) -> bool:
@@ -360,9 +344,7 @@ class Recorder:
             expected=self._stream.contents,
         )
         reservation = self._memory.reserve(key, capture.nbytes_max)
-        copied: concurrent.futures.Future[bool] = concurrent.futures.Future()
-        published = self._copier.submit(self._copy_base, capture, reservation, copied, lazily=not self._written)
-        self._base = _BaseInFlight(version, copied, published)
+        self._base = self._copier.begin(version, capture, reservation, lazily=not self._written)
         self._base_due = False
         self._begun = version
         self._stream.mark_recorded()
@@ -381,31 +363,6 @@ class Recorder:
         finally:
             self._count(drain_stall_s=time.perf_counter() - began)
         self._durable_is_full = False
-
-    def _copy_base(
-        self,
-        capture: BaseCapture,
-        reservation: Reservation,
-        copied: concurrent.futures.Future[bool],
-        *,
-        lazily: bool,
-    ) -> _CopiedBase:
-        """On the copier's thread; ``lazily`` while the next forward and backward pass run."""
-        try:
-            try:
-                capture.copy(reservation.buffer)
-            finally:
-                copied.set_result(capture.disturbed)
-            nbytes = None if capture.disturbed else capture.finish()
-            if nbytes is None or (lazily and capture.unexpected):  # that may have come during the copy, too
-                self._call(reservation.drop(), "dropping a base")
-                return _CopiedBase(None, capture.unexpected)
-            self._memory.publish(reservation, nbytes, "publishing a base")
-        except BaseException:
-            self._call(reservation.drop(), "dropping a base")
-            raise
-        self._nudge()
-        return _CopiedBase(nbytes, capture.unexpected)
 
     def _finish_copy(self) -> None:
         """Wait until the state may change: the lazy copy of a base has read it."""
