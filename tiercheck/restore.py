@@ -18,7 +18,7 @@ from typing import Any
 
 from tiercheck import objects
 from tiercheck.background import BackgroundLoop
-from tiercheck.errors import Mismatch, RecoveryError, TierCheckError
+from tiercheck.errors import GroupError, Mismatch, RecoveryError, TierCheckError
 from tiercheck.group import Group
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.past import Past, Points
@@ -107,15 +107,16 @@ def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: f
     """Every rank's value of ``produce()``, in rank order. A rank that fails tells the others instead of
     leaving them to wait.
 
-    Errors: this rank's own; ``RecoveryError`` naming another rank and its error; those of the group.
+    Errors: this rank's own; ``RecoveryError`` naming another rank and its error; ``GroupError`` naming a rank that does
+    something else meanwhile; those of the group.
     """
     failure: Exception | None = None
     try:
-        message: Mapping[str, Any] = {"value": produce()}
+        message: Mapping[str, Any] = {"what": what, "value": produce()}
     except Exception as error:  # noqa: BLE001  it is raised below; the others must not wait for it
         failure = error
         said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
-        message = {"error": said, "mismatch": isinstance(error, Mismatch)}
+        message = {"what": what, "error": said, "mismatch": isinstance(error, Mismatch)}
     answers: list[Any] = [
         objects.unpack(each) for each in group.all_gather(objects.pack(message), what=what, deadline_s=deadline_s)
     ]
@@ -124,7 +125,12 @@ def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: f
     for rank, answer in enumerate(answers):
         if "error" in answer:
             kind = Mismatch if answer["mismatch"] else RecoveryError
-            raise kind(f"{what}: rank {rank} reports: {answer['error']}")
+            raise kind(f"{answer['what']}: rank {rank} reports: {answer['error']}")
+        if answer["what"] != what:
+            raise GroupError(
+                f"{what}: rank {rank} is at {answer['what']!r} instead: all ranks must take the same steps, and end "
+                "their iterations and close the checkpointer at the same version"
+            )
     return [answer["value"] for answer in answers]
 
 

@@ -79,6 +79,17 @@ def test_a_rank_that_fails_tells_the_others() -> None:
         assert str(other) == "comparing: rank 1 reports: another model"
 
 
+def test_ranks_that_do_different_things_tell_each_other() -> None:
+    def act(group: SimulatedGroup) -> list[Any]:
+        return gather(group, ("the end of the job", "agreeing")[group.rank], dict, deadline_s=10)
+
+    first, second = on_all_ranks(2, act)
+    assert isinstance(first, GroupError)
+    assert isinstance(second, GroupError)
+    assert "the end of the job: rank 1 is at 'agreeing' instead" in str(first)
+    assert "agreeing: rank 0 is at 'the end of the job' instead" in str(second)
+
+
 def test_what_travels_comes_back_as_it_was() -> None:
     value = {"a": [1, (2, b"3")], "b": None}
     assert on_all_ranks(2, lambda group: gather(group, "x", lambda: value, deadline_s=10)) == [[value, value]] * 2
