@@ -37,8 +37,14 @@ NEEDED = dict.fromkeys(
     ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW"), frozenset(("step", "exp_avg", "exp_avg_sq"))
 )
 """By optimizer, what it holds of a tensor as soon as it holds anything."""
-OWN = frozenset(("options", "hyperparameters", "random", "counters", "loss_scale"))
-"""Of the host state, what TierCheck and the frameworks make; the rest comes from objects of the user's."""
+OPTIONS = frozenset({
+    "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "foreach",
+    "fused", "capturable", "differentiable", "decoupled_weight_decay",
+})  # fmt: skip
+"""Of a parameter group's options, those that torch's optimizers read, and a replay. What becomes of any other one while
+a job trains is the user's affair; and another version of torch has other ones."""
+OWN = frozenset(("counters", "loss_scale"))
+"""Of the host state, what frameworks make beside options and generators; the rest comes from objects of the user's."""
 ILL_FORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
 """What Python raises where a value is not what its reader takes it for. Lack of memory is none of it."""
 
@@ -161,10 +167,13 @@ class Expected:
         for index, (here, saved) in enumerate(zip(self.options, options, strict=True)):
             if not isinstance(saved, dict) or not all(isinstance(key, str) for key in saved):
                 raise Corruption(f"the options of parameter group {index} are no options")
-            for key, value in here.items():
-                if key in saved and not alike(value, saved[key]):
+            if "lr" in here and "lr" not in saved:
+                raise Corruption(f"the options of parameter group {index} lack lr")
+            for key in sorted(OPTIONS & here.keys() & saved.keys()):
+                value, before = here[key], saved[key]
+                if not alike(value, before) and (key, value) != ("lr", None):  # some optimizers find one themselves
                     raise Corruption(
-                        f"{key} of parameter group {index} is {shown(saved[key])}, which is nothing like {shown(value)}"
+                        f"{key} of parameter group {index} is {shown(before)}, which is nothing like {shown(value)}"
                     )
 
     def _check_host_state(self, found: Any) -> None:
@@ -174,7 +183,14 @@ class Expected:
             saved = found.get(key)
             if isinstance(here, dict) and not isinstance(saved, dict):
                 raise Corruption(f"its host state has a {type(saved).__name__} for {key!r}")
-            if key in OWN and not alike(here, saved, exactly=True):
+            fits = True
+            if key in ("options", "hyperparameters"):
+                self._check_options(saved)
+            elif key == "random":
+                fits = alike_generators(here, saved)
+            elif key in OWN:
+                fits = alike(here, saved, exactly=True)
+            if not fits:
                 raise Corruption(f"its host state has something else for {key!r} than such a job saves")
 
     def _first_difference(self, base: BaseState) -> str:
@@ -202,6 +218,17 @@ def check_same(what: str, here: Mapping[str, Described], found: Mapping[str, Des
 
 def counted(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else f"a {type(value).__name__} of"
+
+
+def alike_generators(here: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether both are of the same generators, whatever the number of GPUs: the job may have seen others."""
+    gpus, known = saved.get("cuda", []), here.get("cuda", [])
+    rest = {kind: state for kind, state in here.items() if kind != "cuda"}
+    return (
+        alike(rest, saved, exactly=True)
+        and isinstance(gpus, list)
+        and all(alike(known[0], each, exactly=True) for each in gpus if known)
+    )
 
 
 def alike(here: Any, saved: Any, *, exactly: bool = False) -> bool:
