@@ -126,6 +126,10 @@ class Copies:
         ]
         return all(any(version in other.versions for other in others) for version in key.versions)
 
+    def told(self) -> list[str]:
+        """The copies that failed, each with its tier and the reason."""
+        return [f"{source.key} in {self.name(source)}: {why}" for source, why in sorted(self.quarantined.items())]
+
     def quarantine(self, source: Source, cause: TierError) -> None:
         log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause)
         self.quarantined[source] = str(cause)

@@ -44,7 +44,7 @@ class Tier:
         if "://" not in self.url:
             # Not repeated whole: it may hold a password.
             raise ConfigurationError(
-                f"{self.url.rpartition('@')[2]!r} is no tier URL: it has no scheme, such as shm:// or nvme://"
+                f"{self.url.partition('?')[0].rpartition('@')[2]!r} is no tier URL: it has no scheme, such as shm:// or nvme://"
             )
         if not self.name:
             object.__setattr__(self, "name", self.url.partition("://")[0])

@@ -162,8 +162,9 @@ class Past:
                         f"{LineageKey(there)} and g{there:06d}/* from {name}"
                     )
 
-    def check_nothing_is_lost(self, *, restart: bool) -> None:
+    def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = ()) -> None:
         """The ranks cannot meet anywhere. That is fine where nothing was trained yet; else the user must say so.
+        ``failed``: this rank's copies that cannot be used, and why, for the message.
 
         Errors: ``RecoveryError`` naming what was found where; with ``restart`` only where it may come back.
         """
@@ -179,6 +180,8 @@ class Past:
         newest = max([newest, *(branch.left_at for branch in self.branches)])
         found = "; ".join(evidence)
         what = f"versions up to {newest} were saved, but there is no base that every rank can read ({found})"
+        if failed:
+            what += f"; {len(failed)} copies of this rank's cannot be used, the first of them {failed[0]}"
         whole = {source.key.rank for source in self._trained()} == set(range(len(self.surveys)))
         if whole and any(source.key.rank != rank for rank, source in self._seen()):
             raise RecoveryError(

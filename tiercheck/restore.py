@@ -201,7 +201,7 @@ class Restorer:
         for _ in range(ROUNDS_MAX):
             points = self._points(best)
             if points is None:
-                self.past.check_nothing_is_lost(restart=self.restart)
+                self.past.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
                 return None

@@ -38,6 +38,8 @@ def test_unknown_places_are_refused(url: str, message: str) -> None:
 def test_an_empty_hierarchy_and_no_url_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one tier"):
         Hierarchy(())
+    with pytest.raises(ConfigurationError, match="'s3:/bucket' is no tier URL: it has no scheme"):
+        Tier("s3:/bucket?fs.password=hunter2")
     with pytest.raises(ConfigurationError, match="has no scheme"):
         Hierarchy.of("/mnt/ssd")
     with pytest.raises(ConfigurationError, match=r"a tier is a URL, such as shm://NAME.*PosixPath\('/mnt'\)"):
