@@ -220,8 +220,10 @@ def counted(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else f"a {type(value).__name__} of"
 
 
-def alike_generators(here: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def alike_generators(here: Mapping[str, Any], saved: Any) -> bool:
     """Whether both are of the same generators, whatever the number of GPUs: the job may have seen others."""
+    if not isinstance(saved, dict):
+        return False
     gpus, known = saved.get("cuda", []), here.get("cuda", [])
     rest = {kind: state for kind, state in here.items() if kind != "cuda"}
     return (
