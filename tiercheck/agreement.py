@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Collection
@@ -11,7 +12,7 @@ from tiercheck import keys
 from tiercheck.background import BackgroundLoop
 from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.group import Group
-from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.mover import Moving
 from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement
@@ -32,7 +33,8 @@ def clear_tiers(restorer: Restorer, generation: int, version: int) -> int:
     """Delete what nothing needs any more, from the tiers inside the node, before ``generation`` captures anything.
     Collective, after all ranks have recovered ``version``. Returns the mark that the generation begins with.
 
-    A tier that cannot be cleared just now is left as it is. Errors: ``RecoveryError``; ``GroupError``.
+    A tier that cannot be cleared just now is left as it is, and so is one that was away at the survey. Errors:
+    ``RecoveryError``; ``GroupError``.
     """
     roles, group, lineage = restorer.hierarchy.roles, restorer.group, restorer.past.lineage
     sound = restorer.sound
@@ -41,21 +43,32 @@ def clear_tiers(restorer: Restorer, generation: int, version: int) -> int:
         group, "what each rank can come to", Reach.of(sound, roles, lineage).to_object, deadline_s=deadline_s
     )
     known = anew([Reach.from_object(answer) for answer in answers], version)
-    owned = {source for survey in restorer.past.surveys for source in survey.sources}
+    surveys = restorer.past.surveys
+    owned = {source for survey in surveys for source in survey.sources}
+    absent = {tier for tier, _ in surveys[group.rank].away}
+    # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
+    unsure = {rank for rank, survey in enumerate(surveys) if any(not roles[tier].shared for tier, _ in survey.away)}
 
-    async def clear() -> None:
-        held = await visible(restorer.hierarchy, generation)
-        gone = superseded_at_opening(held, group.rank, roles, lineage, known.versions, sound, owned)
-        for tier in restorer.hierarchy.tiers:
-            here = [str(source.key) for source in gone if source.tier == tier.index]
-            if here:
-                await tier.driver.delete(here)
-                log.info("tier %s: %d objects of older generations are deleted", tier.name, len(here))
+    async def clear(tier: OpenTier) -> None:
+        try:
+            held = await visible(tier, generation)
+            held = {source for source in held if source.key.rank == group.rank or source.key.rank not in unsure}
+            gone = superseded_at_opening(held, group.rank, roles, lineage, known.versions, sound, owned)
+            if gone:
+                await tier.driver.delete([str(source.key) for source in gone])
+                log.info("tier %s: %d objects of older generations are deleted", tier.name, len(gone))
+        except TierError as error:
+            log.warning("what is superseded is not deleted from tier %s yet: %s", tier.name, error)
+
+    async def clear_all() -> None:
+        tiers = restorer.hierarchy.tiers
+        inside = [tier for tier in tiers if not tier.role.shared and tier.index not in absent]
+        await asyncio.gather(*map(clear, inside))
 
     def clear_in_time() -> None:
         try:
-            restorer.loop.call(clear(), what="deleting what is superseded", deadline_s=deadline_s)
-        except (TierError, DeadlineExceeded) as error:
+            restorer.loop.call(clear_all(), what="deleting what is superseded", deadline_s=deadline_s)
+        except DeadlineExceeded as error:
             log.warning("what is superseded is not deleted yet: %s", error)
 
     # Nobody captures anything before all have: the ranks of a node share its memory.
@@ -63,16 +76,10 @@ def clear_tiers(restorer: Restorer, generation: int, version: int) -> int:
     return known.mark
 
 
-async def visible(hierarchy: OpenHierarchy, generation: int) -> set[Source]:
-    """The shards of generations before this one, of all ranks, in the tiers inside the node. Errors: ``TierError``."""
-    found: set[Source] = set()
-    for tier in hierarchy.tiers:
-        if not tier.role.shared:
-            async for info in tier.driver.list():
-                key = keys.parse(info.key)
-                if isinstance(key, ShardKey) and key.generation < generation:
-                    found.add(Source(tier.index, key))
-    return found
+async def visible(tier: OpenTier, generation: int) -> set[Source]:
+    """The shards of generations before this one, of all ranks, in the tier. Errors: ``TierError``."""
+    found = [keys.parse(info.key) async for info in tier.driver.list()]
+    return {Source(tier.index, key) for key in found if isinstance(key, ShardKey) and key.generation < generation}
 
 
 @dataclass

@@ -12,12 +12,12 @@ from tests.unit.test_failing_ranks import ranks
 from tiercheck import keys
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import SaveError
+from tiercheck.errors import SaveError, Transient
 from tiercheck.group import SimulatedGroup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.streams.providers import ModuleProvider
-from tiercheck.testing.faults import FaultPlan, FaultyDriver
+from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 from tiercheck.tiers.registry import make_driver
 
 BASE_EVERY = 4
@@ -202,3 +202,41 @@ def test_what_a_rank_left_on_another_node_goes_before_anything_is_captured(tmp_p
         return checkpointer.recovery.version
 
     assert same_version(ranks(second_life)) == BASE_EVERY + 1
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path: Path, comes_back: bool) -> None:
+    """Two ranks of one node, whose other tier is away for rank 1 while they look: until the end, or until a generation
+    opens. Their memory serves the recovery, and is cleared all the same."""
+    job = Job(tmp_path)
+    job.memories[1] = job.memories[0]
+    job.others[1] = job.others[0]
+
+    def first_life(rank: int, group: SimulatedGroup) -> int:
+        stuck = faulty(job.others[rank], lambda at: at.call == "put" and "/base/000000000004/" in str(at.key))
+        training, checkpointer = job.start(rank, group, other=stuck)
+        train(training, checkpointer, 6)
+        with pytest.raises(SaveError):
+            checkpointer._recorder.flush()
+        checkpointer.abort()
+        return checkpointer.version
+
+    def second_life(rank: int, group: SimulatedGroup) -> int:
+        asked: list[str] = []
+
+        def strikes(at: Point) -> bool:
+            asked.append(at.call)
+            return at.moment is Moment.BEFORE and (at.call == "put" if comes_back and "put" in asked else True)
+
+        away = FaultPlan((Fault(strikes, lambda: Transient("it is away"), 2**30),))
+        other = Tier(job.others[rank], wrap=lambda driver: FaultyDriver(driver, away)) if rank else job.others[rank]
+        _, checkpointer = job.start(rank, group, other=other, deadline_s=4.0)
+        checkpointer.abort()
+        assert checkpointer.recovery is not None
+        return checkpointer.recovery.version
+
+    assert same_version(ranks(first_life)) == 6
+    before = {key for key in shards(job.others[1]) if key.rank == 1}
+    assert same_version(ranks(second_life)) == 6
+    assert {key for key in shards(job.others[1]) if key.rank == 1} >= before
+    assert (1, 0) not in job.bases(job.memories[1], 1)

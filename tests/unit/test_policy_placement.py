@@ -296,3 +296,20 @@ def test_the_watermark_counts_commits_of_the_jobs_own_past_only() -> None:
     observation = Observation((MEMORY, DURABLE), (memory, durable), 0, 1, 2, lineage)
     assert watermark(observation) == CommitKey(1, 40)
     assert base(50) not in Retention().reclaimable(observation)[0], "it has not been committed"
+
+
+def test_what_other_ranks_left_stays_while_they_may_need_it() -> None:
+    """Two ranks of one node, whose neighbour keeps the objects of both. The generation has just opened, and only one
+    of them has its opening base at the neighbour."""
+    roles = (MEMORY, Role(1, "peer", Survives.NODE))
+    before: list[Key] = [base(20, 1), *(single(version, 1) for version in range(21, 26))]
+    memory = [*before, *(base(25, rank, generation=2) for rank in (0, 1))]
+
+    def left_behind(*newer: Key, mark: int) -> set[Key]:
+        tiers = ([*memory, *newer], [*before, base(25, 0, generation=2), *newer])
+        contents = tuple(Contents.of((key, 100) for key in keys) for keys in tiers)
+        return set(Retention().reclaimable(Observation(roles, contents, 0, 2, 2, SECOND, mark))[1])
+
+    assert left_behind(mark=25) == set(), "the neighbour's only copies of the other rank"
+    newer = [ShardKey.differential(2, 26, 26, rank) for rank in (0, 1)]
+    assert left_behind(*newer, mark=26) == set(before), "every rank comes to 26 by what this generation captured"

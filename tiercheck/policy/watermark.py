@@ -70,13 +70,13 @@ class Retention:
         gone: dict[int, list[Key]] = {}
         way = None if seen.durable.shared else way_to_mark(seen)
         mark = watermark(seen)
-        settled = mark.generation if mark else way.generation if way else 0
+        settled = _is_settled(seen, mark, way)
         for role in seen.roles:
             if role.shared:
                 gone[role.index] = self._durable(seen, role)
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
-            gone[role.index] = [*own, *(_left_behind(seen, role) if settled == seen.generation else ())]
+            gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ())]
         return gone
 
     def wanted(self, seen: Observation, transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -185,6 +185,16 @@ class Retention:
 def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:
     """Whether this rank's shard of the committed base is still there."""
     return ShardKey.base(commit.generation, commit.version, seen.rank) in contents
+
+
+def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | None) -> bool:
+    """Whether every rank can come to a version without what older generations have captured: a base of this one is
+    committed, or the ranks have agreed on a version that came after it opened. At the version that it opened with,
+    another rank may still rest on its older copies."""
+    if seen.durable.shared:
+        return mark is not None and mark.generation == seen.generation
+    older = [generation for generation, _ in seen.lineage.chain if generation != seen.generation]
+    return way is not None and not any(seen.lineage.admits(generation, way.last) for generation in older)
 
 
 def _left_behind(seen: Observation, role: Role) -> list[Key]:
