@@ -128,7 +128,7 @@ def test_training_waits_for_the_rank_whose_bases_do_not_arrive_and_names_it(tmp_
         assert "furthest behind is rank 1 (nvme" in str(said), said
     # Nothing is lost all the same: both have what the mark needs.
     lasting = ranks(lambda rank, group: recovered(job, rank, group, first=memory()))
-    assert same_version(lasting) in (0, 1)
+    assert same_version(lasting) in (0, 1, BASE_EVERY)  # the third put is of a differential, or of the next base
 
 
 def recovered(job: Job, rank: int, group: SimulatedGroup, first: str = "") -> int:
