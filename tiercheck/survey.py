@@ -219,7 +219,7 @@ async def patiently(
     ask: Callable[[], Awaitable[T]], tier: OpenTier, retry_s: float, answer_s: float, insist: bool
 ) -> T | TierError:
     """The answer; or the last error, when the time for trying again is over or nothing has come in ``answer_s``; or,
-    unless ``insist``, at once that nothing listens."""
+    unless ``insist``, at once an error that does not pass by itself."""
     loop = asyncio.get_running_loop()
     began, pause_s = loop.time(), RETRY_FIRST_S
     retry_until, answer_until = began + retry_s, began + max(retry_s, answer_s)
@@ -235,7 +235,8 @@ async def patiently(
         try:
             return asking.result()
         except TierError as error:
-            if loop.time() + pause_s > retry_until or (isinstance(error, NothingListens) and not insist):
+            passing = isinstance(error, Transient) and not isinstance(error, NothingListens)
+            if loop.time() + pause_s > retry_until or not (passing or insist):
                 return error
             log.info("tier %s: %s; it is asked again", tier.name, error)
         await asyncio.sleep(pause_s)

@@ -11,7 +11,7 @@ import torch
 from tests.jobs import Job
 from tests.unit.test_group import on_all_ranks
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, Mismatch, TierError, UnsupportedSetup
+from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, Mismatch, RecoveryError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
@@ -54,13 +54,13 @@ def test_attaching_twice(tmp_path: Path, memory: str) -> None:
 
 @pytest.mark.parametrize("path", ["/proc/tiercheck", f"{__file__}/below"])
 def test_a_directory_that_cannot_be_made(path: str) -> None:
-    with pytest.raises(TierError, match=rf"the directory {path} cannot be made"):
+    with pytest.raises(RecoveryError, match=rf"tier nvme: the directory {path} cannot be made"):
         Job().attach(Hierarchy.of("memory://", f"nvme://{path}"))
 
 
 def test_a_file_where_a_directory_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TierError, match=r"file cannot be made: (File exists|Not a directory)"):
+    with pytest.raises(RecoveryError, match=r"file cannot be made: (File exists|Not a directory)"):
         Job().attach(Hierarchy.of("memory://", f"nvme://{tmp_path}/file"))
 
 
