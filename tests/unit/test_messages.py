@@ -11,7 +11,14 @@ import torch
 from tests.jobs import Job
 from tests.unit.test_group import on_all_ranks
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, Mismatch, RecoveryError, UnsupportedSetup
+from tiercheck.errors import (
+    CapacityExceeded,
+    ConfigurationError,
+    JobConflict,
+    Mismatch,
+    RecoveryError,
+    UnsupportedSetup,
+)
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
