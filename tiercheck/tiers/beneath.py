@@ -13,6 +13,7 @@ import errno
 import functools
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -74,6 +75,13 @@ class Beneath:
             yield fd
         finally:
             os.close(fd)
+
+    def look_anew(self, path: str) -> None:
+        """Have the kernel ask a network mount which directory this is: it may still know one that another client has
+        removed. It asks when a look-up by path meets the old one. What is found there is not used, so that links on
+        the way do no harm."""
+        with suppress(OSError):
+            (Path(self.root) / path / secrets.token_hex(8)).lstat()
 
     @contextmanager
     def listed(self, path: str) -> Iterator[int]:

@@ -213,8 +213,7 @@ class ObjectDirectory:
             try:
                 if self.makes_folders_first and not attempt and mode.kind != "update":
                     made = self.beneath.make(parent)
-                with self.beneath.folder(parent) as folder:
-                    return step(folder, made)
+                return self._in_folder(parent, step, made)
             except NotADirectoryError:
                 raise self._nested(key) from None
             except FileNotFoundError:
@@ -229,6 +228,18 @@ class ObjectDirectory:
             except FileNotFoundError:
                 made = False  # one above it has been removed in between: once more
         raise Transient("the object's directory is removed faster than it can be made; try again", key=key)
+
+    def _in_folder(self, path: str, work: Callable[..., T], *arguments: bool) -> T:
+        """``work`` with the directory, open; again if that was the one before, which another client has removed."""
+        for _ in range(ATTEMPTS_MAX):
+            try:
+                with self.beneath.folder(path) as folder:
+                    return work(folder, *arguments)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                self.beneath.look_anew(path)
+        raise Transient("other clients remove the directory faster than it can be opened; try again", key=path)
 
     def make_folder(self, path: str) -> bool:
         """Make a directory for objects; whether it was missing."""
@@ -412,13 +423,18 @@ class ObjectDirectory:
     def remove(self, key: str) -> None:
         """Remove the object and the directories it leaves empty; a missing one is no error."""
         self.check_key(key)
+        name = name_in_folder(key)
+
+        def retire(folder: int) -> bool:
+            status = status_of(folder, name)
+            if found := stat.S_ISREG(status.st_mode):
+                self.retire(folder, name, status)
+            return found
+
         with self.locked():
             try:
-                with self.beneath.folder(parent_of(key)) as folder:
-                    status = status_of(folder, name_in_folder(key))
-                    if not stat.S_ISREG(status.st_mode):
-                        return
-                    self.retire(folder, name_in_folder(key), status)
+                if not self._in_folder(parent_of(key), retire):
+                    return
             except (FileNotFoundError, NotADirectoryError):
                 return
             stays = self.beneath.remove_empty(parent_of(key))
