@@ -27,7 +27,14 @@ from tiercheck.errors import (
 )
 from tiercheck.tiers import namespaces as namespaces_module
 from tiercheck.tiers.files import try_lock, unlock
-from tiercheck.tiers.namespaces import hold_namespace, open_alive, release_namespace, still_there
+from tiercheck.tiers.namespaces import (
+    LEAVE_FRESH_S,
+    hold_namespace,
+    is_to_be_left,
+    open_alive,
+    release_namespace,
+    still_there,
+)
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm import ShmDriver, namespaces, remove_namespace
 from tiercheck.types import PutMode, Survives
@@ -579,3 +586,18 @@ async def test_the_event_loop_runs_while_memory_is_written(name: str) -> None:
             turns += 1
         await putting
     assert turns > 5
+
+
+def test_a_removal_that_was_killed_asks_nobody_to_leave_for_long(name: str) -> None:
+    root = root_of(name)
+    held = hold_namespace(root)
+    try:
+        leave = root / ".tiercheck" / "leave"
+        leave.touch()
+        assert is_to_be_left(root)
+        long_ago = leave.stat().st_mtime - 2 * LEAVE_FRESH_S
+        os.utime(leave, (long_ago, long_ago))
+        assert not is_to_be_left(root)
+    finally:
+        release_namespace(held)
+    remove_namespace(name)

@@ -48,6 +48,8 @@ HOLD_PAUSE_S = 0.01
 LEAVE_WAIT_S_MAX = 5.0
 """How long a removal waits for agents to let go: they look about once a second. (Whoever lists namespaces holds each
 one's lock for a moment, too.)"""
+LEAVE_FRESH_S = 3.0
+"""A removal says that it waits many times a second. One that has said nothing for so long was ended."""
 NAME_BYTES_MAX = 1024
 KIND_BYTES_MAX = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -213,8 +215,12 @@ def remove_one(name: str, mount: Path = SHM) -> None:
 
 
 def is_to_be_left(root: Path) -> bool:
-    """Whether somebody is waiting to remove the namespace."""
-    return (root / CONTROL / "leave").exists()
+    """Whether somebody is waiting to remove the namespace: who waits says so again and again."""
+    try:
+        said = (root / CONTROL / "leave").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return abs(time.time() - said) < LEAVE_FRESH_S
 
 
 def keep_under(root: Path, name: str) -> None:
