@@ -15,6 +15,7 @@ from tiercheck.errors import ConfigurationError, Transient
 from tiercheck.policy.observation import Role
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.url import TierURL
 from tiercheck.tiers.wrappers.patient import PatientDriver
 from tiercheck.types import Capabilities, Survives
 
@@ -53,6 +54,14 @@ class Tier:
 
             check_codec_of_tier(self.codec, self.name)
 
+    def __repr__(self) -> str:
+        """As any value's, but for what may be secret in the URL."""
+        try:
+            url = str(TierURL.parse(self.url))
+        except ConfigurationError:
+            url = f"{self.url.partition('://')[0]}://..."
+        return f"Tier(url={url!r}, name={self.name!r}, wrap={self.wrap!r}, codec={self.codec!r})"
+
     def resolved(self, places: Mapping[str, int]) -> str:
         """The URL for one rank. Errors: ``ConfigurationError`` for a field nobody fills in."""
         try:
@@ -78,7 +87,7 @@ class Hierarchy:
     """Tiers, fastest first. Captures land in the first; each later one is to outlive a wider failure.
 
     >>> Hierarchy.of("shm://run-7?size=8GiB", "nvme:///shared/run-7?survives=rack")  # doctest: +ELLIPSIS
-    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None, codec=''), ...))
+    Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None, codec=''), ...)
 
     ``must_survive``: the failure the user asks to outlive. Opening a hierarchy that cannot is a
     ``ConfigurationError``.

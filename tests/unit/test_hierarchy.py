@@ -103,3 +103,11 @@ def test_the_neighbours_address_goes_into_the_tiers_that_lack_one() -> None:
         "peer://run?at=10.0.0.9:1",
         f"peer://other?deadline=5&at=10.0.0.2%3A7&server_key={'ab' * 32}",
     ]
+
+
+def test_what_is_printed_of_a_hierarchy_holds_no_secret() -> None:
+    hierarchy = Hierarchy.of(
+        "shm://run-7?size=8GiB", "fsspec+sftp://user:hidden@host/x?fs.password=hidden&survives=rack"
+    )
+    assert "hidden" not in repr(hierarchy)
+    assert "Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None, codec='')" in repr(hierarchy)
