@@ -45,7 +45,8 @@ class Training:
         **config: Any,
     ) -> Checkpointer:
         beside = {"scheduler": scheduler, "scaler": scaler, "stateful": stateful, "after_step": after_step}
-        settings = CheckpointConfig(**{"deadline_s": 10.0, **config})
+        # A fresh clone compiles its kernels within the first wait.
+        settings = CheckpointConfig(**{"deadline_s": 30.0, **config})
         self.checkpointer = attach(self.model, self.optimizer, hierarchy, **beside, group=group, config=settings)
         return self.checkpointer
 
