@@ -1,7 +1,8 @@
 """The copies that one rank has: which have failed, which are in trouble, and which to read next.
 
-A copy that is damaged, or gone, is none. Any other error may pass: the copy is left alone while there are others, and
-else it is tried again after a pause, until the deadline.
+A copy that is damaged, or gone, is none; nor is one that is whole, and of another form than this job's state. Any other
+error may pass: the copy is left alone while there are others, and else it is tried again after a pause, until the
+deadline.
 """
 
 from __future__ import annotations
@@ -11,27 +12,26 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tiercheck.errors import ConfigurationError, Corruption, NotFound, RecoveryError, TierError
+from tiercheck.errors import Corruption, NotFound, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.recovery import Source, Unreachable
 
-__all__ = ["Another", "Copies", "Failed", "OutOfReach"]
+__all__ = ["Copies", "Failed", "OutOfReach", "Unusable"]
 
 log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
+NAMED_MAX = 3
+"""Copies that an error names."""
 
 Chosen = TypeVar("Chosen")
 
 
-class Another(TierError):
-    """A whole copy that this job cannot use. Where there is no other, ``why`` is what the user must know."""
-
-    def __init__(self, why: ConfigurationError, *, tier: str, key: str) -> None:
-        super().__init__(str(why), tier=tier, key=key)
-        self.why = why
+class Unusable(TierError):
+    """A copy whose checksums hold, and that this job cannot use: it is of another model, has another form than this
+    job's state, or was made by a codec that is not installed."""
 
 
 class OutOfReach(RecoveryError):
@@ -56,6 +56,8 @@ class Copies:
     deadline_s: float
     quarantined: dict[Source, str] = field(default_factory=dict)
     """Copies that failed, and why."""
+    unusable: dict[Source, str] = field(default_factory=dict)
+    """Of those the ones that are whole."""
     silent: set[int] = field(default_factory=set)
     """Tiers that have not answered in time."""
     troubled: dict[Source, TierError] = field(default_factory=dict)
@@ -80,8 +82,8 @@ class Copies:
         return policy(usable)
 
     def note(self, failed: Failed) -> None:
-        """A copy that is damaged or gone is none. Any other error may pass."""
-        if isinstance(failed.cause, Corruption | NotFound):
+        """A copy that is damaged, gone or unusable is none. Any other error may pass."""
+        if isinstance(failed.cause, Corruption | NotFound | Unusable):
             self.quarantine(failed.source, failed.cause)
             return
         name = self.name(failed.source)
@@ -99,20 +101,18 @@ class Copies:
         answering = [source for source in usable if source not in self.troubled]
         if not isinstance(policy(answering), Unreachable) or isinstance(policy(usable), Unreachable):
             return 0.0
-        for error in self.troubled.values():
-            if isinstance(error, Another):
-                raise error.why
-        if left_s <= 0:
+        if left_s < RETRY_FIRST_S:
             source, error = min(self.troubled.items(), key=lambda each: each[0])
             raise OutOfReach(
                 f"rank {self.rank} cannot read {source.key} from tier {self.name(source)}, and tried for "
                 f"{self.deadline_s:g} s: {error}. The copy may be whole, so that nothing older is restored in its "
                 "place: start again when the tier can be read, or remove the object to go back without it"
+                + "".join(f"; {key} in {tier} is of no use: {why}" for key, tier, why in self._no_use()[:NAMED_MAX])
             )
         self.troubled.clear()
         self.silent.clear()
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, RETRY_MAX_S)
-        return min(pause_s, left_s)
+        return min(pause_s, left_s / 2)  # the last try, too, has time to learn what is wrong
 
     def is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
         """Whether other tiers hold all that is in the source."""
@@ -133,6 +133,11 @@ class Copies:
     def quarantine(self, source: Source, cause: TierError) -> None:
         log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause)
         self.quarantined[source] = str(cause)
+        if isinstance(cause, Unusable):
+            self.unusable[source] = cause.message
+
+    def _no_use(self) -> list[tuple[str, str, str]]:
+        return [(str(source.key), self.name(source), why) for source, why in sorted(self.unusable.items())]
 
     def name(self, source: Source) -> str:
         return self.hierarchy.tiers[source.tier].name

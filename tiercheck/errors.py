@@ -5,7 +5,7 @@
     TierCheckError
     ├── ConfigurationError        the caller's set-up is wrong; nothing was touched
     │   ├── UnsupportedSetup      a training set-up that cannot be saved whole, refused at attach
-    │   └── Mismatch              the checkpoint belongs to another model or another world size
+    │   └── Mismatch              the checkpoint belongs to another model, form of state or world size
     ├── TierError                 a driver could not do what was asked (carries ``tier`` and ``key``)
     │   ├── NotFound              no object under this key
     │   ├── AlreadyExists         CREATE met an object
@@ -66,7 +66,8 @@ class UnsupportedSetup(ConfigurationError):
 
 
 class Mismatch(ConfigurationError):
-    """The checkpoint found was written by another model or at another world size."""
+    """The checkpoint found was written by another model or at another world size, or has another form than this job's
+    state."""
 
 
 class TierError(TierCheckError):

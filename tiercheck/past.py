@@ -1,15 +1,16 @@
 """What all ranks found together: the same value on every rank, so that all of them decide alike.
 
 Evidence of a past is never read as a new job. Where versions were saved and no rank can come to one that all reach, the
-job is refused, naming what was found where; so it is where two histories were put together, and where a tier cannot be
-asked that may hold something newer than the others.
+job is refused, naming what was found where; so it is where two histories were put together, where a tier cannot be
+asked that may hold something newer than the others, and where copies that are whole are of another form than this job's
+state.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,6 +26,9 @@ __all__ = ["Past", "Points"]
 
 log = logging.getLogger(__name__)
 
+NAMED_MAX = 3
+"""Objects that an error names."""
+
 Points = tuple[RecoveryPoint, ...]
 """Each rank's way to the version at which they meet."""
 
@@ -36,6 +40,8 @@ class Past:
         self.surveys = list(surveys)
         self._tiers = tiers
         self._places = places
+        self._unusable: dict[int, dict[Source, str]] = {}
+        """By rank, its copies that are whole, and that this job cannot use; and why."""
 
     # What was found
 
@@ -66,12 +72,16 @@ class Past:
     def joined(self, later: Sequence[Survey]) -> Past:
         """With what each rank found when it looked again into the tiers that had been away."""
         surveys = [before.joined(after) for before, after in zip(self.surveys, later, strict=True)]
-        return Past(surveys, self._tiers, self._places)
+        past = Past(surveys, self._tiers, self._places)
+        past._unusable = self._unusable
+        return past
 
-    def forget(self, rank: int, damaged: Collection[Source]) -> None:
-        """These copies of a rank's shards are none."""
+    def forget(self, rank: int, failed: Collection[Source], unusable: Mapping[Source, str]) -> None:
+        """These copies of a rank's shards are none. ``unusable``: those of them that are whole, and why the job cannot
+        use them."""
         survey = self.surveys[rank]
-        self.surveys[rank] = replace(survey, sources=survey.sources - set(damaged))
+        self.surveys[rank] = replace(survey, sources=survey.sources - set(failed))
+        self._unusable.setdefault(rank, {}).update(unusable)
 
     # Where the ranks can meet
 
@@ -162,6 +172,25 @@ class Past:
                         f"{LineageKey(there)} and g{there:06d}/* from {name}"
                     )
 
+    def check_form(self, points: Points | None) -> None:
+        """Errors: ``Mismatch`` where whole copies that this job cannot use lead to a newer version than ``points``."""
+        if not any(self._unusable.values()):
+            return
+        sources = [survey.sources | self._unusable.get(rank, {}).keys() for rank, survey in enumerate(self.surveys)]
+        whole = decide([Readable.of(source.key for source in each) for each in sources], self.lineage)
+        if whole is None or (points is not None and points[0].last >= whole[0].last):
+            return
+        found: dict[str, list[str]] = defaultdict(list)
+        for rank, unusable in sorted(self._unusable.items()):
+            for source, why in sorted(unusable.items()):
+                found[why].append(f"rank {rank}, tier {self._tiers[source.tier].name}: {source.key}")
+        said = [f"{why} ({first_of(places, ', ')})" for why, places in found.items()]
+        raise Mismatch(
+            f"version {whole[0].last} was saved whole, and this job cannot use it: {first_of(said, '; ')}. The tiers "
+            "are as they were: resume with the model, the optimizer, the stateful= and the codecs that it was saved "
+            "with; use another place; or remove these objects to go back without them"
+        )
+
     def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = ()) -> None:
         """The ranks cannot meet anywhere. That is fine where nothing was trained yet; else the user must say so.
         ``failed``: this rank's copies that cannot be used, and why, for the message.
@@ -247,3 +276,7 @@ class Past:
             "newer, so that nothing is restored. Start again when it answers; correct its address; or leave it out of "
             "the hierarchy to go on without what it holds"
         )
+
+
+def first_of(said: Sequence[str], separator: str) -> str:
+    return separator.join([*said[:NAMED_MAX], *(["..."] if len(said) > NAMED_MAX else [])])

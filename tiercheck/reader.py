@@ -22,10 +22,11 @@ the same shard as in the first. A copy that fails is quarantined, and other sour
 are taken. Only where there is none is the part :class:`Lost`: then the ranks agree to load the base again, and to
 replay up to an older version, :mod:`tiercheck.restore`.
 
-Only damage (``Corruption``) and an object that is not there, asked for twice, cost a copy. Every other error may pass:
-other copies are read meanwhile, where there are any, and else this one is tried again with growing pauses until the
-deadline. Then the recovery is refused, naming tier, rank and error: the copy may be whole, so nothing older is restored
-in its place.
+Only damage (``Corruption``) and an object that is not there, asked for twice, cost a copy; and its form does, where the
+checksums hold and this job cannot use it (``Unusable``): nothing older is restored in its place. Every other error may
+pass: other copies are read meanwhile, where there are any, and else this one is tried again with growing pauses until
+the deadline. Then the recovery is refused, naming tier, rank and error: the copy may be whole, so nothing older is
+restored in its place.
 
 Reads have deadlines. An object that another tier holds too may take half of the time that is left; where nothing has
 come by then, its tier counts as silent, and is asked only for what no other one has.
@@ -37,23 +38,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from tiercheck import container
 from tiercheck.background import BackgroundLoop
-from tiercheck.copies import Another, Copies, Failed, OutOfReach
-from tiercheck.errors import (
-    ConfigurationError,
-    Corruption,
-    DeadlineExceeded,
-    Mismatch,
-    RecoveryError,
-    TierError,
-    Transient,
-)
+from tiercheck.copies import Copies, Failed, OutOfReach, Unusable
+from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.consensus import RecoveryPoint
@@ -162,7 +156,8 @@ class Reader:
                     yield stream.run(threads)  # not named here: what is replayed is to be let go
                 return
             except Undecodable as error:
-                self.copies.quarantine(stream.source_of(error.version), error)
+                source = stream.source_of(error.version)
+                self.copies.quarantine(source, self._unusable(source, error.message) if error.whole else error)
             except Failed as failed:
                 self.copies.note(failed)
             finally:
@@ -183,7 +178,8 @@ class Reader:
         anchor = part.plan.anchor
         others = [source for source in self.copies.usable(own) if source.key == anchor.key and source != anchor]
         if others:
-            self.copies.quarantine(anchor, Corruption(f"it cannot be loaded: {type(error).__name__}: {error}"))
+            why = f"it cannot be loaded: {type(error).__name__}: {error}"
+            self.copies.quarantine(anchor, self._unusable(anchor, why))
             self._base = None
         return bool(others)
 
@@ -223,23 +219,32 @@ class Reader:
         return base
 
     def _decoded_base(self, source: Source, shard: container.Shard) -> BaseState:
-        """Errors: ``Corruption``; ``Another`` for one of another model."""
-        name, key = self.copies.name(source), str(source.key)
-        with ill_formed_is_corrupt(tier=name, key=key):
-            base = read_base(shard, tier=name)
+        """Errors: ``Corruption``; ``Unusable``."""
+        with self._form(source, shard):
+            base = read_base(shard, tier=self.copies.name(source))
             if self.expected is not None:
-                try:
-                    self.expected.check_identity(base, self._places)
-                except Mismatch as error:
-                    raise Another(error, tier=name, key=key) from error
+                self.expected.check_identity(base, self._places)
                 self.expected.check_base(base)
         return base
 
+    @contextmanager
+    def _form(self, source: Source, shard: container.Shard) -> Iterator[None]:
+        """What a reader inside trips over is the copy's form where its checksums hold. Errors: ``Corruption``;
+        ``Unusable``."""
+        try:
+            with ill_formed_is_corrupt(tier=self.copies.name(source), key=str(source.key)):
+                yield
+        except (Corruption, ConfigurationError) as error:
+            shard.verify()
+            raise self._unusable(source, error.message if isinstance(error, Corruption) else str(error)) from error
+
+    def _unusable(self, source: Source, why: str) -> Unusable:
+        return Unusable(why, tier=self.copies.name(source), key=str(source.key))
+
     def _led_on(self, source: Source, base: BaseState, shard: container.Shard) -> BaseState:
-        """What a snapshot leads to. Errors: ``Corruption``."""
-        name = self.copies.name(source)
-        with ill_formed_is_corrupt(tier=name, key=str(source.key)):
-            state = advanced(base, shard, tier=name, threads=self.threads)
+        """What a snapshot leads to. Errors: ``Corruption``; ``Unusable``."""
+        with self._form(source, shard):
+            state = advanced(base, shard, tier=self.copies.name(source), threads=self.threads)
             if self.expected is not None:
                 self.expected.check_base(state)
         return state
@@ -323,15 +328,11 @@ class Reader:
         return [each for each in found if isinstance(each, container.Shard)]
 
     def differentials(self, source: Source, shard: container.Shard, base: BaseState) -> list[Differential]:
-        """Errors: ``Corruption`` where there is one that is not of the base's state."""
-        name = self.copies.name(source)
-        with ill_formed_is_corrupt(tier=name, key=str(source.key)):
-            found = read_differentials(shard, tier=name)
+        """Errors: ``Corruption``; ``Unusable`` where there is one that is not of the base's state."""
+        with self._form(source, shard):
+            found = read_differentials(shard, tier=self.copies.name(source))
             for each in found:
-                try:
-                    check_fits(each, base.masters, len(base.hyperparameters))
-                except ConfigurationError as error:  # a codec that is not installed: others may be
-                    raise Another(error, tier=name, key=str(source.key)) from error
+                check_fits(each, base.masters, len(base.hyperparameters))
                 if self.expected is not None:
                     self.expected.check_differential(each)
         return found

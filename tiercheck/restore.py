@@ -3,9 +3,10 @@
 The life of a recovery: each rank surveys its tiers and tells the others; the policies name the recovery point
 and, per rank, the copies to read; each rank reads and verifies all of them (:mod:`tiercheck.reader`) before anything
 is changed. A copy that fails is quarantined, and the ranks decide again without it, so that the point may move back
-but never splits. Then the base is loaded, the differentials are read again and replayed, a run at a time, and the host
-state of the last one is put back. Where the last copy of a version goes bad between the two reads, the ranks decide
-again as well, and load the base again: each of them holds it until all have replayed.
+but never splits. It does not move back for copies that are whole, and that this job cannot use. Then the base is
+loaded, the differentials are read again and replayed, a run at a time, and the host state of the last one is put back.
+Where the last copy of a version goes bad between the two reads, the ranks decide again as well, and load the base
+again: each of them holds it until all have replayed.
 """
 
 from __future__ import annotations
@@ -189,9 +190,9 @@ class Restorer:
     def restore(self) -> Recovery | None:
         """Bring every rank to the newest version all can reach; ``None``: there is nothing, begin at 0.
 
-        Collective. Errors: ``Mismatch`` (another model) and ``RecoveryError`` (versions exist, but none that
-        every rank can read, or none that is as new as what a tier that cannot be asked may hold) before anything was
-        changed; ``GroupError``.
+        Collective. Errors: ``Mismatch`` (another model, or another form of its state) and ``RecoveryError`` (versions
+        exist, but none that every rank can read, or none that is as new as what a tier that cannot be asked may hold)
+        before anything was changed; ``GroupError``.
         """
         began = time.perf_counter()
         threads = threads_granted(self.threads)
@@ -200,6 +201,7 @@ class Restorer:
         touched = False
         for _ in range(ROUNDS_MAX):
             points = self._points(best)
+            self.past.check_form(points)
             if points is None:
                 self.past.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
                 if touched:
@@ -324,18 +326,22 @@ class Restorer:
             forget_sent(self.residuals, step.gradients)
 
     def _together(self, reader: Reader, what: str, attempt: Callable[[], bool]) -> bool:
-        """Whether every rank succeeded. Where one did not, damaged copies are forgotten everywhere."""
+        """Whether every rank succeeded. Where one did not, copies that failed are forgotten everywhere."""
 
         def produce() -> dict[str, Any]:
-            succeeded = attempt()
-            damaged = [(source.tier, str(source.key)) for source in sorted(reader.quarantined)]
-            return {"succeeded": succeeded, "damaged": damaged}
+            succeeded, whole = attempt(), reader.copies.unusable
+            return {
+                "succeeded": succeeded,
+                "failed": [(source.tier, str(source.key)) for source in sorted(reader.quarantined)],
+                "unusable": [(source.tier, str(source.key), why) for source, why in sorted(whole.items())],
+            }
 
         answers = gather(self.group, what, produce, deadline_s=self.deadline_s + ANSWER_S)
         if all(answer["succeeded"] for answer in answers):
             return True
         for rank, answer in enumerate(answers):
-            self.past.forget(rank, sources_of(answer["damaged"]))
+            whole = {source: why for tier, key, why in answer["unusable"] for source in sources_of([(tier, key)])}
+            self.past.forget(rank, sources_of(answer["failed"]), whole)
         return False
 
     def _settle(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:

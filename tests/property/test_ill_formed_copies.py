@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.training import Training
 from tiercheck import container
 from tiercheck.container import TensorEntry
-from tiercheck.errors import RecoveryError
+from tiercheck.errors import Mismatch
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.registry import make_driver
@@ -162,13 +162,20 @@ def test_a_clean_copy_in_the_next_tier_wins(left: Left, data: st.DataObject) -> 
     assert (checkpointer.recovery.version, training.parameters()) == (LAST, left.parameters)
 
 
-def test_where_no_other_copy_is_left_the_error_is_no_bare_one(left: Left) -> None:
+@pytest.mark.parametrize("on_nothing_left", ["refuse", "restart"])
+def test_where_no_copy_of_this_form_is_left_the_job_is_refused_untouched(left: Left, on_nothing_left: str) -> None:
+    whole = [dict(held) for held in left.held]
     for held in left.held:
         for key in [key for key in held if "base/" in key and key.endswith(".safetensors")]:
             shard = container.parse(held[key])
             objects = {**shard.objects, "optimizer": {"hyperparameters": 5, "values": {}}}
             held[key] = b"".join(map(bytes, container.payload(shard.metadata, list(shard.entries()), objects)))
     left.fill()
-    why = r"no base that every rank can read .*; 4 copies .*/base/0+/r0+.safetensors in memory: .*groups"
-    with pytest.raises(RecoveryError, match=why):
-        Model().attach(left.hierarchy)
+    broken, left.held = left.held, whole
+    training = Model()
+    fresh = training.parameters()
+    why = rf"version {LAST} was saved whole.*for a int of parameter groups, not 1 \(rank 0, tier memory: g000001/base/0"
+    with pytest.raises(Mismatch, match=why):
+        training.attach(left.hierarchy, on_nothing_left=on_nothing_left)
+    assert training.parameters() == fresh
+    assert [asyncio.run(left.contents(name)) for name in left.names] == broken

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training import Training, memory
+from tiercheck.errors import Mismatch
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.expected import alike_generators
 from tiercheck.tiers.memory import MemoryDriver
@@ -59,6 +60,18 @@ def test_an_option_that_only_a_newer_optimizer_has_costs_no_version(hierarchy: H
         assert (checkpointer.version, checkpointer.recovery.quarantined) == (LAST, ())
         assert training.parameters() == before.parameters()
         assert training.optimizer.param_groups[0]["newer"] is True
+
+
+@pytest.mark.parametrize("on_nothing_left", ["refuse", "restart"])
+def test_a_job_that_was_changed_is_refused_and_loses_nothing(hierarchy: Hierarchy, on_nothing_left: str) -> None:
+    before = left_at_last(hierarchy)
+    changed = Training()
+    changed.optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in changed.model], lr=1e-2)
+    with pytest.raises(Mismatch, match=f"version {LAST} was saved whole.*it has options for 1 parameter groups, not 2"):
+        changed.attach(hierarchy, on_nothing_left=on_nothing_left)
+    training = Training()
+    with training.attach(hierarchy) as checkpointer:
+        assert (checkpointer.version, training.parameters()) == (LAST, before.parameters())
 
 
 def generators(gpus: int | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.training import Training
 from tests.watched import Tamper, Watched, flipped, rewritten
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.container import TensorEntry, parse
-from tiercheck.errors import ConfigurationError
+from tiercheck.errors import Mismatch, RecoveryError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.restore import Recovery
 from tiercheck.streams.providers import ModuleProvider
@@ -68,6 +68,10 @@ class Place:
         checkpointer.close()
         MemoryDriver.forget(memory)
         return training.states
+
+    def held(self) -> dict[str, bytes]:
+        """The objects in the first directory."""
+        return {str(each): each.read_bytes() for each in self.folder.glob("[!.]*/**/*") if each.is_file()}
 
     def recovered(
         self, *tampers: Tamper, kind: Callable[[], Training] = Training, **config: Any
@@ -268,7 +272,8 @@ class TestBeforeAnythingIsTouched:
         assert report(checkpointer).quarantined == (), "silence costs no copy"
 
     def test_a_differential_of_another_state_is_not_used(self, place: Place) -> None:
-        states = place.trained(12)
+        place.trained(12)
+        fresh, held = Training().parameters(), place.held()
 
         def renamed(name: str, value: Any) -> Any:
             if name.endswith("/record"):
@@ -278,9 +283,10 @@ class TestBeforeAnythingIsTouched:
         def tamper(key: str, nth: int, content: bytearray) -> bytes:
             return rewritten(content, objects=renamed) if is_batch(key, 10) else bytes(content)
 
-        checkpointer, training = place.recovered(tamper)
-        assert (checkpointer.version, training.parameters()) == (5, states[5])
-        assert "which the state does not have" in report(checkpointer).quarantined[0][2]
+        training = Training()
+        with pytest.raises(Mismatch, match=r"version 12 was saved whole.*which the state does not have"):
+            place.recovered(tamper, kind=lambda: training, on_nothing_left="restart")
+        assert (training.parameters(), place.held()) == (fresh, held), "nothing older is restored in its place"
 
     def test_a_codec_of_another_version_of_this_software_is_told(self, place: Place) -> None:
         place.trained(12)
@@ -299,14 +305,15 @@ class TestBeforeAnythingIsTouched:
         training = Training()
         memory = f"memory://reader-{uuid.uuid4().hex}"
         tier = Tier(place.urls[0], wrap=lambda driver: Watched(driver, tamper))
-        with pytest.raises(ConfigurationError, match="there is no codec 'tomorrow'"):
+        with pytest.raises(Mismatch, match="there is no codec 'tomorrow'"):
             training.attach(Hierarchy.of(memory, tier))
         assert training.parameters() == fresh
 
 
 def test_a_description_that_decodes_to_nothing(place: Place) -> None:
     """The bytes are those that were written; only decoding them fails, in the middle of the replay."""
-    states = place.trained(23)
+    place.trained(23)
+    held = place.held()
 
     def lying(name: str, value: Any) -> Any:
         if name == f"{18:012d}/record":
@@ -318,10 +325,69 @@ def test_a_description_that_decodes_to_nothing(place: Place) -> None:
     def tamper(key: str, nth: int, content: bytearray) -> bytes:
         return rewritten(content, objects=lying) if is_batch(key, 20) else bytes(content)
 
-    checkpointer, training = place.recovered(tamper)
-    assert (checkpointer.version, training.parameters()) == (15, states[15])
-    assert "version 18 cannot be decoded" in report(checkpointer).quarantined[0][2]
-    assert report(checkpointer).fidelity is Fidelity.EXACT
+    with pytest.raises(Mismatch, match=r"version 23 was saved whole.*version 18 cannot be decoded"):
+        place.recovered(tamper)
+    assert place.held() == held
+
+
+def of_two_groups(content: bytes | bytearray) -> bytes:
+    """A base of a job with two parameter groups; its checksums hold."""
+
+    def doubled(name: str, value: Any) -> Any:
+        return {**value, "hyperparameters": value["hyperparameters"] * 2} if name == "optimizer" else value
+
+    return rewritten(content, objects=doubled)
+
+
+class TestOtherForms:
+    """A base that is whole, and not of this job's state, costs itself only, and takes nobody back."""
+
+    def other_form(self, key: str, nth: int, content: bytearray) -> bytes:
+        return of_two_groups(content) if "base" in key else bytes(content)
+
+    def test_another_copy_is_waited_for_where_it_cannot_be_read_just_now(self, two_places: Place) -> None:
+        states = two_places.trained(12)
+
+        def away(key: str, nth: int, content: bytearray) -> bytes:
+            if "base" in key and nth < 4:
+                raise Transient("503 slow down")
+            return bytes(content)
+
+        checkpointer, training = two_places.recovered(self.other_form, away)
+        assert (checkpointer.version, training.parameters()) == (12, states[12])
+        ((_, tier, why),) = report(checkpointer).quarantined
+        assert (tier, "options for 2 parameter groups, not 1" in why) == ("durable-0", True)
+
+    def test_the_error_that_stays_is_told_with_the_form_of_the_other_copy(self, two_places: Place) -> None:
+        two_places.trained(12)
+
+        def away(key: str, nth: int, content: bytearray) -> bytes:
+            if "base" in key:
+                raise Transient("503 slow down")
+            return bytes(content)
+
+        both = r"from tier durable-1, .*503 slow down.*; .* in durable-0 is of no use: it has options for 2 parameter"
+        with pytest.raises(RecoveryError, match=both):
+            two_places.recovered(self.other_form, away, deadline_s=1.0)
+
+    def test_where_the_other_copy_is_damaged_the_job_is_refused(self, two_places: Place) -> None:
+        two_places.trained(12)
+
+        def damaged(key: str, nth: int, content: bytearray) -> bytearray:
+            return flipped(content) if "base" in key else content
+
+        with pytest.raises(Mismatch, match=r"options for 2 parameter groups, not 1 \(rank 0, tier durable-0: g000001"):
+            two_places.recovered(self.other_form, damaged, on_nothing_left="restart")
+
+    def test_an_older_base_leads_to_the_same_version(self, place: Place) -> None:
+        states = place.trained(12, base_every=10)
+
+        def newest(key: str, nth: int, content: bytearray) -> bytes:
+            return of_two_groups(content) if "base/000000000010" in key else bytes(content)
+
+        checkpointer, training = place.recovered(newest)
+        assert (checkpointer.version, training.parameters()) == (12, states[12])
+        assert (report(checkpointer).point.anchor, len(report(checkpointer).quarantined)) == (0, 1)
 
 
 def test_what_was_not_finite_is_told(place: Place) -> None:

@@ -97,6 +97,14 @@ class Differential:
                 )
         return found
 
+    def is_whole(self) -> bool:
+        """Whether every byte of its shard is one that was written."""
+        try:
+            self._shard.verify()
+        except Corruption:
+            return False
+        return True
+
     def buffer_specs(self) -> list[TensorSpec]:
         """Of :meth:`buffers`, by the buffers' own names, without reading them."""
         prefix = buffer_prefix(self.version)

@@ -34,11 +34,13 @@ Gradient = torch.Tensor | SparseGradient
 
 
 class Undecodable(Corruption):
-    """A differential's bytes are what was written, or not; either way they are not a ``version`` of this state."""
+    """A differential's bytes are what was written (``whole``), or not; either way they are not a ``version`` of this
+    state."""
 
-    def __init__(self, version: int, cause: Corruption) -> None:
+    def __init__(self, version: int, cause: Corruption, *, whole: bool) -> None:
         super().__init__(f"version {version} cannot be decoded: {cause.message}", tier=cause.tier, key=cause.key)
         self.version = version
+        self.whole = whole
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,10 @@ def run_of(differential: Differential, *, threads: int = 1) -> Run:
         gradients = _gradients(differential, threads)
         buffers = differential.buffers()
     except Corruption as error:
-        raise Undecodable(version, error) from error
+        raise Undecodable(version, error, whole=differential.is_whole()) from error
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise Undecodable(version, Corruption(f"{type(error).__name__}: {error}")) from error
+        cause = Corruption(f"{type(error).__name__}: {error}")
+        raise Undecodable(version, cause, whole=differential.is_whole()) from error
     step = Step(version, differential.hyperparameters, gradients)
     return Run(
         first=version,
