@@ -12,7 +12,7 @@ import torch
 from tests.training import Training, memory
 from tiercheck.errors import Mismatch
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.streams.expected import alike_generators
+from tiercheck.streams.expected import alike_following, alike_generators
 from tiercheck.tiers.memory import MemoryDriver
 
 LAST = 6
@@ -83,6 +83,15 @@ def generators(gpus: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize("saved", [None, 1, 8])
 def test_generators_may_be_of_another_number_of_gpus(here: int | None, saved: int | None) -> None:
     assert alike_generators(generators(here), generators(saved))
+
+
+@pytest.mark.parametrize("used", [{}, {"torch": generators(None)["torch"]}, generators(2)])
+def test_what_is_told_of_the_next_forward_pass_may_be_of_some_generators(used: dict[str, Any]) -> None:
+    here = {**generators(1), "numpy": ("MT19937", 1)}
+    assert alike_following(here, {"quiet": ["numpy"], "used": used})
+    for saved in (7, {"quiet": [[]], "used": used}, {"quiet": "x", "used": used}, {"quiet": [], "used": "x"}):
+        assert not alike_following(here, saved)
+    assert not alike_following(here, {"quiet": [], "used": {**used, "torch": b"x"}})
 
 
 def test_generators_of_another_form_are_none() -> None:

@@ -188,6 +188,8 @@ class Expected:
                 self._check_options(saved)
             elif key == "random":
                 fits = alike_generators(here, saved)
+            elif key == "next":
+                fits = alike_following(self.host_state["random"], saved)
             elif key in OWN:
                 fits = alike(here, saved, exactly=True)
             if not fits:
@@ -231,6 +233,17 @@ def alike_generators(here: Mapping[str, Any], saved: Any) -> bool:
         and isinstance(gpus, list)
         and all(alike(known[0], each, exactly=True) for each in gpus if known)
     )
+
+
+def alike_following(here: Mapping[str, Any], saved: Any) -> bool:
+    """Whether it says what the next forward pass begins with: which generators are as they were, and the others'
+    states."""
+    if not isinstance(saved, dict):
+        return False
+    quiet, used = saved.get("quiet"), saved.get("used")
+    if not isinstance(quiet, list) or not all(isinstance(kind, str) for kind in quiet):
+        return False
+    return isinstance(used, dict) and alike_generators({kind: here[kind] for kind in here.keys() & used.keys()}, used)
 
 
 def alike(here: Any, saved: Any, *, exactly: bool = False) -> bool:
