@@ -23,8 +23,8 @@ from tiercheck.types import ObjectInfo, Payload, PutMode
 WORLD = 2
 
 
-def shard(key: ShardKey, *, world_size: int = WORLD) -> list[bytes | bytearray | memoryview]:
-    metadata = ShardMetadata.of(key, world_size, "")
+def shard(key: ShardKey, *, world_size: int = WORLD, token: str = "") -> list[bytes | bytearray | memoryview]:
+    metadata = ShardMetadata.of(key, world_size, token)
     name = f"{key.first}/x"
     return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))]))
 

@@ -40,6 +40,10 @@ DELETE_CALLS_MAX = 64
 MISSING_MAX = 1000
 
 
+class _Foreign(Corruption):
+    """The shard is another job's."""
+
+
 @dataclass(frozen=True)
 class _Source:
     """A verified shard: its bytes, what it holds, and that as the target's codec has it."""
@@ -119,8 +123,8 @@ class Actions:
             self._missing.add((source.index, key))
             return None
         except Corruption as error:
-            # The copy cannot be repaired from itself. It is left for a recovery to report, and not read again.
-            self._observer.found_damaged(source.index, key)
+            # The copy cannot be repaired from itself. It is not read again, and goes when it has been outlived.
+            self._observer.found_damaged(source.index, key, foreign=isinstance(error, _Foreign))
             log.error("%s; it is not copied on", error)
             return None
         except TierError as error:
@@ -191,9 +195,9 @@ class Actions:
         return said
 
     def _check_token(self, tier: OpenTier, shard: ShardKey, token: str) -> None:
-        """Errors: ``Corruption`` for a shard of another job's generation of this number."""
+        """Errors: ``_Foreign`` for a shard of another job's generation of this number."""
         if (reason := self._lineage.disowns(shard.generation, token)) is not None:
-            raise Corruption(reason, tier=tier.name, key=str(shard))
+            raise _Foreign(reason, tier=tier.name, key=str(shard))
 
     # Deleting
 

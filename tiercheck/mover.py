@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,12 +26,13 @@ from tiercheck.attempts import RETRY_FIRST_S, Action, Attempts
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.generation import record_generation
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import LineageKey, ShardKey, Stream
+from tiercheck.keys import Key, LineageKey
 from tiercheck.observer import Observer
 from tiercheck.policy.agreement import Span, needs_agreement, reach
 from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
+from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 
@@ -270,13 +271,17 @@ class Mover:
             *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
             *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),
             # Room is made before anything more is brought.
-            *(actions.deletions(tier, self._retention.reclaimable(seen)[tier.index]) if sure(tier.index) else ()),
+            *(actions.deletions(tier, self._reclaimable(seen, tier)) if sure(tier.index) else ()),
             *(
                 Action(COPYING, str(transfer.target), partial(actions.transfer, transfer))
                 for transfer in self._retention.wanted(seen, self._placement.transfers(seen, closing=closing))
                 if transfer.target_tier == tier.index and visible(transfer.source_tier)
             ),
         ]
+
+    def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
+        damaged = outlived(seen, self._retention, self._observer.damaged_there)
+        return [*self._retention.reclaimable(seen)[tier.index], *damaged.get(tier.index, ())]
 
     def _seen(self) -> Observation:
         """What is known now. Errors: ``JobConflict`` if a newer generation has opened."""
@@ -333,8 +338,8 @@ class Mover:
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
 
-        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base`; ``Corruption`` where
-        something newer than the watermark was damaged before it could be copied.
+        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base`; ``Corruption`` if something
+        was damaged before it could be copied, and nothing newer makes up for it.
         """
 
         async def done() -> bool:
@@ -343,12 +348,10 @@ class Mover:
         await self._until(
             done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
         )
-        mark = -1 if self.status.watermark is None else self.status.watermark
-        damaged = [(index, key) for index, key in self._observer.damaged if key.last > mark]
-        if damaged:
-            index, key = min(damaged)
+        if without_copy := lost(self._observer.seen(), self._observer.damaged):
+            index, key = min(without_copy)
             raise Corruption(
-                f"{len(damaged)} captured objects were damaged before they could be copied on; versions from "
+                f"{len(without_copy)} captured objects were damaged before they could be copied on; versions from "
                 f"{key.first} on are safe again with the next base",
                 tier=self._hierarchy.tiers[index].name,
                 key=str(key),
@@ -406,6 +409,8 @@ class Mover:
         durable = own_bases(seen, seen.contents[seen.durable.index])
         newest = durable[-1].first if durable else -1
         undrained = sum(base.first > newest for base in captured)
+        without_copy = lost(seen, self._observer.damaged)
+        self._observer.remember(without_copy)
         self.status = MoverStatus(
             watermark=mark.version if mark else None,
             undrained_bases=undrained,
@@ -417,27 +422,5 @@ class Mover:
             slow_views_s=self._observer.slow_views_s,
             has_room=undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen),
             reach=reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
-            base_needed_after=base_needed_after(seen, [key for _, key in self._observer.damaged]),
+            base_needed_after=base_needed_after(without_copy),
         )
-
-
-def base_needed_after(seen: Observation, damaged: Iterable[ShardKey]) -> int | None:
-    """See :attr:`MoverStatus.base_needed_after`; ``damaged``: copies that count as absent."""
-    needed = -1
-    for key in damaged:
-        if key.generation != seen.generation or key.stream is Stream.SNAPSHOT:
-            continue  # the next snapshot makes up for one
-        if not any(_held(contents, key) for contents in seen.contents):
-            # A base at the version of a damaged differential is as good as the differential.
-            needed = max(needed, key.last if key.stream is Stream.BASE else key.last - 1)
-    healed = any(base.first > needed for contents in seen.contents for base in own_bases(seen, contents))
-    return None if needed < 0 or healed else needed
-
-
-def _held(contents: Contents, key: ShardKey) -> bool:
-    """Whether the contents have what the shard holds."""
-    if key.stream is Stream.BASE:
-        return key in contents
-    batches = contents.differentials(key.rank)
-    covered = {version for batch in batches if batch.generation == key.generation for version in batch.versions}
-    return covered.issuperset(key.versions)

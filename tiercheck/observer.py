@@ -23,6 +23,7 @@ from tiercheck.errors import Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR
+from tiercheck.policy.damage import Copy
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation
 
@@ -88,8 +89,10 @@ class Observer:
         generation: int,
         lineage: Lineage,
     ) -> None:
-        self.damaged: set[tuple[int, ShardKey]] = set()
-        """Copies (tier index, key) that failed verification: they count as absent."""
+        self.damaged: set[Copy] = set()
+        """Copies that failed verification: they count as absent. Those that are gone for as long as they matter."""
+        self.foreign: set[Copy] = set()
+        """Of these, what another job has written: it is not this one's to delete."""
         self._hierarchy = hierarchy
         self._attempts = attempts
         self._rank = rank
@@ -132,6 +135,12 @@ class Observer:
         return self._known[index].attempted_at >= since
 
     @property
+    def damaged_there(self) -> set[Copy]:
+        """Damaged copies of this job's that lie in their tiers still."""
+        ours = self.damaged - self.foreign
+        return {(index, key) for index, key in ours if str(key) in self._known[index].names}
+
+    @property
     def slow_views_s(self) -> dict[str, float]:
         """Per tier whose last listing began over a minute ago: how many seconds ago."""
         ages = {tier.name: _now() - known.listed_at for tier, known in self._pairs() if known.visible}
@@ -147,7 +156,7 @@ class Observer:
         if isinstance(key, CommitKey):
             known.committed_at = _now()
         if isinstance(key, ShardKey):
-            self.damaged.discard((index, key))
+            self._sound(index, key)
         known.pause_s = RELIST_FIRST_S
         known.changed.set()
 
@@ -159,11 +168,24 @@ class Observer:
             known.changes[str(key)] = None
         known.contents = known.contents.changed(dict.fromkeys(deleted))
 
-    def found_damaged(self, index: int, key: ShardKey) -> None:
+    def found_damaged(self, index: int, key: ShardKey, *, foreign: bool = False) -> None:
         """This copy has failed verification."""
         known = self._known[index]
         self.damaged.add((index, key))
+        if foreign:
+            self.foreign.add((index, key))
         known.contents = known.contents.changed({key: None})
+
+    def remember(self, lost: Collection[Copy]) -> None:
+        """Of the damaged copies that are gone, forget all but these."""
+        for index, key in self.damaged.difference(lost):
+            if str(key) not in self._known[index].names:
+                self._sound(index, key)
+
+    def _sound(self, index: int, key: ShardKey) -> None:
+        """No damaged copy of this is left."""
+        self.damaged.discard((index, key))
+        self.foreign.discard((index, key))
 
     # Looking
 
@@ -281,7 +303,7 @@ class Observer:
             if isinstance(key, ShardKey) and (tier.index, key) in self.damaged:
                 if nbytes is not None:
                     continue
-                self.damaged.discard((tier.index, key))
+                self._sound(tier.index, key)
             changes[key] = nbytes
             if isinstance(key, CommitKey) and nbytes is not None:
                 known.committed_at = known.attempted_at

@@ -106,7 +106,11 @@ class Past:
             return False
         held = [source.key for survey in self.surveys for source in survey.sources | survey.others]
         newest = max((key.generation for key in held), default=0)
-        bases = [key.first for key in held if key.stream is Stream.BASE and key.generation == newest]
+        bases = [
+            key.first - (key.stream is Stream.SNAPSHOT)  # the base that it was made for
+            for key in held
+            if key.stream is not Stream.DIFFERENTIAL and key.generation == newest
+        ]
         in_memory = any(
             source.tier == 0 and source.key.generation == newest for survey in self.surveys for source in survey.sources
         )

@@ -24,6 +24,7 @@ from tiercheck.errors import (
     DeadlineExceeded,
     GroupError,
     JobConflict,
+    NotFound,
     RecoveryError,
     SaveError,
     TierCheckError,
@@ -252,7 +253,11 @@ class Recorder:
         if self._newest != self._rested:
             self._stream.rest_on(None)  # its memory can be used again
             key, tier = str(self._newest), self._first
-            content = self._call(tier.driver.get(key), f"mapping {key}")
+            try:
+                content = self._call(tier.driver.get(key), f"mapping {key}")
+            except NotFound:  # it was damaged, and has gone: another base is due
+                self._newest = None
+                return False
             self._stream.rest_on(container.parse(content, key=key, tier=tier.name))
             self._rested = self._newest
         return True

@@ -101,24 +101,87 @@ async def test_a_tier_that_cannot_be_listed_gets_no_work_and_loses_nothing(tmp_p
         assert str(base(20)) in await held(hierarchy)
 
 
+async def capture_damaged(hierarchy: OpenHierarchy, key: ShardKey) -> bytes:
+    content = bytearray(b"".join(shard(key)))
+    content[-1] ^= 1
+    await hierarchy.first.driver.put(str(key), [content])
+    return bytes(content)
+
+
 async def test_a_damaged_source_is_not_copied_on(plain: OpenHierarchy) -> None:
     await capture(plain, base(0), record(1), record(2), record(3), record(4))
-    content = bytearray(b"".join(shard(record(2))))
-    content[-1] ^= 1
-    await plain.first.driver.put(str(record(2)), [content])
+    content = await capture_damaged(plain, record(2))
     mover = mover_of(plain)
     await mover.cycle()
     assert str(ShardKey.differential(1, 1, 1, 0)) in await held(plain), "what is sound still goes"
     assert str(ShardKey.differential(1, 3, 4, 0)) in await held(plain)
     assert not any("000000000002" in key for key in await held(plain))
-    assert bytes(await plain.first.driver.get(str(record(2)))) == bytes(content), "it is left for a recovery to report"
+    assert bytes(await plain.first.driver.get(str(record(2)))) == content, "it is left for a recovery to report"
+
+
+async def test_a_damaged_copy_goes_when_a_sound_one_would(plain: OpenHierarchy) -> None:
+    await capture(plain, base(0), record(1))
+    await capture_damaged(plain, record(2))
+    mover = mover_of(plain)
+    for version in (3, 6):
+        await capture(plain, base(version))
+        assert str(record(2)) in await held(plain, 0), "one base after it would not let a sound one go"
+        await mover.cycle()
+    assert await held(plain, 0) == [str(base(3)), str(base(6))]
+
+
+@pytest.mark.parametrize(
+    ("failures", "left"), [(0, (10, 20)), (1, (0, 10))], ids=["the older one has gone", "the older one is there still"]
+)
+async def test_a_damaged_base_takes_the_room_of_no_sound_one(
+    tmp_path: Path, failures: int, left: tuple[int, int]
+) -> None:
+    """Admission has counted two bases that stay, and the one that is captured."""
+    nbytes = 3 * sum(map(len, shard(base(0))))
+    plan = FaultPlan.fail_call("delete", lambda: Transient("not now"), times=failures)
+    first = Tier(f"memory://mover-{uuid.uuid4().hex}?size={nbytes}", wrap=lambda driver: FaultyDriver(driver, plan))
+    async with Hierarchy.of(first, f"nvme://{tmp_path}/durable?survives=rack").open() as hierarchy:
+        mover = mover_of(hierarchy)
+        await capture(hierarchy, base(0), base(10))
+        await mover.cycle()
+        await capture_damaged(hierarchy, base(20))
+        with pytest.raises(Corruption, match="versions from 20 on"):
+            await mover.drain(10, closing=True)
+        assert await held(hierarchy, 0) == [str(base(version)) for version in left]
+        assert mover.status.has_room
+        assert mover.status.base_needed_after == 20, "it is known as long as it matters"
+        for version in (30, 40):
+            await capture(hierarchy, base(version))
+            await mover.drain(10, closing=True)
+            assert (mover.status.watermark, mover.status.base_needed_after) == (version, None)
+        assert mover._observer.damaged == set()
+
+
+async def test_the_last_base_stays_though_it_is_damaged(plain: OpenHierarchy) -> None:
+    """It tells the next start that this is no new job."""
+    await capture_damaged(plain, base(5))
+    mover = mover_of(plain)
+    await mover.cycle()
+    assert await held(plain, 0) == [str(base(5))]
+    await capture(plain, base(6))
+    await mover.drain(10, closing=True)
+
+
+async def test_a_damaged_copy_of_which_another_tier_has_a_sound_one_is_no_loss(tmp_path: Path) -> None:
+    """Also where no tier is shared, so that nothing is ever committed."""
+    urls = [f"memory://mover-{uuid.uuid4().hex}", f"nvme://{tmp_path}/node", f"nvme://{tmp_path}/other"]
+    async with Hierarchy.of(*urls).open() as hierarchy:
+        mover = mover_of(hierarchy)
+        await capture(hierarchy, base(0))
+        await capture_damaged(hierarchy, record(1))
+        await hierarchy.tiers[1].driver.put(str(record(1)), shard(record(1)))
+        await mover.drain(10, closing=True)
+        assert str(record(1)) in await held(hierarchy)
 
 
 async def test_a_flush_says_what_was_damaged_before_it_was_copied(plain: OpenHierarchy) -> None:
-    await capture(plain, base(0), record(1), record(2))
-    content = bytearray(b"".join(shard(record(2))))
-    content[-1] ^= 1
-    await plain.first.driver.put(str(record(2)), [content])
+    await capture(plain, base(0), record(1))
+    await capture_damaged(plain, record(2))
     mover = mover_of(plain)
     with pytest.raises(Corruption, match=r"1 captured objects were damaged .* versions from 2 on"):
         await mover.drain(10, closing=True)
@@ -409,6 +472,11 @@ async def test_what_another_job_wrote_under_this_generations_number_is_neither_c
     mover = mover_of(plain, lineage=Lineage.of([own]))
     await mover.cycle()
     assert not [key for key in await held(plain) if key.startswith("g")]
+    ours = [base(version) for version in (1, 2)]
+    for each in ours:
+        await plain.first.driver.put(str(each), shard(each, token="a" * 16))
+    await mover.cycle()
+    assert await held(plain, 0) == [str(key) for key in (base(0), *ours)], "nor is it deleted"
     durable = plain.tiers[-1].driver
     await durable.put(str(base(4)), shard(base(4)))
     await mover.cycle()

@@ -442,3 +442,14 @@ def test_a_neighbours_memory_serves_without_the_store_where_no_newer_base_can_be
     assert not past.in_memory(points), "its own memory is lost: the store is asked until the deadline"
     assert past.covers(points) is serves
     assert "rank 0, tier s3: 503" in str(past.cannot_ask(points))
+
+
+def test_a_snapshot_tells_of_the_base_that_it_was_made_for() -> None:
+    """That base may have been committed in the store that is away."""
+    roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
+    survey = seen_by(0, 0, 10, 10)
+    past = Past([survey], roles, "here")
+    assert past.covers(past.points())
+    later = Source(0, ShardKey.snapshot(1, 20, 22, 0))
+    past = Past([replace(survey, sources=survey.sources | {later})], roles, "here")
+    assert not past.covers(past.points())

@@ -111,6 +111,20 @@ def test_each_supersedes_the_last(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_a_base_that_was_damaged_and_has_gone_is_made_anew(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = training.attach(Hierarchy.of(*places(tmp_path)), codec="snapshot", base_every=10, batch=4)
+    for version in range(1, 11):
+        training.step(version)
+    checkpointer._recorder.finish_base()
+    driver = checkpointer._opened().tiers[0].driver
+    checkpointer._ranks.call(driver.delete([str(ShardKey.base(1, 10, 0))]), "deleting")
+    for version in range(11, 14):
+        training.step(version)
+    assert snapshots(shards(checkpointer, 0))[-1] == (11, 13)
+    checkpointer.close()
+
+
 def test_the_durable_tier_alone_is_enough(tmp_path: Path) -> None:
     first, durable = places(tmp_path)
     training = Training()

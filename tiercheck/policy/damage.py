@@ -1,0 +1,77 @@
+"""What damaged copies cost, and when they go.
+
+A copy that has failed verification counts as absent in every other decision. It still tells the next start that there
+is a past, and how new that is. So it stays for as long as a sound copy would, and goes by the same rules: what is left
+then is what retention leaves if nothing is damaged.
+
+Memory has room for two bases that stay, and for the one that is captured. So of sound and damaged bases together no
+more than two stay there, and the damaged ones go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from tiercheck.keys import Key, ShardKey, Stream
+from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.placement import own_bases, own_snapshots
+from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
+
+__all__ = ["Copy", "base_needed_after", "lost", "outlived"]
+
+Copy = tuple[int, ShardKey]
+"""A tier's index, and a shard there."""
+
+
+def lost(seen: Observation, damaged: Iterable[Copy]) -> list[Copy]:
+    """Those of which no tier holds what they held, and for which nothing newer makes up."""
+    return [copy for copy in damaged if copy[1].generation == seen.generation and not _is_made_up_for(seen, copy[1])]
+
+
+def base_needed_after(lost: Iterable[Copy]) -> int | None:
+    """The newest version after which only a newer base can be restored from what is left; ``None`` for none."""
+    # A base at the version of a lost differential is as good as the differential. The next snapshot makes up for one.
+    needed = (
+        key.last if key.stream is Stream.BASE else key.last - 1 for _, key in lost if key.stream is not Stream.SNAPSHOT
+    )
+    return max(needed, default=None)
+
+
+def outlived(seen: Observation, retention: Retention, damaged: Collection[Copy]) -> dict[int, list[Key]]:
+    """Per tier index, the damaged copies that may go. ``seen``: without them."""
+    if not damaged:
+        return {}
+    as_if_sound = retention.reclaimable(seen.after(damaged))
+    sound = retention.reclaimable(seen)
+    gone: dict[int, list[Key]] = {}
+    for role in seen.roles:
+        here = sorted(key for index, key in damaged if index == role.index)
+        going = set(here).intersection(as_if_sound[role.index])
+        if not role.shared:
+            bases = [key for key in here if key.stream is Stream.BASE and key not in going]
+            staying = set(seen.contents[role.index].bases(seen.rank)).difference(sound[role.index])
+            places = max(0, BASES_IN_VOLATILE_TIERS - len(staying))
+            going |= set(bases[: max(0, len(bases) - places)])
+        gone[role.index] = [key for key in here if key in going]
+    return gone
+
+
+def _is_made_up_for(seen: Observation, key: ShardKey) -> bool:
+    if any(_is_held(contents, key) for contents in seen.contents):
+        return True
+    newest = max((base.first for contents in seen.contents for base in own_bases(seen, contents)), default=-1)
+    if key.stream is Stream.BASE:
+        return newest > key.last
+    if key.stream is Stream.SNAPSHOT:
+        newer = (each.last for contents in seen.contents for each in own_snapshots(seen, contents))
+        return max(newest, *newer, -1) >= key.last
+    return newest >= key.last
+
+
+def _is_held(contents: Contents, key: ShardKey) -> bool:
+    """Whether the contents have what the shard holds."""
+    if key.stream is not Stream.DIFFERENTIAL:
+        return key in contents
+    batches = contents.differentials(key.rank)
+    covered = {version for batch in batches if batch.generation == key.generation for version in batch.versions}
+    return covered.issuperset(key.versions)
