@@ -9,7 +9,7 @@ import pytest
 
 from tests.training import Training, faulty, memory
 from tests.unit.test_failing_ranks import ranks
-from tiercheck import keys
+from tiercheck import kernels, keys
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import SaveError, Transient
@@ -212,9 +212,11 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
     job.memories[1] = job.memories[0]
     job.others[1] = job.others[0]
 
+    kernels.warm_up()  # what a deadline of a few seconds has no time for
+
     def first_life(rank: int, group: SimulatedGroup) -> int:
         stuck = faulty(job.others[rank], lambda at: at.call == "put" and "/base/000000000004/" in str(at.key))
-        training, checkpointer = job.start(rank, group, other=stuck)
+        training, checkpointer = job.start(rank, group, other=stuck, deadline_s=4.0)
         train(training, checkpointer, 6)
         with pytest.raises(SaveError):
             checkpointer._recorder.flush()

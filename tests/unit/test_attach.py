@@ -18,7 +18,14 @@ from tests.unit.test_failing_ranks import ranks
 from tiercheck import checkpointer as checkpointer_module
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, GroupError, RecoveryError, TierCheckError, Transient, UnsupportedSetup
+from tiercheck.errors import (
+    CapacityExceeded,
+    GroupError,
+    RecoveryError,
+    TierCheckError,
+    Transient,
+    UnsupportedSetup,
+)
 from tiercheck.group import SingleProcess
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.streams.providers import ModuleProvider
@@ -115,13 +122,15 @@ class Past:
     parameters: bytes = b""
 
     @classmethod
-    def of(cls, root: Path) -> Past:
+    def of(cls, root: Path, *, base_every: int = 100) -> Past:
+        """By default with one base, so that its memory holds nothing that is superseded."""
         past = cls(root)
         urls = past.fresh()
         training = Training()
-        training.attach(Hierarchy.of(*urls), base_every=2)
+        training.attach(Hierarchy.of(*urls), base_every=base_every)
         for version in range(1, LAST + 1):
             training.step(version)
+        training.checkpointer._recorder.flush()
         training.checkpointer.abort()
         past.parameters = training.parameters()
         past.left = list(asyncio.run(contents(urls)).values())
@@ -195,6 +204,22 @@ def test_an_error_at_any_call_to_a_tier_leaves_the_tiers_as_they_were_and_the_na
             assert asyncio.run(contents(urls)) == before, target
         past.check(urls)
     assert failed >= 5, "others pass: a tier is asked again, or memory serves without it"
+
+
+def test_when_no_base_can_be_captured_nothing_is_gone_but_what_is_superseded_in_memory(tmp_path: Path) -> None:
+    """That had to make room for the base. The job goes on where it was without it."""
+    past = Past.of(tmp_path, base_every=2)
+    urls = past.again()
+    before = asyncio.run(contents(urls))
+    full = FaultPlan.fail_call("reserve", lambda: CapacityExceeded("no room"), times=9)
+    with pytest.raises(TierCheckError, match="no room"):
+        Training().attach(under(urls, full))
+    after = asyncio.run(contents(urls))
+    gone = {"g000001/base/000000000000/r00000.safetensors"}
+    gone |= {f"g000001/differential/{version:012}-{version:012}/r00000.safetensors" for version in (1, 2)}
+    assert after[urls[0]] == {key: content for key, content in before[urls[0]].items() if key not in gone}
+    assert after[urls[1]] == before[urls[1]]
+    past.check(urls)
 
 
 def test_a_kill_at_any_call_to_a_tier_costs_nothing(past: Past) -> None:
