@@ -25,6 +25,8 @@ __all__ = ["Agreement", "clear_tiers"]
 log = logging.getLogger(__name__)
 
 RANKS_NAMED_MAX = 8
+TOLD_S = 2.0
+"""What a wait may take beyond its deadline, whose error says more."""
 AGAIN_S = 0.2
 """How long the ranks wait before they look again whether their bases have arrived."""
 
@@ -99,7 +101,7 @@ class Agreement:
 
     def begin(self) -> None:
         """Tell the mover the mark that the generation begins with. Not a collective. Errors: as :meth:`settle`."""
-        self._tell(self.deadline_s)
+        self._tell()
 
     def settle(self, version: int) -> None:
         """Base ``version`` is due on every rank: agree on a mark, and wait until every rank has room for the base.
@@ -109,12 +111,12 @@ class Agreement:
         what = f"agreeing on what is whole before base {version}"
         until = time.monotonic() + self.deadline_s
         while True:
-            answers = gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s)
+            answers = gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
             reaches = [[(first, last) for first, last in answer["reach"]] for answer in answers]
             mark = agreed(reaches)
             if mark != self.mark:
                 self.mark = mark
-                self._tell(self.deadline_s)
+                continue  # the movers are told within the collective: one that does not answer is heard of by all
             if all(answer["has_room"] for answer in answers):
                 return
             if any(answer["over"] for answer in answers):
@@ -124,7 +126,7 @@ class Agreement:
             time.sleep(AGAIN_S)
 
     def _said(self, until: float) -> dict[str, object]:
-        self._tell(self.deadline_s)
+        self._tell()
         status = self.mover.status
         return {
             "reach": [list(span) for span in status.reach],
@@ -133,7 +135,8 @@ class Agreement:
             "over": time.monotonic() >= until,
         }
 
-    def _tell(self, deadline_s: float) -> None:
+    def _tell(self) -> None:
+        deadline_s = self.deadline_s + TOLD_S
         self.loop.call(self.mover.agree(self.mark), what="telling the mover what is whole", deadline_s=deadline_s)
 
     def _late(self, late: Collection[int], errors: list[str]) -> str:

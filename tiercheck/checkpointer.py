@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -39,7 +38,7 @@ from tiercheck.announcement import (
 )
 from tiercheck.background import BackgroundLoop
 from tiercheck.claim import Claim
-from tiercheck.config import CheckpointConfig
+from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.enlistment import Enlistment
 from tiercheck.errors import ConfigurationError, GroupError, SaveError, TierCheckError
 from tiercheck.group import Group, SingleProcess
@@ -113,8 +112,8 @@ class Checkpointer:
             nodes = self._ranks.gather("finding the agents of the nodes", lambda: self._place(hierarchy))
             self._ranks.gather("opening the tiers", lambda: self._open_tiers(nodes))
             self._begin()
-        except BaseException:
-            self.abort()
+        except BaseException as error:
+            self._give_back(error)
             raise
 
     # What a user asks
@@ -174,12 +173,15 @@ class Checkpointer:
             return
         try:
             # A rank that fails tells the others, which may have to wait as long as it tried.
-            gather(self._group, "the end of the job", self._finish, deadline_s=3 * self.config.deadline_s)
+            deadline_s, failure = 3 * self.config.deadline_s, self._recording.failure
+            gather(self._group, "the end of the job", self._finish, deadline_s=deadline_s, after=failure)
             drained = self._flush_at_end()  # the coordinator: the last commit
             if drained and self._enlistment is not None:
                 self._enlistment.withdraw()
-        finally:
-            self.abort()
+        except BaseException as error:
+            self._give_back(error)
+            raise
+        self.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +196,7 @@ class Checkpointer:
             self.close()
         else:
             # Other ranks may be anywhere. What was captured stays in the first tier and is found at the restart.
-            self.abort()
+            self._give_back(exc)
 
     # What an integration calls
 
@@ -300,16 +302,16 @@ class Checkpointer:
         restorer = Restorer(tiers, self._provider, self._group, self._loop, deadline_s, exact=exact)
         restorer.restart = self.config.on_nothing_left == "restart"
         restorer.survey()
-        self._recovery = self._qualified(restorer.restore())
-        self._stream.load(restorer.residuals)
-        point = self._recovery.point if self._recovery else None
+        recovery = restorer.restore()
+        self._ranks.gather("taking over what was restored", lambda: self._take_over(recovery, restorer))
+        point = recovery.point if recovery else None
         version = point.last if point else 0
         branch = open_job(self._ranks, tiers, restorer, point)
         self._generation = branch.generation
-        self._stream.token = branch.token
-        lineage = Lineage.of([*restorer.past.branches, branch])
-        mark = clear_tiers(restorer, branch.generation, version) if point else NO_MARK
         try:
+            self._stream.token = branch.token
+            lineage = Lineage.of([*restorer.past.branches, branch])
+            mark = clear_tiers(restorer, branch.generation, version) if point else NO_MARK
             read_from = self._ranks.gather("beginning to save", lambda: self._prepare(lineage, version))
         except GroupError:
             raise
@@ -330,11 +332,12 @@ class Checkpointer:
         for caution in self._found_odd:
             log.warning("%s", caution)
 
-    def _qualified(self, recovery: Recovery | None) -> Recovery | None:
-        """The recovery, approximate where an uninterrupted run would go on otherwise."""
-        if recovery is None or recovery.version == 0 or not (caveats := self._caveats()):
-            return recovery
-        return replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *caveats))
+    def _take_over(self, recovery: Recovery | None, restorer: Restorer) -> None:
+        """The recovery, approximate where an uninterrupted run would go on otherwise; and the residuals."""
+        if recovery is not None and recovery.version > 0 and (caveats := self._caveats()):
+            recovery = replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *caveats))
+        self._recovery = recovery
+        self._stream.load(restorer.residuals)
 
     def _prepare(self, lineage: Lineage, version: int) -> list[str]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns the
@@ -446,12 +449,26 @@ class Checkpointer:
         return True
 
     def abort(self) -> None:
-        """Give everything back without flushing. What was captured stays in the first tier. Idempotent."""
+        """Give everything back without flushing. What was captured stays in the first tier. Idempotent.
+
+        Errors: what the first action of :meth:`on_end` that fails raises, when everything is given back.
+        """
+        if (error := self._give_back()) is not None:
+            raise error
+
+    def _give_back(self, error: BaseException | None = None) -> BaseException | None:
+        """As :meth:`abort`. Returns the first error, ``error`` where there is one; later ones are notes of it."""
         if self._closed:
-            return
+            return error
         self._closed = True
         while self._on_end:
-            self._on_end.pop(0)()
+            try:
+                self._on_end.pop(0)()
+            except Exception as later:  # noqa: BLE001  raised, or a note of what is raised
+                if error is None:
+                    error = later
+                else:
+                    error.add_note(f"then, at the end: {type(later).__name__}: {later}")
         if self._recorder is not None:
             self._recorder.close()
         if self._mover_life is not None:
@@ -470,12 +487,4 @@ class Checkpointer:
             if self._claim is not None:
                 self._claim.release()
             self._group.close()
-
-
-def int_of(variable: str, default: int) -> int:
-    """The environment variable as a number. Errors: ``ConfigurationError`` naming it."""
-    text = os.environ.get(variable, "")
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise ConfigurationError(f"{variable} must be a number, not {text!r}") from None
+        return error

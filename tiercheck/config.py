@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +12,7 @@ from typing import Any, Self
 from tiercheck.errors import ConfigurationError
 from tiercheck.keys import VERSION_MAX
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "int_of"]
 
 ON_SAVE_ERROR = ("fail", "warn")
 ON_NOTHING_LEFT = ("refuse", "restart")
@@ -118,3 +119,12 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return reprlib.repr(value)
+
+
+def int_of(variable: str, default: int) -> int:
+    """The environment variable as a number. Errors: ``ConfigurationError`` naming it."""
+    text = os.environ.get(variable, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ConfigurationError(f"{variable} must be a number, not {text!r}") from None

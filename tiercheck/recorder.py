@@ -97,6 +97,8 @@ class Recorder:
         self.trained = version
         """The newest version whose step is done: the next one, while its iteration goes on."""
         self.stats = Stats()
+        self.failure: str | None = None
+        """Why the newest version could not be saved, where that was raised."""
         self._stream = stream
         self._first = hierarchy.first
         self._roles = hierarchy.roles
@@ -301,6 +303,7 @@ class Recorder:
                 self._begin_base(version)
             if not self._is_anchored():
                 self.finish_base()
+        self.failure = None
 
     def _is_base_due(self, version: int) -> bool:
         return self._base_due or version % self._config.base_every == 0
@@ -447,6 +450,7 @@ class Recorder:
         self._count(failed_saves=1)
         message = f"version {version} could not be saved: {error}"
         if self._config.on_save_error == "fail":
+            self.failure = message
             raise SaveError(message) from error
         log.error("%s; training goes on, and the next version gets a base", message)
         return True

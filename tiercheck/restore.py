@@ -104,16 +104,18 @@ class Recovery:
         }
 
 
-def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: float) -> list[Any]:
+def gather(
+    group: Group, what: str, produce: Callable[[], Any], *, deadline_s: float, after: str | None = None
+) -> list[Any]:
     """Every rank's value of ``produce()``, in rank order. A rank that fails tells the others instead of
-    leaving them to wait.
+    leaving them to wait. ``after``: an error of this rank's before, for those who are somewhere else for its sake.
 
     Errors: this rank's own; ``RecoveryError`` naming another rank and its error; ``GroupError`` naming a rank that does
     something else meanwhile; those of the group.
     """
     failure: Exception | None = None
     try:
-        message: Mapping[str, Any] = {"what": what, "value": produce()}
+        message: Mapping[str, Any] = {"what": what, "after": after, "value": produce()}
     except Exception as error:  # noqa: BLE001  it is raised below; the others must not wait for it
         failure = error
         said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
@@ -128,9 +130,11 @@ def gather(group: Group, what: str, produce: Callable[[], Any], *, deadline_s: f
             kind = Mismatch if answer["mismatch"] else RecoveryError
             raise kind(f"{answer['what']}: rank {rank} reports: {answer['error']}")
         if answer["what"] != what:
+            errors = {each: other["after"] for each, other in enumerate(answers) if other["after"]}
+            why = "".join(f"; rank {each} had failed before: {error}" for each, error in errors.items())
             raise GroupError(
-                f"{what}: rank {rank} is at {answer['what']!r} instead: all ranks must take the same steps, and end "
-                "their iterations and close the checkpointer at the same version"
+                f"{what}: rank {rank} is at {answer['what']!r} instead{why}: all ranks must take the same steps, and "
+                "end their iterations and close the checkpointer at the same version"
             )
     return [answer["value"] for answer in answers]
 
@@ -347,9 +351,10 @@ class Restorer:
     def _settle(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
         is, which is what the worst rank reached, and why."""
-        fidelity, notes = self._reached(part, replayed)
+        found: list[tuple[Fidelity, tuple[str, ...]]] = []
 
         def settle() -> str:
+            found.append(self._reached(part, replayed))
             self.provider.refresh()
             state = replayed.host_state
             try:
@@ -359,11 +364,11 @@ class Restorer:
                     f"the host state of version {part.point.last} cannot be put back into what was attached: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            return str(fidelity)
+            return str(found[0][0])
 
         answers = gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
         everywhere = [Fidelity(answer) for answer in answers]
-        worst = Fidelity.worst(*everywhere)
+        worst, (fidelity, notes) = Fidelity.worst(*everywhere), found[0]
         if worst is not fidelity:
             notes += (f"rank {everywhere.index(worst)} reached {worst}; this rank alone would be {fidelity}",)
         return worst, notes

@@ -10,12 +10,15 @@ import pytest
 from tests.training import Training, faulty, memory
 from tests.unit.test_failing_ranks import ranks
 from tiercheck import kernels, keys
+from tiercheck.agreement import Agreement
+from tiercheck.background import BackgroundLoop
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import SaveError, Transient
+from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveError, Transient
 from tiercheck.group import SimulatedGroup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream
+from tiercheck.mover import MoverStatus
 from tiercheck.streams.providers import ModuleProvider
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 from tiercheck.tiers.registry import make_driver
@@ -242,3 +245,45 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
     assert same_version(ranks(second_life)) == 6
     assert {key for key in shards(job.others[1]) if key.rank == 1} >= before
     assert (1, 0) not in job.bases(job.memories[1], 1)
+
+
+class Told:
+    """A mover that can come to the first versions, and does not answer once it is told that both ranks can."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.status = MoverStatus(reach=((0, BASE_EVERY),))
+        self.hangs = hangs
+
+    async def agree(self, mark: int) -> None:
+        if self.hangs and mark == BASE_EVERY:
+            raise DeadlineExceeded("the agent 'node' (process 7) lives, but has not answered Agree within 2 s")
+
+
+def test_a_mover_that_does_not_answer_when_the_mark_is_agreed_on_is_heard_of_by_all() -> None:
+    def life(rank: int, group: SimulatedGroup) -> None:
+        loop = BackgroundLoop()
+        try:
+            Agreement(group, Told(hangs=rank == 1), loop, DEADLINE_S).settle(2 * BASE_EVERY)
+        finally:
+            loop.close()
+
+    ended = ranks(life)
+    assert isinstance(ended[1], DeadlineExceeded)
+    assert isinstance(ended[0], RecoveryError)
+    assert "rank 1 reports: the agent 'node' (process 7) lives, but has not answered" in str(ended[0])
+
+
+def test_a_rank_that_closes_after_a_failed_save_tells_those_who_wait_for_it_why(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def life(rank: int, group: SimulatedGroup) -> None:
+        full = faulty(job.memories[rank], lambda at: rank == 0 and f"-{BASE_EVERY:012}" in str(at.key))
+        training, checkpointer = job.start(rank, group, first=full)
+        try:
+            train(training, checkpointer, BASE_EVERY)
+        finally:
+            checkpointer.close()
+
+    for error in ranks(life).values():
+        assert isinstance(error, GroupError), error
+        assert f"rank 0 had failed before: version {BASE_EVERY} could not be saved: no room" in str(error)

@@ -358,3 +358,19 @@ def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypat
     assert isinstance(ended[0], RecoveryError)
     assert "handing the movers to the agents: rank 1 reports: the agent has no room" in str(ended[0])
     assert ranks(lambda rank, group: life(rank, group, "trainer")) == {0: 0, 1: 0}, "the name is free"
+
+
+def test_a_failure_while_what_is_superseded_is_cleared_leaves_the_tiers_as_they_were(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> int:
+        raise RecoveryError("injected")
+
+    urls = past.again()
+    before = asyncio.run(contents(urls))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointer_module, "clear_tiers", fails)
+        with pytest.raises(RecoveryError, match="injected"):
+            Training().attach(Hierarchy.of(*urls))
+    assert asyncio.run(contents(urls)) == before
+    past.check(urls)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import uuid
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,41 @@ def test_a_job_that_failed_leaves_no_hooks_behind() -> None:
     with training.attach(hierarchy) as checkpointer:
         training.step(2)
     assert checkpointer.version == 2
+
+
+def failing_at_its_end(training: Training) -> list[str]:
+    """Attached, with three actions at the end, of which two fail; returns what was run."""
+    ran: list[str] = []
+
+    def action(name: str, *, fails: bool) -> None:
+        ran.append(name)
+        if fails:
+            raise ValueError(f"{name} failed")
+
+    checkpointer = training.attach(Hierarchy.of(memory()))
+    for name, fails in (("first", True), ("second", False), ("third", True)):
+        checkpointer.on_end(partial(action, name, fails=fails))
+    return ran
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_an_action_at_the_end_that_fails_keeps_nothing_from_being_given_back(end: str) -> None:
+    training = Training()
+    ran = failing_at_its_end(training)
+    with pytest.raises(ValueError, match="first failed") as caught:
+        getattr(training.checkpointer, end)()
+    assert ran == ["first", "second", "third"]
+    assert caught.value.__notes__ == ["then, at the end: ValueError: third failed"]
+    assert not training.optimizer._optimizer_step_pre_hooks
+    Training().attach(training.checkpointer._placed).abort()  # its tiers are free
+
+
+def test_an_action_at_the_end_that_fails_does_not_hide_why_the_job_ended() -> None:
+    training = Training()
+    failing_at_its_end(training)
+    with pytest.raises(ArithmeticError, match="of the loop") as caught, training.checkpointer:
+        raise ArithmeticError("of the loop")
+    assert [note[-12:] for note in caught.value.__notes__] == ["first failed", "third failed"]
 
 
 def test_what_is_asked_of_a_closed_checkpointer_is_refused() -> None:

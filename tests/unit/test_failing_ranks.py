@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -71,6 +72,43 @@ def test_a_rank_that_fails_in_its_recovery_tells_the_others(method: str) -> None
     assert isinstance(ended[1], ArithmeticError)
     assert isinstance(ended[0], RecoveryError)
     assert "rank 1 reports: ArithmeticError: out of memory" in str(ended[0])
+
+
+def test_a_rank_that_fails_when_all_is_restored_tells_the_others() -> None:
+    urls = [memory(), memory()]
+
+    def life(rank: int, group: SimulatedGroup, **failing: Any) -> None:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        if rank == 1 and "identity" in failing:
+            identity = provider.identity
+            provider.identity = lambda: failing["identity"](identity)
+        caveats = failing.get("caveats", tuple) if rank == 1 else tuple
+        config = CheckpointConfig(deadline_s=DEADLINE_S)
+        checkpointer = Checkpointer(provider, Hierarchy.of(urls[rank]), group=group, config=config, caveats=caveats)
+        if not failing:
+            training.backward(1)
+            checkpointer.capture(1, provider.gradients())
+            training.optimizer.step()
+            checkpointer.complete(1)
+        checkpointer.abort()
+
+    def no_identity(identity: Callable[[], Any]) -> Any:
+        """When the fidelity is worked out; not before."""
+        if sys._getframe(2).f_code.co_name == "_reached":
+            raise ArithmeticError("not this time")
+        return identity()
+
+    def no_caveats() -> tuple[str, ...]:
+        raise ArithmeticError("not this time")
+
+    ended = ranks(life)
+    assert ended == {0: None, 1: None}
+    for failing in ({"identity": no_identity}, {"caveats": no_caveats}):
+        ended = ranks(lambda rank, group, failing=failing: life(rank, group, **failing))
+        assert isinstance(ended[1], ArithmeticError), ended
+        assert isinstance(ended[0], RecoveryError)
+        assert "rank 1 reports: ArithmeticError: not this time" in str(ended[0])
 
 
 def test_a_rank_that_cannot_flush_tells_the_others(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class AgentMover:
 
     async def agree(self, mark: int) -> None:
         """As :class:`tiercheck.mover.Moving` has it."""
-        await self._ask(Agree(LOOK_S, *self._who, mark))
+        await self._ask(Agree(min(LOOK_S, self._deadline_s), *self._who, mark))
 
     async def room_for_base(self, deadline_s: float) -> None:
         """As :meth:`tiercheck.mover.Mover.room_for_base`."""
