@@ -23,14 +23,22 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.errors import AlreadyExists, TierError, Transient, Unsupported
 from tiercheck.keys import validate_key
-from tiercheck.tiers.beneath import Beneath, check_owners, parent_of, status_of
-from tiercheck.tiers.files import fsync_directory, locked, meaning_of, probe_stamp_step_ns, try_lock, unlock
+from tiercheck.tiers.beneath import Beneath, parent_of, status_of
+from tiercheck.tiers.files import (
+    closed_on_error,
+    locked,
+    meaning_of,
+    try_lock,
+    unlink_quietly,
+    unlock,
+    unlock_and_close,
+)
 from tiercheck.tiers.object_files import (
     CONTROL,
     FOREIGN_DEBRIS_AGE_S,
@@ -41,12 +49,13 @@ from tiercheck.tiers.object_files import (
     check_condition,
     info_of,
     is_file,
-    make_directory,
     name_in_folder,
     not_found,
     once_published,
     payload_bytes,
 )
+from tiercheck.tiers.place import make_place
+from tiercheck.tiers.stamps import Stamps
 from tiercheck.tiers.transfer import Sequential, Transfer
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
@@ -59,12 +68,6 @@ T = TypeVar("T")
 LOCK = f"{CONTROL}/lock"
 ATTEMPTS_MAX = 100
 LINKS_TOLD_MAX = 16
-IN_THE_WAY = {
-    errno.ENOENT: (TierError, "a directory above it cannot be made"),
-    errno.EEXIST: (TierError, "a file is in the way: remove it, or choose another directory"),
-    errno.ENOTDIR: (TierError, "a file is in the way: remove it, or choose another directory"),
-}
-"""What keeps a tier's directory from being made."""
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """What link answers on a file system that has none."""
 
@@ -85,36 +88,15 @@ class ObjectDirectory:
         self.control = root / CONTROL
         self.beneath = Beneath(root)
         self._root_prefix = os.path.join(root, "")
-        self._stamp_step_ns = 1
+        self.stamps = Stamps()
         self._links_told: set[str] = set()
 
     def prepare(self) -> None:
         """Make the directories that are missing (0700), and remove what dead processes left in ``tmp``."""
-        self.make_place()
+        make_place(self.beneath, durable=self.durable)
         with self.locked() as lock_fd:
-            self._stamp_step_ns = probe_stamp_step_ns(lock_fd)
+            self.stamps.fit(lock_fd)
             self.reclaim()
-
-    def make_place(self) -> None:
-        """Make the root and the tier's own directories; see that nobody else has them.
-
-        Errors: what the system says, with the path it is about; ``Unauthorized`` for directories that others may write.
-        """
-        try:
-            made = make_directory(self.root)
-            is_new = self.beneath.make(TEMPORARIES)
-            with self.beneath.listed(TEMPORARIES):
-                pass
-        except OSError as error:
-            kind, advice = IN_THE_WAY.get(error.errno or 0) or meaning_of(error)
-            named = str(error.filename or "")
-            at = named if named.startswith("/") else self.control
-            raise kind(f"the directory {self.root} cannot be made: {error.strerror}: {at}; {advice}") from error
-        if self.durable and is_new:
-            self.beneath.sync_upwards(TEMPORARIES)
-            for folder in reversed(made):
-                fsync_directory(folder.parent)
-        check_owners(self.beneath, CONTROL)
 
     def locked(self, *, shared: bool = False) -> AbstractContextManager[int]:
         """The lock under which names change; keep what is done inside it short."""
@@ -154,17 +136,19 @@ class ObjectDirectory:
         """A file to write an object of ``nbytes`` to; ``check`` may raise to give up."""
         del nbytes, check
         path = self.temporary_path()
-        folder = self.beneath.open(TEMPORARIES, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with ExitStack() as undo:
+            folder = self.beneath.open(TEMPORARIES, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, folder)
             # Under the lock, so that nobody takes it for debris between its creation and its own lock.
             with self.locked() as lock_fd:
+                stamp_ns = self.stamps.next_ns(lock_fd)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 fd = os.open(os.path.basename(path), flags, 0o600, dir_fd=folder)
+                undo.callback(unlock_and_close, fd)
+                undo.callback(unlink_quietly, os.path.basename(path), folder)
                 try_lock(fd)
-                return Temporary(path, fd, self.next_stamp_ns(lock_fd), folder)
-        except BaseException:
-            os.close(folder)
-            raise
+            undo.pop_all()
+        return Temporary(path, fd, stamp_ns, folder)
 
     def publish(self, temporary: Temporary, key: str, mode: PutMode) -> ObjectInfo:
         """Give the temporary file the name of the key if the mode's condition holds.
@@ -296,17 +280,6 @@ class ObjectDirectory:
     def temporary_path(self) -> str:
         return f"{self._root_prefix}{TEMPORARIES}/{HOST}-{os.getpid()}-{secrets.token_hex(8)}"
 
-    def next_stamp_ns(self, lock_fd: int) -> int:
-        """A modification time that no other file of this directory ever had; called under the lock.
-
-        An etag is made of it, so that a reused inode cannot repeat one, whatever the clock does.
-        """
-        last_ns = int.from_bytes(os.pread(lock_fd, 8, 0), "little")
-        step_ns = self._stamp_step_ns
-        stamp_ns = (max(time.time_ns(), last_ns + step_ns) + step_ns - 1) // step_ns * step_ns
-        os.pwrite(lock_fd, stamp_ns.to_bytes(8, "little"), 0)
-        return stamp_ns
-
     # Reading.
 
     def open_object(self, key: str) -> int:
@@ -316,9 +289,9 @@ class ObjectDirectory:
             fd = self.beneath.open(key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             raise self._absent(key) from None
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise not_found(key)
+        with closed_on_error(fd):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise not_found(key)
         return fd
 
     def unlock_object(self, fd: int) -> None:

@@ -6,21 +6,24 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Corruption, TierError, Transient, Unauthorized, Unsupported
 from tiercheck.types import Payload
 
 __all__ = [
+    "closed_on_error",
     "fsync_directory",
     "locked",
     "map_os_errors",
     "meaning_of",
-    "probe_stamp_step_ns",
     "read_into",
     "try_lock",
+    "unlink_quietly",
     "unlock",
+    "unlock_and_close",
     "write_buffers",
 ]
 
@@ -120,10 +123,7 @@ class locked:  # noqa: N801  (it is used as a verb)
         return fd
 
     def __exit__(self, *exc_info: object) -> None:
-        try:
-            unlock(self._fd)
-        finally:
-            os.close(self._fd)
+        unlock_and_close(self._fd)
 
     def _wait(self, fd: int) -> None:
         deadline = time.monotonic() + LOCK_WAIT_S_MAX
@@ -136,6 +136,30 @@ class locked:  # noqa: N801  (it is used as a verb)
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.01)
+
+
+def unlock_and_close(fd: int) -> None:
+    """Close ``fd``, also if the system refuses to unlock it."""
+    try:
+        unlock(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    """Inside, ``fd`` is not handed to anybody yet: it is closed, and its lock given back, if that fails."""
+    try:
+        yield
+    except BaseException:
+        unlock_and_close(fd)
+        raise
+
+
+def unlink_quietly(name: str, folder: int) -> None:
+    """Remove a file that is given up, for a reason that is told: if that cannot be done, either, it is debris."""
+    with suppress(OSError):
+        os.unlink(name, dir_fd=folder)
 
 
 def write_buffers(fd: int, payload: Payload, check: Callable[[], None]) -> int:
@@ -195,11 +219,3 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def probe_stamp_step_ns(fd: int) -> int:
-    """The finest step of modification times that the file system of ``fd`` keeps: 1 ns, 100 ns, or 2 s (FAT)."""
-    probe = 1_700_000_001_234_567_891
-    os.utime(fd, ns=(probe, probe))
-    kept = os.fstat(fd).st_mtime_ns
-    return next((step for step in (1, 100, 1000, 10**9) if abs(kept - probe) < step), 2 * 10**9)

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, NotFound, Transient, Unauthorized, Unsupported
-from tiercheck.tiers.files import locked, map_os_errors, try_lock, unlock
+from tiercheck.tiers.files import closed_on_error, locked, map_os_errors, try_lock, unlock_and_close
 from tiercheck.tiers.object_files import CONTROL
 
 __all__ = [
@@ -121,21 +121,17 @@ def _held(root: Path, kind: NamespaceKind, make: bool) -> int | None:
         fd = open_alive(root)
     except FileNotFoundError:
         return None
-    if not (try_lock(fd, shared=True) and still_there(root, fd)):
-        os.close(fd)
-        return None
-    try:
-        check_kind(root, kind)
-    except BaseException:
-        release_namespace(fd)
-        raise
-    return fd
+    with closed_on_error(fd):
+        if try_lock(fd, shared=True) and still_there(root, fd):
+            check_kind(root, kind)
+            return fd
+    os.close(fd)
+    return None
 
 
 def release_namespace(fd: int) -> None:
     """Let go of the lock, and of the descriptor."""
-    unlock(fd)
-    os.close(fd)
+    unlock_and_close(fd)
 
 
 def namespaces(mount: Path = SHM) -> list[NamespaceInfo]:

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, Transient
 from tiercheck.tiers.beneath import status_of
@@ -23,7 +22,6 @@ __all__ = [
     "check_condition",
     "info_of",
     "is_file",
-    "make_directory",
     "name_in_folder",
     "not_found",
     "once_published",
@@ -78,25 +76,6 @@ class Entry:
     def order(self) -> bytes:
         # A directory sorts as its name with the slash: the order of keys, not of names.
         return os.fsencode(self.name) + (b"/" if self.is_directory else b"")
-
-
-def make_directory(path: Path) -> list[Path]:
-    """Make ``path`` and what is missing above it, all 0700; returns those made, topmost first."""
-    missing = []
-    folder = path
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    made = []
-    for folder in reversed(missing):
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
-        else:
-            made.append(folder)
-    return made
 
 
 @contextmanager

@@ -18,11 +18,12 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TypeVar
 
 from tiercheck.errors import Transient
 from tiercheck.tiers.beneath import status_of
+from tiercheck.tiers.files import closed_on_error, unlock_and_close
 from tiercheck.tiers.object_files import CONTROL, TEMPORARIES, Entry, info_of
 from tiercheck.tiers.shared_directory import SharedDirectory
 from tiercheck.types import ObjectInfo, PutMode
@@ -72,13 +73,19 @@ class RememberingDirectory(SharedDirectory):
             except (FileNotFoundError, NotADirectoryError):
                 raise self._absent(key) from None
             fd = super(RememberingDirectory, self).open_object(key)
-            if info_of(key, os.fstat(fd)) == expected:
+            with closed_on_error(fd):
+                found = info_of(key, os.fstat(fd))
+            if found == expected:
                 return fd
             os.close(fd)
             return None
 
-        with self._names_at_rest(False):
-            return until_agreed(opened, key)
+        with ExitStack() as undo:
+            with self._names_at_rest(False):
+                fd = until_agreed(opened, key)
+                undo.callback(unlock_and_close, fd)
+            undo.pop_all()
+        return fd
 
     def scan(self, prefix: str = "", *, locked: bool = False) -> Iterator[ObjectInfo]:
         parent = prefix.rpartition("/")[0]

@@ -18,13 +18,13 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Transient
 from tiercheck.tiers.directory import ObjectDirectory
-from tiercheck.tiers.files import try_lock, unlock
+from tiercheck.tiers.files import try_lock, unlock_and_close
 from tiercheck.tiers.hugepages import back_with_huge_pages
 from tiercheck.tiers.object_files import CONTROL, Temporary, not_found
 from tiercheck.tiers.spares import ANY, NOBODY, SPARE_BYTES_MIN, Ledger, Selection, Spares, whole_pages
@@ -110,26 +110,29 @@ class SegmentDirectory(ObjectDirectory):
         Errors: ``CapacityExceeded``; then nothing is kept.
         """
         path = self.temporary_path()
-        with self.locked() as lock_fd:
-            stamp_ns = self.next_stamp_ns(lock_fd)
-            room = self._room_for(at_least)
-            # Counted before it is there, sized before it is backed: dying in between never leaves the count too low.
-            self._ledger.add(charged=at_most)
-            found = self._spares.take(path, at_least, at_most, selection)
-            if found is None:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with ExitStack() as undo:
+            with self.locked() as lock_fd:
+                stamp_ns = self.stamps.next_ns(lock_fd)
+                room = self._room_for(at_least)
+                # Counted before it is there, sized before it is backed: dying in between leaves no count too low.
+                self._ledger.add(charged=at_most)
+                found = self._spares.take(path, at_least, at_most, selection)
+                if found is None:
+                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                    recycled_bytes, nbytes = 0, at_least
+                else:
+                    fd, recycled_bytes = found
+                    nbytes = min(max(at_least, whole_pages(recycled_bytes)), at_most)
+                    if nbytes > room:
+                        nbytes = at_least
+                undo.callback(unlock_and_close, fd)  # what was counted for it is counted anew when room is short
                 try_lock(fd)
-                recycled_bytes, nbytes = 0, at_least
-            else:
-                fd, recycled_bytes = found
-                nbytes = min(max(at_least, whole_pages(recycled_bytes)), at_most)
-                if nbytes > room:
-                    nbytes = at_least
-            status = os.fstat(fd)
-            if nbytes != recycled_bytes:
-                os.ftruncate(fd, nbytes)
-            self._ledger.add(charged=nbytes - at_most)
-            self._trim_pool()
+                status = os.fstat(fd)
+                if nbytes != recycled_bytes:
+                    os.ftruncate(fd, nbytes)
+                self._ledger.add(charged=nbytes - at_most)
+                self._trim_pool()
+            undo.pop_all()
         recycled_bytes = min(recycled_bytes, nbytes)
         temporary = Temporary(path, fd, stamp_ns)
         self._taken.add(temporary)
@@ -180,19 +183,18 @@ class SegmentDirectory(ObjectDirectory):
                         try_lock(temporary.fd, shared=True)
                     self._retire(None, temporary.path, os.fstat(temporary.fd), owner)
         finally:
-            if not mapped:
-                unlock(temporary.fd)
-            os.close(temporary.fd)
+            (os.close if mapped else unlock_and_close)(temporary.fd)
 
     def destroy(self, segment: Segment) -> None:
         """Give the memory of an unpublished file back."""
         self._taken.discard(segment.temporary)
-        with self.locked():
-            os.ftruncate(segment.fd, 0)
-            os.unlink(segment.temporary.path)
-            self._ledger.add(charged=-segment.nbytes)
-        unlock(segment.fd)
-        os.close(segment.fd)
+        try:
+            with self.locked():
+                os.ftruncate(segment.fd, 0)
+                os.unlink(segment.temporary.path)
+                self._ledger.add(charged=-segment.nbytes)
+        finally:
+            unlock_and_close(segment.fd)
 
     def replace(self, temporary: Temporary, folder: int, name: str, current: os.stat_result | None) -> None:
         if current is not None and current.st_size >= SPARE_BYTES_MIN:
@@ -227,8 +229,7 @@ class SegmentDirectory(ObjectDirectory):
                 raise not_found(key) from None
             finally:
                 if not keep:
-                    unlock(fd)
-                    os.close(fd)
+                    unlock_and_close(fd)
             time.sleep(min(attempt, 10) * 0.0001)
         raise Transient("the object is replaced faster than it can be opened; try again", key=key)
 

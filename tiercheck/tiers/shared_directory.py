@@ -23,12 +23,12 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from tiercheck.tiers.beneath import parent_of
 from tiercheck.tiers.directory import ObjectDirectory
-from tiercheck.tiers.files import try_lock, unlock
+from tiercheck.tiers.files import try_lock, unlink_quietly, unlock, unlock_and_close
 from tiercheck.tiers.mounts import Traits
 from tiercheck.tiers.object_files import (
     CONTROL,
@@ -39,6 +39,7 @@ from tiercheck.tiers.object_files import (
     once_published,
     payload_bytes,
 )
+from tiercheck.tiers.place import make_place
 from tiercheck.types import ObjectInfo, Payload, PutMode
 
 __all__ = ["NO_LOCKS", "TEMPORARY_PREFIX", "SharedDirectory"]
@@ -69,7 +70,7 @@ class SharedDirectory(ObjectDirectory):
 
     def prepare(self) -> None:
         """Make the tier's own directory (0700), find out about locks, and remove what dead writers left."""
-        self.make_place()
+        make_place(self.beneath, durable=True)
         self.locks = True
         try:
             with self.locked():
@@ -152,12 +153,17 @@ class SharedDirectory(ObjectDirectory):
         def step(folder: int, made: bool) -> Temporary:
             del made
             path = self.root / where / name
-            fd = self.create_file(folder, path, nbytes)
-            if self.locks:
-                try_lock(fd)
             # To the second by the clock, below that by chance: see the module's docstring.
             stamp_ns = time.time_ns() // 10**9 * 10**9 + secrets.randbelow(10**9)
-            return Temporary(str(path), fd, stamp_ns, os.dup(folder))
+            with ExitStack() as undo:
+                fd = self.create_file(folder, path, nbytes)
+                undo.callback(unlock_and_close, fd)
+                undo.callback(unlink_quietly, name, folder)
+                if self.locks:
+                    try_lock(fd)
+                temporary = Temporary(str(path), fd, stamp_ns, os.dup(folder))
+                undo.pop_all()
+            return temporary
 
         return self.with_folder(f"{where}/{name}" if where else name, PutMode.OVERWRITE, step)
 

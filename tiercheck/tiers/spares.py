@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercheck.tiers.files import try_lock, unlock
+from tiercheck.tiers.files import closed_on_error, try_lock, unlock, unlock_and_close
 
 __all__ = ["ANY", "NOBODY", "SPARE_BYTES_MIN", "Counts", "Ledger", "Selection", "Spare", "Spares", "whole_pages"]
 
@@ -169,12 +169,12 @@ class Spares:
             fd = self._open(spare)
             if fd is None:
                 continue
-            if try_lock(fd) and self._is_whole(spare, fd):
-                os.rename(self._path(spare), path)
-                self._forget(spare)
-                return fd, spare.nbytes
-            unlock(fd)
-            os.close(fd)
+            with closed_on_error(fd):
+                if try_lock(fd) and self._is_whole(spare, fd):
+                    os.rename(self._path(spare), path)
+                    self._forget(spare)
+                    return fd, spare.nbytes
+            unlock_and_close(fd)
         return None
 
     def _by_cost(self, at_least: int, at_most: int, selection: Selection) -> Iterator[Spare]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiercheck.tiers.files import closed_on_error, unlink_quietly
 from tiercheck.tiers.url import parse_size
 from tiercheck.types import bytes_text
 
@@ -70,18 +70,18 @@ class Striper:
         """Make the file ``path`` (0600), which must not exist, with the layout for ``nbytes``; open it in ``folder``.
 
         ``lfs`` takes a path, and may be led elsewhere on its way: what it made counts only in the open directory.
-        Errors: :class:`StripingFailed`, with no file left; ``OSError``.
+        Errors: :class:`StripingFailed`, ``OSError``; then no file is left.
         """
         try:
             self._run("--stripe-count", str(self.count_for(nbytes)), "--stripe-size", str(self.size), str(path))
             fd = os.open(path.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+            with closed_on_error(fd):
+                os.fchmod(fd, 0o600)
         except FileNotFoundError:
             raise StripingFailed(f"{self.lfs} reported success, but made no file") from None
-        except StripingFailed:
-            with suppress(FileNotFoundError):
-                os.unlink(path.name, dir_fd=folder)
+        except BaseException:
+            unlink_quietly(path.name, folder)
             raise
-        os.fchmod(fd, 0o600)
         return fd
 
     def set_default(self, folder: Path) -> None:
