@@ -9,27 +9,22 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from tiercheck.agent.record import as_agent_opens
+from tiercheck.agent.opening import FirstTierGone, is_leaving, lineage_of, patient
 from tiercheck.agent.throughput import Throughput
 from tiercheck.agent.trainer_lock import Trainer
 from tiercheck.attempts import Attempts
-from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, TierError, Transient
-from tiercheck.hierarchy import Hierarchy, OpenHierarchy
+from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
+from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.mover import Mover, MoverStatus
 from tiercheck.nomination import Nomination
 from tiercheck.observer import Observer
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
-from tiercheck.survey import read_branches
-from tiercheck.tiers.namespaces import SHM, is_to_be_left, namespace_path
-from tiercheck.tiers.url import TierURL
-from tiercheck.tiers.wrappers.patient import CallsUnderWay, PatientDriver
+from tiercheck.tiers.wrappers.patient import CallsUnderWay
 
 __all__ = ["Assignment", "State"]
 
@@ -45,10 +40,6 @@ SILENT_S = 15.0
 was only slow loses nothing by it: a batch arrives in two pieces."""
 OPEN_S_MAX = 120.0
 CLOSE_S_MAX = 10.0
-
-
-class FirstTierGone(NotFound):
-    """The memory that a rank's objects were captured in was removed."""
 
 
 class State(StrEnum):
@@ -274,7 +265,8 @@ class Assignment:
         hierarchy = patient(nomination.hierarchy, self._calls).open()
         await self._opened(hierarchy)
         try:
-            lineage = await _within(OPEN_S_MAX, self._lineage(hierarchy), f"reading the lineage of {self._where}")
+            reading = lineage_of(hierarchy, nomination.generation)
+            lineage = await _within(OPEN_S_MAX, reading, f"reading the lineage of {self._where}")
             self._begin(hierarchy, lineage)
             await self._keep_moving()
         finally:
@@ -378,27 +370,6 @@ class Assignment:
         if done and self._heard_at == heard_at:
             self._brought_home_at = _now()
 
-    async def _lineage(self, hierarchy: OpenHierarchy) -> Lineage:
-        """The chain that ends in the nominated generation, as the tiers tell it.
-
-        A tier that is away may be done without, where the others know the chain to its beginning. Errors: that
-        tier's, where they do not.
-        """
-        branches: dict[int, Branch] = {}
-        away: list[TierError] = []
-        for tier in hierarchy.tiers:
-            try:
-                for branch in (await read_branches(tier))[0]:
-                    branches.setdefault(branch.generation, branch)
-            except TierError as error:
-                away.append(error)
-        generation = self.nomination.generation
-        while generation in branches:
-            generation = branches[generation].parent
-        if away and generation != 0:
-            raise away[0]
-        return Lineage.of(each for each in branches.values() if each.generation <= self.nomination.generation)
-
     async def _perform(self, work: Callable[[Mover, float], Awaitable[T]], deadline_s: float, what: str) -> T:
         """``work``, which is given the open mover and the seconds that are left."""
         until = _now() + deadline_s
@@ -470,24 +441,6 @@ class Assignment:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._changed.wait()
-
-
-def is_leaving(url: str) -> bool:
-    """Whether the first tier, where it is shared memory, was removed, or waits for its users to let go."""
-    whole = TierURL.parse(url)
-    if whole.scheme != "shm":
-        return False
-    root = namespace_path(whole.location, Path(whole.options.get("mount", SHM)))
-    return not root.is_dir() or is_to_be_left(root)
-
-
-def patient(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:
-    """The same, that opens even where a store is away; not the first tier, without which there is nothing to move.
-    ``calls`` knows then what is asked of the others."""
-    first, *others = hierarchy.tiers
-    first = replace(first, url=as_agent_opens(first.url))
-    wrap = partial(PatientDriver, calls=calls)
-    return replace(hierarchy, tiers=(first, *(replace(tier, wrap=wrap) for tier in others)))
 
 
 def _now() -> float:
