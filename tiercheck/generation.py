@@ -22,6 +22,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tiercheck import keys
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
@@ -29,7 +30,7 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey, generation_prefix
 from tiercheck.policy.lineage import Branch, Lineage, strangers
 from tiercheck.records import read_record, seal
-from tiercheck.survey import read_branch
+from tiercheck.survey import patiently, read_branch
 from tiercheck.types import PutMode
 
 __all__ = [
@@ -65,23 +66,26 @@ def propose(taken: int, *, parent: int, left_at: int, world_size: int) -> Branch
     return Branch(taken + 1, parent, left_at, world_size, secrets.token_hex(TOKEN_BYTES))
 
 
-async def open_generation(hierarchy: OpenHierarchy, branch: Branch, *, may_wait: bool = False) -> Opening:
+async def open_generation(
+    hierarchy: OpenHierarchy, branch: Branch, *, may_wait: bool = False, retry_s: float = 0.0
+) -> Opening:
     """Record the generation in each of this rank's tiers.
 
     Every rank does so, and in a shared tier all write the same record. ``may_wait``: a tier behind the first one that
-    fails is left for later. Errors: ``JobConflict`` where another job opened a generation of this number at the same
-    time; ``TierError``.
+    fails is left for later. Any other one is asked again for ``retry_s`` where its error may pass. Errors:
+    ``JobConflict`` where another job opened a generation of this number at the same time; ``TierError``.
     """
     later: dict[str, str] = {}
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
     for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
+        waits = may_wait and tier is not hierarchy.first
         try:
-            await _put_record(tier, branch)
+            await _record_within(tier, branch, 0.0 if waits else retry_s)
         except (Corruption, Unsupported) as error:
             log.warning("generation %d is passed over: %s", branch.generation, error)
             return Opening(occupied=True)
         except TierError as error:
-            if not may_wait or tier is hierarchy.first:
+            if not waits:
                 raise
             later[tier.name] = str(error)
     return Opening(later)
@@ -137,6 +141,16 @@ async def _put_record(tier: OpenTier, branch: Branch) -> None:
         await _create(tier, branch)
     else:
         await _claim(tier, branch)
+
+
+async def _record_within(tier: OpenTier, branch: Branch, retry_s: float) -> None:
+    """As :func:`_put_record`; what may pass is tried again for so long."""
+    if not retry_s:
+        await _put_record(tier, branch)
+        return
+    error = await patiently(partial(_put_record, tier, branch), tier, retry_s, retry_s, insist=False)
+    if error is not None:
+        raise error
 
 
 async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int) -> None:

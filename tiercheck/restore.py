@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 5.0
 """How long a tier that fails is asked again before the ranks see whether they need it."""
-NOTHING_KNOWN_S = 10.0
-"""How long a tier that fails is asked where nothing tells of a past: most likely its address is wrong."""
 ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
@@ -241,15 +239,14 @@ class Restorer:
         return points
 
     def _ask_absent(self) -> None:
-        """Look again into the tiers that are away, until the deadline; where nothing tells of a past not for long, and
-        not at all where nothing listens."""
+        """Look again into the tiers that are away, until the deadline; where nothing tells of a past, only those whose
+        errors pass by themselves: where nothing listens, most likely the address is wrong."""
         evidence = any(survey.generations or survey.recorded for survey in self.past.surveys)
-        patience_s = self.deadline_s if evidence else min(NOTHING_KNOWN_S, self.deadline_s)
         absent = [tier for tier, _ in self.past.surveys[self.group.rank].away]
         for rank, tier, error in self.past.away:
             if rank == self.group.rank:
-                log.warning("tier %s cannot be asked what it holds: %s; trying for up to %g s", tier, error, patience_s)
-        later = self._look(absent, retry_s=patience_s, answer_s=patience_s, insist=evidence)
+                log.warning("tier %s cannot be asked what it holds: %s", tier, error)
+        later = self._look(absent, retry_s=self.deadline_s, answer_s=self.deadline_s, insist=evidence)
         self._past = self.past.joined(later)
         self._asked = bool(self.past.away)
 

@@ -64,7 +64,8 @@ def open_job(ranks: Ranks, tiers: OpenHierarchy, restorer: Restorer, point: Reco
         branch = Branch.from_object(ranks.gather("choosing the generation", proposal.to_object)[0])
 
         def open_it(branch: Branch = branch) -> dict[str, Any]:
-            opening = open_generation(tiers, branch, may_wait=restorer.in_memory)
+            retry_s = 0.9 * ranks.deadline_s  # the error names the tier
+            opening = open_generation(tiers, branch, may_wait=restorer.in_memory, retry_s=retry_s)
             return asdict(ranks.call(opening, f"opening generation {branch.generation}"))
 
         try:

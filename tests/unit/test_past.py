@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -314,6 +316,38 @@ def test_a_first_start_fails_at_once_where_nothing_listens_at_the_stores_address
         for words in ("tier nvme: the connection was refused (tier 's3://bucket')", "correct its address"):
             assert words in str(outcome)
     assert trouble.raised == 3 * WORLD, "to open it, to look into it, and once more when nobody found a past"
+
+
+class Hurried(asyncio.SelectorEventLoop):
+    """Its clock runs so many times as fast."""
+
+    SPEED = 20.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        select = self._selector.select
+        self._selector.select = lambda timeout=None: select(timeout and timeout / self.SPEED)
+
+    def time(self) -> float:
+        return self.SPEED * super().time()
+
+
+def test_a_first_start_waits_for_a_store_that_throttles_and_says_so(
+    cluster: Cluster, trouble: Trouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For 35 s every listing, and then every put for a while, is refused with an error that passes."""
+    monkeypatch.setattr("tiercheck.background.asyncio.new_event_loop", Hurried)
+    cluster.config = replace(CONFIG, deadline_s=300)
+    began = time.monotonic()
+
+    def slow_down(call: Call) -> Exception | None:
+        passed_s = Hurried.SPEED * (time.monotonic() - began)
+        until_s = {Operation.LIST: 35.0, Operation.PUT: 40.0}.get(call.operation, 0.0)
+        return Transient("503 SlowDown") if passed_s < until_s else None
+
+    trouble.says = slow_down
+    assert [recovery for recovery, _ in cluster.run(2)] == [None, None]
+    assert "tier nvme is waited for, for up to 300 s: 503 SlowDown" in caplog.text
 
 
 def test_a_store_where_nothing_listens_for_a_while_is_waited_for_where_there_is_a_past(
