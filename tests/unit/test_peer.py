@@ -30,6 +30,8 @@ from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
 from tiercheck.tiers.peer.calling import Call, Caller, ClientSettings, Operation
 from tiercheck.tiers.peer.link import Link
 from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, Hello, Stat
+from tiercheck.tiers.peer.store import NamespaceStore
+from tiercheck.tiers.peer.work import DeleteObjects, StoreWhole
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode, Survives
 
@@ -343,6 +345,50 @@ async def test_objects_are_bounded_however_small() -> None:
         await two.put("d", [b""])
         with pytest.raises(CapacityExceeded, match=r"PeerLimits\.objects"):
             await one.put("e", [b""])
+
+
+async def test_near_a_limit_not_all_objects_are_counted_for_each_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    ahead_s = [0.0]
+    monkeypatch.setattr(loop, "time", lambda: ahead_s[0])
+
+    class Slow(MemoryDriver):
+        counts = 0
+
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            Slow.counts += 1
+            ahead_s[0] += 1.0
+            async for info in super().list(prefix):
+                yield info
+
+    async def opened(name: str) -> TierDriver:
+        driver = Slow()
+        await driver.open()
+        return driver
+
+    async def refused(key: str) -> bool:
+        try:
+            await store.do(StoreWhole("n", key, b"", PutMode.OVERWRITE))
+        except CapacityExceeded:
+            return True
+        return False
+
+    store = NamespaceStore(opened, PeerLimits(objects=256))
+    assert not any([await refused(f"k{n}") for n in range(256)])
+    Slow.counts = 0
+    assert all([await refused(f"more{n}") for n in range(20)])
+    assert Slow.counts == 1, "nothing has changed"
+    await store.do(DeleteObjects("n", ("k1",)))
+    assert await refused("more")
+    assert Slow.counts == 1, "hardly anything has changed"
+    ahead_s[0] += 9.0
+    assert not await refused("more")
+    assert await refused("more still")
+    assert Slow.counts == 2, "counting takes a tenth of the time"
+    await store.do(DeleteObjects("n", tuple(f"k{n}" for n in range(2, 7))))
+    assert not any([await refused(f"new{n}") for n in range(5)])
+    assert Slow.counts == 3
+    await store.close()
 
 
 async def test_objects_that_were_there_before_count(tmp_path: Path) -> None:

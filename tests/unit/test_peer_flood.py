@@ -120,6 +120,7 @@ def test_whoever_may_hold_the_memory_is_cut_until_it_is_free(memory: Memory, tmp
             (flooding, _), (working, taken) = pairs
             working.settimeout(0)
             assert (watch.sweep(), watch.full) == (0, False)
+            flooding.sendall(bytes(500))
             memory.now += 1
             memory.nbytes = 1500
             assert (watch.sweep(), watch.full) == (0, False)
@@ -133,17 +134,43 @@ def test_whoever_may_hold_the_memory_is_cut_until_it_is_free(memory: Memory, tmp
             assert (watch.sweep(), watch.full) == (0, False)
 
 
-def test_memory_that_goes_with_nobody_is_what_the_process_needs(memory: Memory, listener: socket.socket) -> None:
+def test_memory_that_goes_with_nobody_is_what_the_process_needs(memory: Memory, tmp_path: Path) -> None:
+    """Of connections of which the kernel does not count what they received."""
+    path = str(tmp_path / "s")
+    with closing(socket.socket(socket.AF_UNIX)) as listener, closing(socket.socket(socket.AF_UNIX)) as client:
+        listener.bind(path)
+        listener.listen()
+        client.connect(path)
+        watch = FloodWatch(f"ipc://{path}", 1 << 40, 500, memory)
+        with closing(listener.accept()[0]) as accepted:
+            watch.accepted(accepted.fileno())
+            watch.handled(accepted.fileno(), 1, 1)
+            watch.sweep()
+            memory.nbytes = 9000
+            assert (watch.sweep(), watch.full) == (0, True)
+            memory.now += flood.SETTLE_S + 0.1
+            assert (watch.sweep(), watch.full) == (0, False)
+            memory.nbytes = 9400
+            assert (watch.sweep(), watch.full) == (0, False)
+            watch.handled(accepted.fileno(), 1, 1)
+            memory.nbytes = 9501
+            assert (watch.sweep(), watch.full) == (0, True)
+
+
+def test_what_the_process_needs_for_itself_turns_nobody_away(memory: Memory, listener: socket.socket) -> None:
+    """Such as a list of what the tiers hold."""
     watch = FloodWatch(f"127.0.0.1:{listener.getsockname()[1]}", 1 << 40, 500, memory)
-    watch.sweep()
-    memory.nbytes = 9000
-    assert (watch.sweep(), watch.full) == (0, True)
-    memory.now += flood.SETTLE_S + 0.1
-    assert (watch.sweep(), watch.full) == (0, False)
-    memory.nbytes = 9400
-    assert (watch.sweep(), watch.full) == (0, False)
-    memory.nbytes = 9501
-    assert (watch.sweep(), watch.full) == (0, True)
+    with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as accepted:
+        watch.accepted(accepted.fileno())
+        client.sendall(bytes(10))
+        assert accepted.recv(10, socket.MSG_WAITALL | socket.MSG_PEEK)
+        watch.sweep()
+        memory.nbytes, memory.now = 9000, memory.now + 1
+        assert (watch.sweep(), watch.full) == (0, False), "its connection cannot hold that"
+        client.sendall(bytes(100))
+        assert accepted.recv(110, socket.MSG_WAITALL | socket.MSG_PEEK)
+        memory.nbytes = 9000 + 500 + 10 * 32 + 1
+        assert (watch.sweep(), watch.full) == (1, True), "this may be a flood"
 
 
 def test_shared_memory_is_not_the_processs_own() -> None:

@@ -5,11 +5,15 @@ until the last has come, and a client that never sends the last one would fill t
 the wire and 64 in memory. So two things are watched: the kernel's count of what each connection has received (over
 TCP), against what was handled; and the memory of the whole process. When that has grown too much, every connection
 goes of which no message was handled lately: it is in the middle of one, or idle, and its client comes back.
+
+The process may need more memory for work of its own. What its connections cannot hold, by the kernel's counts, is no
+growth of theirs.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import struct
@@ -24,6 +28,9 @@ __all__ = ["FloodWatch"]
 
 FRAME_OVERHEAD_BYTES = 64
 """More than ZMTP and CURVE add to a frame."""
+FRAME_HEAD_BYTES_MIN = 2
+HELD_PER_BYTE = 32
+"""What is received takes no more memory than this: an empty frame, of which 2 bytes are sent, takes 64."""
 HEARTBEAT_BYTES_PER_S = 1024
 LATELY_S = 0.25
 """A client that is at work has whole messages handled more often than that."""
@@ -38,6 +45,9 @@ BYTES_RECEIVED_OFFSET = 128
 @dataclass
 class _Connection:
     handled: int
+    """Bytes, their overhead overrated."""
+    handled_least: int
+    """The same, underrated."""
     swept: float
     heard: float
     """When a message of it was handled last."""
@@ -45,7 +55,7 @@ class _Connection:
 
 class FloodWatch:
     """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``private_bytes_max``: what the
-    process's own memory may grow by, above its least. ``endpoint``: the server's."""
+    process's own memory may grow by, above the least that it needs for itself. ``endpoint``: the server's."""
 
     def __init__(
         self,
@@ -59,7 +69,7 @@ class FloodWatch:
         self._unread_bytes_max = unread_bytes_max
         self._private_bytes_max = private_bytes_max
         self._private_bytes = private_bytes
-        self._least_bytes: int | None = None
+        self._least_bytes: float | None = None
         self._full_since: float | None = None
         self._connections: dict[int, _Connection] = {}
 
@@ -73,7 +83,7 @@ class FloodWatch:
 
     def accepted(self, fd: int) -> None:
         now = time.monotonic()
-        self._connections[fd] = _Connection(0, now, now)
+        self._connections[fd] = _Connection(0, 0, now, now)
 
     def disconnected(self, fd: int) -> None:
         self._connections.pop(fd, None)
@@ -83,6 +93,7 @@ class FloodWatch:
         connection = self._connections.get(fd)
         if connection is not None:
             connection.handled += nbytes + frames * FRAME_OVERHEAD_BYTES
+            connection.handled_least += nbytes + frames * FRAME_HEAD_BYTES_MIN
             connection.heard = time.monotonic()
 
     def sweep(self) -> int:
@@ -93,6 +104,8 @@ class FloodWatch:
         """
         cut = 0
         now = time.monotonic()
+        held = self._private_bytes()  # first: what comes meanwhile must not pass for the process's own
+        theirs: float = 0
         for fd, connection in list(self._connections.items()):
             try:
                 received = self._received_bytes(fd)
@@ -100,20 +113,22 @@ class FloodWatch:
                 self.disconnected(fd)
                 continue
             if received is None:
+                theirs = math.inf
                 continue
+            theirs += HELD_PER_BYTE * max(0, received - connection.handled_least)
             connection.handled += int((now - connection.swept) * HEARTBEAT_BYTES_PER_S) + 1
             connection.swept = now
             # No credit is kept for what the overhead was overrated by.
             connection.handled = min(connection.handled, received)
             if received - connection.handled > self._unread_bytes_max:
                 cut += self.cut(fd)
-        return cut + self._make_room(now)
+        return cut + self._make_room(now, held, theirs)
 
-    def _make_room(self, now: float) -> int:
-        """Cut whoever may hold the memory, if it has become too much."""
-        held = self._private_bytes()
+    def _make_room(self, now: float, held: int, theirs: float) -> int:
+        """Cut whoever may hold the memory, if it has become too much. ``theirs``: what the connections may hold."""
         if self._least_bytes is None or held < self._least_bytes:
             self._least_bytes = held
+        self._least_bytes = max(self._least_bytes, held - theirs)
         if held - self._least_bytes <= self._private_bytes_max:
             self._full_since = None
             return 0

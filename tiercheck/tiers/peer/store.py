@@ -32,6 +32,9 @@ from tiercheck.types import ByteRange, ObjectInfo, PutMode, Usage, bytes_text, s
 __all__ = ["NamespaceStore", "check_namespace"]
 
 OPEN_ATTEMPTS_MAX = 100
+CHANGED = 64
+REST = 9
+"""Many times as long as a count has taken it rests, unless much has changed."""
 PAGE_BYTES_MAX = HEAD_BYTES_MAX // 2
 
 
@@ -76,6 +79,42 @@ class BufferMemory:
             self._store.buffered_bytes -= self._nbytes
 
 
+class _Tally:
+    """How much there is at most: what was counted last, and all that came since.
+
+    A count reads all objects there are, and tells what of them was deleted or replaced. So it is made only if the limit
+    is reached, and then if one of :data:`CHANGED` objects may be gone, or if counting takes a tenth of the time at most.
+    """
+
+    def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
+        self.most = 0
+        self._count = count
+        self._added = 0
+        self._changes = 0
+        self._rests_until = 0.0
+
+    def add(self, more: int) -> None:
+        self.most += more
+        self._added += more
+        self.changed(1)
+
+    def changed(self, objects: int) -> None:
+        """So many may have been deleted, or replaced."""
+        self._changes += objects
+
+    async def fits(self, more: int, limit: int, objects: int) -> bool:
+        """``objects``: so many are read for a count."""
+        clock = asyncio.get_running_loop().time
+        if self.most + more > limit:
+            began = clock()
+            if self._changes > objects // CHANGED or began >= self._rests_until:
+                added, self._changes = self._added, 0
+                counted = await self._count()
+                self.most = counted + self._added - added
+                self._rests_until = clock() + REST * (clock() - began)
+        return self.most + more <= limit
+
+
 async def count_objects(driver: TierDriver) -> int:
     return len([None async for _ in driver.list()])
 
@@ -95,13 +134,9 @@ class NamespaceStore:
         self._drivers: dict[str, TierDriver] = {}
         self._opening = asyncio.Lock()
         self._reserving = asyncio.Lock()
-        self._used_bytes_max = 0
-        """No more than this is in use: what was measured last, and all that came since."""
-        self._objects_max = 0
-        """The same of objects."""
-        self._changed = True
-        """Whether counting them again can tell another number."""
         self.buffered_bytes = 0
+        self._used_bytes = _Tally(self._measure)
+        self._objects = _Tally(self._count)
 
     async def close(self) -> None:
         """Close the drivers; the first error is raised once all of them were closed."""
@@ -136,7 +171,8 @@ class NamespaceStore:
                 return await self._list(task)
             case DeleteObjects(namespace, keys):
                 await (await self.driver(namespace)).delete(keys)
-                self._changed = True
+                self._objects.changed(len(keys))
+                self._used_bytes.changed(len(keys))
                 return None
             case UsageOf(namespace):
                 return await self._usage(namespace)
@@ -172,8 +208,8 @@ class NamespaceStore:
                     )
                 found = await self._open_namespace(namespace)
                 self._drivers[namespace] = found
-                self._used_bytes_max += (await found.usage()).used_bytes
-                self._objects_max += await count_objects(found)
+                self._used_bytes.add((await found.usage()).used_bytes)
+                self._objects.add(await count_objects(found))
         return found
 
     async def _close_an_empty_one(self) -> bool:
@@ -189,28 +225,26 @@ class NamespaceStore:
 
     async def _make_room(self, nbytes: int, key: str) -> None:
         """Errors: ``CapacityExceeded`` where ``nbytes`` more, or one object more, would be too many."""
-        if self._objects_max >= self._limits.objects and self._changed:
-            self._changed = False
-            self._objects_max = sum([await count_objects(driver) for driver in list(self._drivers.values())])
-        if self._objects_max >= self._limits.objects:
+        if not await self._objects.fits(1, self._limits.objects, self._objects.most):
             raise CapacityExceeded(
-                f"the peer keeps {self._objects_max} objects, as many as PeerLimits.objects allows", key=key
+                f"the peer keeps {self._objects.most} objects, as many as PeerLimits.objects allows", key=key
             )
         limit_bytes = self._limits.memory_bytes
-        if self._used_bytes_max + nbytes > limit_bytes:
-            self._used_bytes_max = await self._measure()
-        if self._used_bytes_max + nbytes > limit_bytes:
+        if not await self._used_bytes.fits(nbytes, limit_bytes, self._objects.most):
             raise CapacityExceeded(
-                f"{bytes_text(nbytes)} do not fit into the peer's memory: {bytes_text(self._used_bytes_max)} of "
+                f"{bytes_text(nbytes)} do not fit into the peer's memory: {bytes_text(self._used_bytes.most)} of "
                 f"{bytes_text(limit_bytes)} (PeerLimits.memory_bytes) are in use; raise it or delete objects",
                 key=key,
             )
-        self._used_bytes_max += nbytes
-        self._objects_max += 1
-        self._changed = True
+        self._used_bytes.add(nbytes)
+        self._objects.add(1)
 
     async def _measure(self) -> int:
-        return self.buffered_bytes + sum([(await driver.usage()).used_bytes for driver in self._drivers.values()])
+        used = [(await driver.usage()).used_bytes for driver in list(self._drivers.values())]
+        return self.buffered_bytes + sum(used)
+
+    async def _count(self) -> int:
+        return sum([await count_objects(driver) for driver in list(self._drivers.values())])
 
     async def _reserve(self, namespace: str, key: str, nbytes: int) -> Memory:
         driver = await self.driver(namespace)
