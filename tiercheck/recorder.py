@@ -183,11 +183,11 @@ class Recorder:
         self._count(base_stall_s=time.perf_counter() - began)
 
     def begin_iteration(self) -> None:
-        """A forward pass begins, and the version before was published when its iteration was said to be over: what was
-        written since is in no version.
+        """A forward pass begins. The newest version was published when its iteration was said to be over.
 
-        From here on versions say so. The first time, the one before is captured again, with what was written, as a base
-        that says so, too; if it is a base already, nobody who recovers it can know. Errors: ``SaveError`` (see
+        If something has written to the state since then, no version holds that write. Later versions say so. The first
+        time, the newest version is captured again, as a base with the write in it, which says so, too. If that version
+        is a base already, it stays as it is, and a recovery of it cannot tell. Errors: ``SaveError`` (see
         ``on_save_error``).
         """
         if not (names := self._stream.written()):

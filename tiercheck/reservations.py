@@ -45,9 +45,11 @@ class Reservations:
             return self._reserved(key, nbytes)
 
     def reserve_ahead(self, key: ShardKey, nbytes: int) -> None:
-        """Reserve as much memory for the version that comes as the record before it needed, right after that was
-        published: what both run through is in the processor's caches then, and after the next forward and backward
-        pass it is not."""
+        """Reserve memory for the next version's record; ``nbytes``: what the last record needed.
+
+        Call it right after that record was published. The code and data of a reservation are in the processor's caches
+        then. After the next forward and backward pass they are not.
+        """
         try:
             self._ahead = self._tier.driver.reserve_at_once(str(key), nbytes)
         except TierError as error:

@@ -26,7 +26,9 @@ RANK = RankSnapshot(
     generation=2,
     state=State.MOVING,
     silent_s=1.0,
-    mover=MoverStatus(watermark=40, undrained_bases=1, copied_bytes=5 << 20, copied_objects=6, errors={}),
+    mover=MoverStatus(
+        watermark=40, undrained_bases=1, copied_bytes=5 << 20, copied_objects=6, slow_views_s={"s3": 130.0}
+    ),
     conflict=None,
     bytes_per_s=1024.0,
     history=(0.0, 2.0, 1.0),
@@ -186,6 +188,13 @@ def test_the_page_bounds_what_it_shows() -> None:
     assert "No rank has nominated" in render(replace(AGENT, ranks=(), peer=None))
 
 
+def test_a_tier_that_was_not_listed_for_long_shows() -> None:
+    page = render(AGENT)
+    assert "<dt>s3 last listed</dt><dd>2 min ago</dd>" in page
+    fresh = replace(RANK, mover=replace(RANK.mover, slow_views_s={}))
+    assert "last listed" not in render(replace(AGENT, ranks=(fresh,)))
+
+
 def test_metrics_are_what_prometheus_reads() -> None:
     kind, text = metrics_text(AGENT)
     assert kind.startswith("text/plain")
@@ -199,6 +208,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert samples["tiercheck_rank_copied_bytes_total", rank] == 5 << 20
     assert samples["tiercheck_rank_state", (*rank, ("state", "moving"))] == 1
     assert samples["tiercheck_rank_state", (*rank, ("state", "paused"))] == 0
+    assert samples["tiercheck_rank_slow_view_seconds", (*rank, ("tier", "s3"))] == 130.0
     assert samples["tiercheck_peer_bytes_put", ()] == 2048
     assert samples["tiercheck_peer_dropped_frames_total", (("reason", "truncated"),)] == 4
     assert samples["tiercheck_agent_dropped_messages_total", ()] == 2

@@ -103,6 +103,26 @@ async def test_what_a_neighbour_may_need_keeps_the_agent_and_goes_with_it_otherw
         await serving
 
 
+async def test_memory_that_cannot_be_freed_is_tried_seldom_and_told_once(
+    node: Node, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[float] = []
+
+    def refuse(name: str) -> None:
+        tried.append(clock.ahead_s)
+        raise Transient(f"{name} is in use")
+
+    monkeypatch.setattr("tiercheck.agent.service.remove_one", refuse)
+    node.namespaces.append(f"peer-{node.name}-run")
+    async with Agent(node.settings(bind=None, detached=False, idle_s=15.0), make_peer_server=keeping) as agent:
+        for clock.ahead_s in range(100, 1100, 20):
+            if agent.unneeded_s() > 15.0:
+                await agent._free_neighbours_memory()
+        assert len(tried) == 5, "after one, two, four and eight minutes"
+        assert caplog.text.count("is in use") == 1
+        agent.drain_first = False
+
+
 async def test_the_memory_of_a_job_that_was_given_up_can_be_removed_while_the_agent_runs(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

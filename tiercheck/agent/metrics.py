@@ -76,6 +76,15 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
         for each in ranks:
             gauge.add_metric(_labels(each), value(each))
         yield gauge
+    slow = GaugeMetricFamily(
+        "tiercheck_rank_slow_view_seconds",
+        "Since the tier's last listing began; only of tiers of which that was over a minute ago.",
+        labels=(*RANK_LABELS, "tier"),
+    )
+    for each in ranks:
+        for tier, age_s in each.mover.slow_views_s.items():
+            slow.add_metric([*_labels(each), tier], age_s)
+    yield slow
     counters: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "copied_bytes": ("Bytes copied to slower tiers.", lambda r: r.mover.copied_bytes),
         "copied_objects": ("Objects copied to slower tiers.", lambda r: r.mover.copied_objects),

@@ -79,6 +79,8 @@ RELIEVE_S_MAX = 45.0
 PORT_S_MAX = 10.0
 """How long an agent waits for the port that it had before; its trainers wait for the agent meanwhile."""
 PORT_AGAIN_S = 0.25
+FREE_AGAIN_FIRST_S, FREE_AGAIN_MAX_S = 60.0, 3600.0
+"""The pauses before memory that could not be removed is tried again."""
 LOOK_AGAIN_S = 30.0
 """How often nominations that could not be read are tried again."""
 
@@ -107,6 +109,10 @@ class Agent:
         self._peer: PeerService | None = None
         self._peer_endpoint: str | None = None
         self._peer_server_key: str | None = None
+        self._not_freed: dict[str, str] = {}
+        """Memory for neighbours that could not be removed, and why."""
+        self._free_at = -math.inf
+        self._free_pause_s = FREE_AGAIN_FIRST_S
         self._lost_port: str | None = None
         """The port by which some neighbours know the peer server, which another process has taken."""
         self._context = zmq.asyncio.Context()
@@ -173,22 +179,37 @@ class Agent:
 
     async def _free_neighbours_memory(self) -> None:
         """Nothing in it can be read any more: else the memory would be kept for reuse."""
-        if names := neighbours_namespaces(self.settings.node):
-            await self._start_peer_server_again(without=names)
-
-    async def _start_peer_server_again(self, without: Sequence[str] = ()) -> None:
-        """Let go of all namespaces, for whoever removes them; its clients connect again. ``without`` these."""
-        if self._peer is None:
+        names = neighbours_namespaces(self.settings.node)
+        if not names or _now() < self._free_at:
             return
+        if not await self._start_peer_server_again(without=names):
+            self._free_pause_s = FREE_AGAIN_FIRST_S
+            return
+        # Each attempt ends its clients' connections.
+        self._free_at = _now() + self._free_pause_s
+        self._free_pause_s = min(2 * self._free_pause_s, FREE_AGAIN_MAX_S)
+
+    async def _start_peer_server_again(self, without: Sequence[str] = ()) -> dict[str, str]:
+        """Let go of all namespaces, for whoever removes them; its clients connect again. ``without`` these: returns
+        which of them stay, and why."""
+        stay: dict[str, str] = {}
+        if self._peer is None:
+            return stay
         peer, self._peer = self._peer, None
         await peer.close()
         for name in without:
             try:
                 await asyncio.to_thread(remove_one, name)
             except TierCheckError as error:
-                log.warning("the memory for neighbours %s stays: %s", name, error)
+                stay[name] = str(error)
+        for name, reason in stay.items():
+            told = self._not_freed.get(name) == reason
+            log.log(logging.DEBUG if told else logging.WARNING, "the memory for neighbours %s stays: %s", name, reason)
+        if without:
+            self._not_freed = stay
         self._peer = await self._start_peer_server()
         self._needed_at = _now()
+        return stay
 
     def _check_answering(self) -> None:
         """Errors: what has ended the answers to trainers or neighbours."""

@@ -27,10 +27,10 @@ Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
 class StepHooks:
-    """``before`` runs last before the optimizer's step, and ``after`` first behind it: what a hook of somebody else's
-    changed in between would be in no record.
+    """Two hooks around the optimizer's step. ``before`` is the last pre-hook that runs, ``after`` the first post-hook.
 
-    torch runs hooks in the order in which they were registered, and has no public way to change it.
+    If another hook ran in between, its changes would be in no record. torch runs hooks in the order in which they were
+    registered, and has no public way to change that order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Hook, after: Hook) -> None:

@@ -20,8 +20,9 @@ from tiercheck.streams.writes import Watch, contents
 __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
 
 HOST_SPARE_BYTES, RECORD_SPARE_BYTES = 64 << 10, 32 << 10
-"""Room beyond what an object of a record was the last time. Little: what a reservation has too much is allocated afresh
-each time, and of both together (:mod:`tiercheck.tiers.mapping`) nobody makes a file of its own."""
+"""Room for an object of a record to grow since the last one. Keep it small: reserved bytes that are not used are
+allocated anew for each record. The sum must stay too small for the tier to make a file of it
+(:mod:`tiercheck.tiers.mapping`)."""
 HOST_STEP_BYTES = 4 << 10
 """The room grows in such steps, so that what was reserved like the last record mostly suffices."""
 

@@ -55,7 +55,7 @@ class _Connection:
 
 class FloodWatch:
     """``unread_bytes_max``: what a connection may have sent that was not handled yet. ``private_bytes_max``: what the
-    process's own memory may grow by, above the least that it needs for itself. ``endpoint``: the server's."""
+    process's memory may grow by, above the least that it needs for itself. ``endpoint``: the server's."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ __all__ = ["NamespaceStore", "check_namespace"]
 OPEN_ATTEMPTS_MAX = 100
 CHANGED = 64
 REST = 9
-"""Many times as long as a count has taken it rests, unless much has changed."""
+"""So many times as long as a count took none is made, unless much has changed."""
 PAGE_BYTES_MAX = HEAD_BYTES_MAX // 2
 
 
@@ -82,8 +82,8 @@ class BufferMemory:
 class _Tally:
     """How much there is at most: what was counted last, and all that came since.
 
-    A count reads all objects there are, and tells what of them was deleted or replaced. So it is made only if the limit
-    is reached, and then if one of :data:`CHANGED` objects may be gone, or if counting takes a tenth of the time at most.
+    A count reads all objects there are, and so finds what was deleted or replaced. It is made only if the limit is
+    reached: at once if more than one in :data:`CHANGED` objects may be gone, else for a tenth of the time at most.
     """
 
     def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
