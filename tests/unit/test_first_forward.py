@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -254,6 +257,26 @@ def test_a_stateful_loader_that_shuffles_goes_on_where_it_was(workers: int, says
 
     url = memory()
     assert {**train(url, 7), **train(url, LAST)} == train(None, LAST)
+
+
+@pytest.mark.parametrize("ends", [Checkpointer.close, Checkpointer.abort])
+def test_a_loader_is_let_go_at_the_end_and_not_left_to_the_garbage_collector(
+    ends: Callable[[Checkpointer], None],
+) -> None:
+    """Its workers would miss the word to end, and be waited for in whatever thread collects garbage."""
+    run = Run()
+    loader = StatefulDataLoader(Data(), batch_size=2, shuffle=True)
+    checkpointer = attach(run.model, run.optimizer, Hierarchy.of(memory()), stateful={"loader": loader})
+    for version, batch in enumerate(itertools.islice(loader, 2), 1):
+        run.iterate(batch, version)
+    alive = weakref.ref(loader)
+    gc.disable()
+    try:
+        ends(checkpointer)
+        del loader
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 class Clamps(Run):

@@ -152,6 +152,7 @@ class _Hooks:
     def remove(self) -> None:
         self._step_hooks.remove()
         self._forward_hook.remove()
+        self.provider.beside.let_go()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is None or self._iterations is None or self.provider.replaying:

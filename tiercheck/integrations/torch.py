@@ -121,6 +121,7 @@ class _Hooks:
         self._step_hooks.remove()
         for hook in self._forward_hooks:
             hook.remove()
+        self.provider.beside.let_go()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is None or self._iterations is None:

@@ -89,6 +89,11 @@ class Beside:
         yield from self._after.values()
         yield from self._drawn_from.values()
 
+    def let_go(self) -> None:
+        """Hold none of it any more. Workers of a data loader end badly when the garbage collector finds them: it cuts
+        the line that tells them to end, waits for each, and does so in whatever thread it happens to run in."""
+        self._after, self._drawn_from, self._unclear = {}, {}, {}
+
     # The moments
 
     def end_of_step(self) -> None:
