@@ -11,9 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training import Training, memory
 from tiercheck import objects
+from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams import generators
 from tiercheck.streams.generators import random_state, restore_random_state
+from tiercheck.types import Fidelity
 
 DRAWS: dict[str, Callable[[], object]] = {
     "random": random.random,
@@ -65,3 +68,58 @@ def test_a_state_whose_words_are_numbers_is_put_back(monkeypatch: pytest.MonkeyP
     random.seed(99)
     restore_random_state(state)
     assert random.getstate() == before
+
+
+class Gpus:
+    """As many as are set, each with a generator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: list[torch.Tensor] = []
+        monkeypatch.setattr(generators, "gpus_here", lambda: len(self.states))
+        monkeypatch.setattr("torch.cuda.get_rng_state_all", lambda: [each.clone() for each in self.states])
+        monkeypatch.setattr("torch.cuda.get_rng_state", lambda index: self.states[index].clone())
+        monkeypatch.setattr("torch.cuda.set_rng_state", self.set)
+
+    def set(self, state: torch.Tensor, index: int) -> None:
+        self.states[index] = state.clone()
+
+    def reset(self, *values: int) -> None:
+        self.states = [torch.full((16,), value, dtype=torch.uint8) for value in values]
+
+    @property
+    def values(self) -> list[int]:
+        return [int(each[0]) for each in self.states]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "after", "told"),
+    [
+        ((1, 2), (8, 9), [1, 2], None),
+        ((1, 2, 3, 4), (8, 9), [1, 2], "of 4 GPUs, and 2 are visible here: those of cuda:2 to cuda:3 are not restored"),
+        ((1,), (8, 9), [1, 9], "of 1 GPUs, and 2 are visible here: those of cuda:1 begin as they are"),
+        ((1,), (), [], "of 1 GPUs, and 0 are visible here: those of cuda:0 are not restored"),
+        ((), (8,), [8], "of 0 GPUs, and 1 are visible here: those of cuda:0 begin as they are"),
+    ],
+)
+def test_a_job_that_sees_other_gpus_resumes_and_says_which_generators_are_not_restored(
+    gpus: Gpus, saved: tuple[int, ...], here: tuple[int, ...], after: list[int], told: str | None
+) -> None:
+    hierarchy = Hierarchy.of(memory())
+    gpus.reset(*saved)
+    before = Training()
+    with before.attach(hierarchy):
+        before.step(1)
+    gpus.reset(*here)
+    training = Training()
+    with training.attach(hierarchy) as checkpointer:
+        recovery = checkpointer.recovery
+        training.backward(2)
+        assert gpus.values == after
+    assert training.parameters() == before.states[1]
+    assert (recovery.version, recovery.fidelity is Fidelity.EXACT) == (1, told is None)
+    assert told is None or any(told in note for note in recovery.notes)

@@ -28,7 +28,13 @@ import torch
 from tiercheck import objects
 from tiercheck.errors import ConfigurationError, Mismatch, UnsupportedSetup
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.generators import differing, random_state, restore_random_state
+from tiercheck.streams.generators import (
+    differing,
+    not_restored,
+    of_gpus_here,
+    random_state,
+    restore_random_state,
+)
 from tiercheck.streams.storable import from_storable, to_storable
 
 __all__ = ["Beside", "End", "draws_batches", "steps_after"]
@@ -83,6 +89,8 @@ class Beside:
         self._warned = False
         self._new: tuple[str, ...] = ()
         """What was attached now, and not when the version restored was saved."""
+        self._not_restored: list[str] = []
+        """Why generators of GPUs are not as they were saved."""
 
     def given(self) -> Iterator[Any]:
         """Everything the user passed."""
@@ -195,16 +203,19 @@ class Beside:
 
     def caveats(self) -> list[str]:
         """What the state that was restored does not hold."""
-        return [f"the checkpoint holds no state of {name}, which begins as it is" for name in self._new]
+        new = [f"the checkpoint holds no state of {name}, which begins as it is" for name in self._new]
+        return [*new, *self._not_restored]
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Last of all: what is restored before may draw."""
-        generators, following = dict(state["random"]), state["next"]
-        restore_random_state(following["used"])  # what is no state fails here, and not when training has begun
+        self._not_restored = not_restored(state["random"])
+        generators, following = of_gpus_here(state["random"]), state["next"]
+        following_used = of_gpus_here(following["used"])
+        restore_random_state(following_used)  # what is no state fails here, and not when training has begun
         restore_random_state(generators)
         known = {kind: generators[kind] for kind in following["quiet"] if kind in generators}
-        self._wanted = {**known, **following["used"]}
-        self._used = frozenset(following["used"])
+        self._wanted = {**known, **following_used}
+        self._used = frozenset(following_used)
         self._unsure = {kind: each for kind, each in generators.items() if kind not in self._wanted}
         self._ended = None
         self._quiet = ()
