@@ -13,10 +13,11 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from tiercheck.errors import Closed, JobConflict, TierError, Transient, Unauthorized
+from tiercheck.background import process_ends
+from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import OpenTier
 
-__all__ = ["RETRY_FIRST_S", "RETRY_MAX_S", "TIER_AWAY_AFTER", "Action", "Attempts", "SourceError"]
+__all__ = ["RETRY_FIRST_S", "RETRY_MAX_S", "TIER_AWAY_AFTER", "Action", "Attempts", "ProcessEnds", "SourceError"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,10 @@ class _Trouble:
         self.retry_at = now + max(pause_s, took_s)  # what takes long to fail gets half of the time at most
 
 
+class ProcessEnds(SaveError):
+    """The process ends without :meth:`Checkpointer.close`: the interpreter shuts down, and threads take no work."""
+
+
 @dataclass
 class _OfTier:
     actions: dict[tuple[str, str], _Trouble] = field(default_factory=dict)
@@ -103,7 +108,7 @@ class Attempts:
         """Run the action, unless it is pausing. ``False`` if it failed, or was not tried.
 
         Whatever it raises is its trouble, and logged, what is no tier's error with its traceback. Errors:
-        ``JobConflict``.
+        ``JobConflict``; ``ProcessEnds``.
         """
         state = self._of(tier)
         began = _now()
@@ -116,11 +121,11 @@ class Attempts:
             await action.do()
         except JobConflict:
             raise
-        except TierError as error:
-            self.failed(tier, action, error, took_s=_now() - began)
-            return False
         except Exception as error:
-            log.exception("tier %s: %s", tier, _what(action.name))
+            if process_ends(error):
+                raise ProcessEnds("the process ends, and nothing can be moved any more") from error
+            if not isinstance(error, TierError):
+                log.exception("tier %s: %s", tier, _what(action.name))
             self.failed(tier, action, error, took_s=_now() - began)
             return False
         state.actions.pop(action.name, None)

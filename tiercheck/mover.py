@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol
 
 from tiercheck.actions import COMMITTING, COPYING, DELETING, MARKING, Actions
-from tiercheck.attempts import RETRY_FIRST_S, Action, Attempts
+from tiercheck.attempts import RETRY_FIRST_S, Action, Attempts, ProcessEnds
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.generation import record_generation
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
@@ -172,6 +172,14 @@ class Mover:
         except* JobConflict as conflicts:
             self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
             log.error("%s", self.conflict)
+        except* ProcessEnds as ends:
+            self._stopped = next(each for each in ends.exceptions if isinstance(each, ProcessEnds))
+            if lacking := "; ".join(filter(None, map(self._lacking, self._hierarchy.tiers))):
+                log.warning(
+                    "the process ends before everything that was captured is where it belongs: call "
+                    "checkpointer.close() at the end of training, which waits for that (%s)",
+                    lacking,
+                )
         except* Exception as errors:
             error = errors.exceptions[0]
             log.error("the mover has stopped", exc_info=error)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import uuid
 from functools import partial
@@ -150,6 +152,41 @@ def test_a_claim_without_a_place_for_its_lock(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with pytest.raises(ConfigurationError, match="point TMPDIR at"):
         Claim(["shm://any"], 0)
+
+
+UNCLOSED = """
+import asyncio, logging, sys, threading
+from tests.training import Training, memory
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.tiers.wrappers.base import Operation, WrappingDriver
+
+logging.basicConfig(level=logging.INFO)
+moving = threading.Event()
+
+class UntilTheEnd(WrappingDriver):
+    async def around(self, call, work):
+        if call.operation is Operation.PUT and "differential" in call.key:
+            moving.set()
+            await asyncio.to_thread(threading.main_thread().join, 0.5)
+        return await work()
+
+training = Training()
+training.attach(Hierarchy.of(memory(), Tier(sys.argv[1], wrap=UntilTheEnd)), batch=1)
+training.step(1)
+training.step(2)
+assert moving.wait(30)
+print("the last line of the script", file=sys.stderr)
+"""
+
+
+def test_a_process_that_ends_without_close_says_what_was_not_finished_and_nothing_else(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", UNCLOSED, f"nvme://{tmp_path}?survives=rack"]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stderr.partition("the last line of the script\n")[2].splitlines()
+    assert len(said) == 1, ended.stderr
+    assert "the process ends before everything that was captured is where it belongs" in said[0]
+    assert "copying g000001/differential/000000000002-000000000002/r00000.safetensors" in said[0]
 
 
 @pytest.mark.parametrize("on_save_error", ["fail", "warn"])

@@ -72,9 +72,9 @@ def not_restored(state: Mapping[str, Any]) -> list[str]:
     else:
         what = f"those of {_devices(saved, count)} begin as they are"
     return [
-        f"the checkpoint holds the random generators of {saved} GPUs, and {count} are visible here: {what}, and another "
-        "GPU may stand under a number. Where the job draws on GPUs, as dropout does, resume with as many visible "
-        "(CUDA_VISIBLE_DEVICES) as before"
+        f"the checkpoint holds the random generators of {saved} GPUs, and {count} are visible here: {what}, and "
+        "another GPU may stand under a number. Where the job draws on GPUs, as dropout does, resume with as many "
+        "visible (CUDA_VISIBLE_DEVICES) as before"
     ]
 
 
