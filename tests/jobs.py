@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from tiercheck.checkpointer import Checkpointer
@@ -93,3 +95,15 @@ def uninterrupted(last: int, **options: Any) -> Job:
     job = Job(**options)
     job.train(last)
     return job
+
+
+@pytest.fixture
+def name(name: str) -> Iterator[str]:
+    """A namespace of shared memory; whatever job the test leaves open is closed before it goes."""
+    yield name
+    Job.abort_all()
+
+
+@pytest.fixture
+def hierarchy(name: str, tmp_path: Path) -> Hierarchy:
+    return Hierarchy.of(f"shm://{name}?size=64MiB", f"nvme://{tmp_path}/durable?survives=rack")

@@ -235,7 +235,7 @@ async def test_what_nobody_has_needed_for_a_day_is_forgotten(node: Node, clock: 
         (assignment,) = agent.roster
         clock.ahead_s += 100
         await until(lambda: assignment.state == "resting", "rest")
-        await asyncio.sleep(0.05)
+        await agent.roster.tidy()
         assert len(agent.roster) == 1
         clock.ahead_s += 100_000
         await until(lambda: len(agent.roster) == 0, "its being forgotten")

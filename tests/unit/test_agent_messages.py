@@ -285,7 +285,7 @@ async def test_who_waits_for_nothing_waits_for_the_look_at_the_tiers(
     """With a deadline of 0 s, whoever asks wants to know how it is, and a durable tier takes its time to be listed."""
 
     async def slow(self: Assignment, deadline_s: float) -> None:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(1.2)  # the listing's own time: longer than a client of this deadline would wait else
         raise DeadlineExceeded(f"2 bases have not reached the durable tier within {deadline_s:g} s")
 
     monkeypatch.setattr(Assignment, "room_for_base", slow)

@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.jobs import Job, adamw, uninterrupted
+from tests.jobs import Job, adamw, hierarchy, name, uninterrupted
 from tests.unit.test_group import on_all_ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
@@ -34,20 +33,10 @@ from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
+__all__ = ["hierarchy", "name"]
+
 LAST = 11
 FAILED_AT = 7
-
-
-@pytest.fixture
-def name(name: str) -> Iterator[str]:
-    """A namespace of shared memory; whatever job the test leaves open is closed before it goes."""
-    yield name
-    Job.abort_all()
-
-
-@pytest.fixture
-def hierarchy(name: str, tmp_path: Path) -> Hierarchy:
-    return Hierarchy.of(f"shm://{name}?size=64MiB", f"nvme://{tmp_path}/durable?survives=rack")
 
 
 def interrupted(hierarchy: Hierarchy, **options: Any) -> Job:

@@ -67,6 +67,8 @@ class StoreFileSystem(AbstractFileSystem):
     objects: dict[str, tuple[bytes, int]] = {}  # noqa: RUF012  (shared, as a server's objects are)
     counter = iter(range(10**9))
     hang: threading.Event | None = None
+    hanging = threading.Event()
+    """Set once an upload hangs."""
     fail_after: int | None = None
 
     def __init__(self, *args: Any, flavour: str = "", **kwargs: Any) -> None:
@@ -79,6 +81,7 @@ class StoreFileSystem(AbstractFileSystem):
         if type(self).fail_after is not None and self.uploads > type(self).fail_after:
             raise ConnectionResetError(errno.ECONNRESET, "the server hung up")
         if type(self).hang is not None and "probe" not in path:
+            type(self).hanging.set()
             type(self).hang.wait(30)
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> StoreFile:
@@ -132,6 +135,7 @@ def file_systems() -> Iterator[None]:
     yield
     StoreFileSystem.objects.clear()
     StoreFileSystem.hang = StoreFileSystem.fail_after = None
+    StoreFileSystem.hanging.clear()
 
 
 # The URL.
@@ -510,8 +514,9 @@ async def test_a_cancelled_put_that_hangs_is_left_alone() -> None:
     async with store("deadline=0.3") as driver:
         await driver.put("a", [b"old"])
         StoreFileSystem.hang = released = threading.Event()
+        StoreFileSystem.hanging.clear()
         putting = asyncio.create_task(driver.put("a", [bytes(4 * MIB)]))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(StoreFileSystem.hanging.wait, 10)
         putting.cancel()
         await asyncio.wait({putting}, timeout=5)
         assert putting.cancelled()
@@ -535,7 +540,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
     await driver.open()
     StoreFileSystem.hang = released = threading.Event()
     putting = asyncio.create_task(driver.put("a", [bytes(4 * MIB)]))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(StoreFileSystem.hanging.wait, 10)
     start_s = time.monotonic()
     await driver.close()
     assert time.monotonic() - start_s < 5

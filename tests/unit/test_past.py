@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.failing import Failing
-from tests.unit.test_restore import CONFIG, WORLD, Cluster, check
+from tests.unit.test_restore import CONFIG, WORLD, Cluster, check, reference
 from tiercheck.errors import (
     CapacityExceeded,
     Mismatch,
@@ -35,6 +35,8 @@ from tiercheck.survey import Survey
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
 from tiercheck.types import Survives
+
+__all__ = ["reference"]
 
 SOON = replace(CONFIG, deadline_s=2)
 
@@ -64,14 +66,6 @@ def cluster(tmp_path: Path, trouble: Trouble) -> Iterator[Cluster]:
     cluster.hierarchy = Hierarchy.of(memory, replace(durable, wrap=lambda driver: Failing(driver, trouble)))
     yield cluster
     cluster.forget()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, list[float]]]:
-    cluster = Cluster(tmp_path_factory.mktemp("reference"))
-    outcome = [weights for _, weights in cluster.run(10)]
-    cluster.forget()
-    return outcome
 
 
 def failing(operation: Operation, part: str, error: Callable[[], TierError], times: int = 10**9) -> Any:

@@ -20,6 +20,7 @@ import zmq
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerDriver, PeerLimits, PeerServer
+from tiercheck.tiers.peer.flood import FloodWatch
 from tiercheck.tiers.peer.messages import BeginGet, BeginPut, GetChunk, Hello, PutChunk, checksum, decode, encode
 from tiercheck.types import Capabilities, Survives
 
@@ -179,12 +180,21 @@ async def test_a_message_without_an_end_is_cut_off(server: PeerServer) -> None:
     await check_alive(server)
 
 
-async def test_a_large_transfer_is_no_flood(server: PeerServer) -> None:
+async def test_a_large_transfer_is_no_flood(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps: list[int] = []
+    sweep = FloodWatch.sweep
+
+    def counted(watch: FloodWatch) -> int:
+        sweeps.append(sweep(watch))
+        return sweeps[-1]
+
+    monkeypatch.setattr(FloodWatch, "sweep", counted)
     data = os.urandom(1 << 20) * 48
     async with PeerDriver("honest", server.endpoint, chunk_bytes=CHUNK) as driver:
         for _ in range(3):
             await driver.put("a", [data])
-            await asyncio.sleep(0.15)
+            sweeps.clear()
+            await until(lambda: sweeps, "a look at the connections")
         assert await driver.get("a") == data
     assert "flood" not in server.statistics.dropped
 

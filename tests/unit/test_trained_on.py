@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.jobs import Job, adamw
+from tests.jobs import Job, adamw, hierarchy, name
 from tests.training import Training, faulty, memory
 from tiercheck import container
 from tiercheck.config import CheckpointConfig
@@ -28,6 +27,8 @@ from tiercheck.streams.trained_on import forget_sent
 from tiercheck.tiers.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
+__all__ = ["hierarchy", "name"]
+
 LAST, FAILED_AT, BASE_EVERY = 11, 7, 4
 
 LOSSY = [name for name, codec in CODECS.items() if codec.fidelity is not Fidelity.EXACT]
@@ -39,18 +40,6 @@ OPTIMIZERS = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
 }
-
-
-@pytest.fixture
-def name(name: str) -> Iterator[str]:
-    """A namespace of shared memory; whatever job the test leaves open is closed before it goes."""
-    yield name
-    Job.abort_all()
-
-
-@pytest.fixture
-def hierarchy(name: str, tmp_path: Path) -> Hierarchy:
-    return Hierarchy.of(f"shm://{name}?size=64MiB", f"nvme://{tmp_path}/durable?survives=rack")
 
 
 def train(hierarchy: Hierarchy, codec: str, last: int, *, flushed: bool = False, **options: Any) -> Job:
@@ -269,8 +258,8 @@ def test_training_does_not_depend_on_whether_saving_works(codec: str, strikes: A
     options = {"codec": codec, "train_on_compressed": True, "on_save_error": "warn", "base_every": 3}
     reference, troubled = Training(), Training()
     url = memory()
-    for training, hierarchy in ((reference, Hierarchy.of(memory())), (troubled, Hierarchy.of(faulty(url, strikes)))):
-        checkpointer = training.attach(hierarchy, **options)
+    for training, place in ((reference, Hierarchy.of(memory())), (troubled, Hierarchy.of(faulty(url, strikes)))):
+        checkpointer = training.attach(place, **options)
         for version in range(1, 9):
             training.step(version)
         checkpointer.abort()
@@ -372,8 +361,8 @@ def test_what_is_not_encoded_yet_is_in_the_residual(codec: str, trains: bool) ->
         else:
             assert all(torch.equal(gradients[name], each) for name, each in true[-1].items())
     wanted, found = sum_of(true), sum_of(replayed)
-    for name, residual in stream.encoder.residuals.items():
-        np.testing.assert_allclose(found[name].reshape(-1) + residual, wanted[name].reshape(-1), rtol=0, atol=1e-5)
+    for tensor, residual in stream.encoder.residuals.items():
+        np.testing.assert_allclose(found[tensor].reshape(-1) + residual, wanted[tensor].reshape(-1), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("codec", FEEDBACK)
@@ -386,8 +375,8 @@ def test_a_base_settles_the_residuals_of_the_chain_but_not_those_of_the_training
         assert any(residual.any() for residual in left.values())
         assert stream.encoder.saved_with_bases().keys() == (left.keys() if trains else set())
         stream.mark_recorded()
-        for name, residual in stream.encoder.residuals.items():
-            assert np.array_equal(residual, left[name] if trains else np.zeros_like(residual))
+        for tensor, residual in stream.encoder.residuals.items():
+            assert np.array_equal(residual, left[tensor] if trains else np.zeros_like(residual))
 
 
 def test_feedback_after_a_given_up_version_counts_nothing_twice() -> None:

@@ -96,7 +96,7 @@ class Assignment:
         self._changed = asyncio.Event()
         self._active = False
         """The mover is running."""
-        self._operations: set[asyncio.Future[object]] = set()
+        self._operations: set[asyncio.Future[Any]] = set()
         self._life: asyncio.Task[None] | None = None
 
     # What others see
@@ -388,7 +388,7 @@ class Assignment:
         if self._mover is None:
             raise NotFound(f"{what}: the memory of {self._where} was removed")
         operation: asyncio.Future[T] = asyncio.ensure_future(work(self._mover, max(0.0, until - _now())))
-        self._operations.add(operation)  # type: ignore[arg-type]
+        self._operations.add(operation)
         try:
             await asyncio.wait([operation])
             if operation.cancelled():

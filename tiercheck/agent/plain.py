@@ -41,13 +41,13 @@ def from_plain(kind: type[T], value: Any) -> T:
     """
     if not isinstance(value, dict):
         raise ValueError(f"a {kind.__name__} is made of fields, not of a {type(value).__name__}")
-    hints = _hints(kind)  # type: ignore[arg-type]
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
     if unknown := [shown(name, 40) for name in value if name not in hints]:
         raise ValueError(f"{kind.__name__} has no field {unknown[0]}; known are {', '.join(hints)}")
     given = {name: _read(hints[name], each, f"{kind.__name__}.{name}") for name, each in value.items()}
     missing = [
         each.name
-        for each in fields(kind)  # type: ignore[arg-type]
+        for each in fields(kind)  # type: ignore[arg-type]  # no bound says that it is a dataclass
         if each.name not in given and each.default is MISSING and each.default_factory is MISSING
     ]
     if missing:
@@ -72,7 +72,7 @@ def _read(kind: Any, value: Any, what: str) -> Any:
         of_key, of_value = get_args(kind)
         return {_read(of_key, key, what): _read(of_value, each, what) for key, each in value.items()}
     if is_dataclass(kind):
-        return from_plain(kind, value)  # type: ignore[arg-type]
+        return from_plain(kind, value)  # type: ignore[arg-type]  # hints are classes, not instances
     return _read_atom(kind, value, what)
 
 

@@ -269,7 +269,7 @@ class SubGroups(Layout):
                 self.inner.param_groups[master.group]["params"] = []
 
     def local_part(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.ds_tensor.detach()  # type: ignore[attr-defined,no-any-return]
+        return parameter.ds_tensor.detach()  # type: ignore[attr-defined,no-any-return]  # DeepSpeed's
 
     def gradient_scale(self) -> float:
         return self._clipping_scale(always_clamped=True)

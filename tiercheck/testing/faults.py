@@ -332,7 +332,8 @@ def stepping(work: Coroutine[Any, Any, T], at_suspension: Callable[[], None]) ->
         try:
             waited_for = work.send(value) if error is None else work.throw(error)
         except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+            result: T = done.value
+            return result
         at_suspension()
         value, error = None, None
         try:

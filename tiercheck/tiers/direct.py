@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = [
     "ALIGNMENT",
@@ -94,7 +95,7 @@ def direct_obstacle(fd: int) -> str | None:
     It is tried: a page is written and read back. The file is empty again afterwards.
     Errors: ``OSError`` for what has nothing to do with it, such as ``ENOSPC``.
     """
-    if not os.path.exists("/proc/self/fd"):  # noqa: PTH110
+    if not Path("/proc/self/fd").exists():
         return "/proc is not mounted"
     page = mmap.mmap(-1, ALIGNMENT)
     try:

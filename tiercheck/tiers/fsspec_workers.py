@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tiercheck.errors import Closed, Transient
 from tiercheck.types import Buffer, Payload
@@ -103,7 +103,7 @@ class Workers:
             raise
         finally:
             ticket.revoke()
-        return future.result()  # type: ignore[return-value]
+        return cast(T, future.result())
 
     async def close(self) -> None:
         """Let no call begin, give those at work their deadline, and leave alone those that hang."""

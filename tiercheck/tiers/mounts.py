@@ -30,7 +30,7 @@ class Traits:
     """The number of an inode that is gone is not given out again."""
 
 
-_LOCAL = frozenset("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs tmpfs ramfs overlay".split())  # noqa: SIM905
+_LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay"))
 _COHERENT = _LOCAL | {"lustre", "gpfs", "ceph"}
 _LOCKS = _COHERENT | {"nfs", "nfs4", "fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs", "fuse.juicefs"}
 """Where flock reaches every client. Of other FUSE file systems most leave it to the node's kernel, and say nothing."""

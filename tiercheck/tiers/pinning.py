@@ -165,5 +165,6 @@ class CudaPinning:
         code = getattr(self._driver, name)(*arguments)
         if code:
             text = ctypes.c_char_p()
-            getattr(self._driver, "cuGetErrorName")(code, ctypes.byref(text))  # noqa: B009
+            assert self._driver is not None
+            self._driver.cuGetErrorName(code, ctypes.byref(text))
             raise CudaError(f"{name}: {(text.value or b'error').decode()} ({code})", code)

@@ -128,7 +128,7 @@ class Window:
 
     def _exporter(self, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
         exporter = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        exporter.window = self  # type: ignore[attr-defined]
+        exporter.window = self  # type: ignore[attr-defined]  # so that it lives as long as the buffer
         return exporter
 
     def _map_at(self, at: int, nbytes: int, fd: int, offset: int) -> None:

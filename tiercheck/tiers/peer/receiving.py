@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import cast
 
 from tiercheck.copying import copy_with_xxh3
 from tiercheck.keys import validate_key
@@ -274,7 +275,7 @@ class Puts:
         if isinstance(outcome, BaseException):
             self._finish(put, failure_of(outcome, put.begin.transfer), now)
             return
-        put.memory = outcome  # type: ignore[assignment]
+        put.memory = cast(Memory, outcome)  # that is what its task gives
         put.received = bytearray((put.count + 7) // 8)
         put.checksums = array("Q", bytes(8 * put.count))
         put.missing = put.count

@@ -17,6 +17,7 @@ import mmap
 import re
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsupported
@@ -207,7 +208,7 @@ class _Read:
         while self._left:
             part = self._left.pop()
             try:
-                await self._client.retrying(lambda part=part: self._read_part(part), self._of.key)  # type: ignore[misc]
+                await self._client.retrying(partial(self._read_part, part), self._of.key)
             except PreconditionFailed:
                 raise Changed from None
 

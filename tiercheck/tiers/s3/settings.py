@@ -15,7 +15,7 @@ from tiercheck.types import Survives, bytes_text
 
 __all__ = ["OBJECT_KEY_BYTES_MAX", "PART_BYTES_MIN", "SHARDS_MAX", "SINGLE_PUT_BYTES_MAX", "S3Settings"]
 
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 
 PART_BYTES_MIN = 5 << 20
 """S3 refuses smaller parts, but for the last."""
@@ -90,7 +90,7 @@ class S3Settings:
             )
         options = url.reader()
         endpoint_url = options.take("endpoint_url", str, None)
-        settings = {
+        settings: dict[str, Any] = {
             "region": options.take("region", str, None),
             "profile": options.take("profile", str, None),
             "addressing": options.take("addressing", one_of("auto", "path", "virtual"), "auto"),
@@ -109,7 +109,7 @@ class S3Settings:
             "abandoned_after_s": options.take("abandoned_after", parse_seconds, cls.abandoned_after_s),
         }
         options.finish()
-        return cls(bucket, prefix.strip("/"), endpoint_url, **settings)  # type: ignore[arg-type]
+        return cls(bucket, prefix.strip("/"), endpoint_url, **settings)
 
     @property
     def root(self) -> str:
@@ -142,7 +142,7 @@ def check_endpoint(endpoint_url: str) -> None:
 
 
 def check_range(name: str, value: T, low: T, high: T, text: Callable[[T], str]) -> None:
-    if not low <= value <= high:  # type: ignore[operator]
+    if not low <= value <= high:
         raise ConfigurationError(f"{name} must be from {text(low)} to {text(high)}, not {text(value)}")
 
 
