@@ -55,9 +55,10 @@ class PeerLimits:
     half read: for the worst that ``connections`` clients can do together, count that for each of them, up to
     ``private_bytes``."""
     private_bytes: int = 1 << 30
-    """What the process's own memory may grow by, whoever makes it grow, before the connections are ended that may be
-    the cause: those of which no whole message came lately. A client at work goes on, and one that is idle comes back.
-    Memory of tiers that can be mapped is shared, and does not count."""
+    """What connections may make the process's own memory grow by, before those are ended that may be the cause: those
+    of which no whole message came lately. A client at work goes on, and one that is idle comes back. Of local sockets
+    the kernel counts nothing: any growth counts as theirs. Memory of tiers that can be mapped is shared, and does not
+    count."""
     buffer_bytes: int = 1 << 30
     """Copies of objects on their way to or from drivers whose memory cannot be mapped; and, while it is read, a chunk
     for each of ``calls``."""
