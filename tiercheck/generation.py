@@ -25,12 +25,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tiercheck import keys
+from tiercheck.asking import patiently
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey, generation_prefix
+from tiercheck.lineage_records import read_branch
 from tiercheck.policy.lineage import Branch, Lineage, strangers
 from tiercheck.records import read_record, seal
-from tiercheck.survey import patiently, read_branch
 from tiercheck.types import PutMode
 
 __all__ = [

@@ -45,6 +45,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tiercheck import container
+from tiercheck.asking import asked_twice
 from tiercheck.background import BackgroundLoop
 from tiercheck.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
@@ -59,7 +60,6 @@ from tiercheck.streams.expected import Expected, ill_formed_is_corrupt
 from tiercheck.streams.replay import STEPS_AT_ONCE
 from tiercheck.streams.runs import Run, Undecodable, check_fits, decode_run
 from tiercheck.streams.snapshot import advanced
-from tiercheck.survey import asked_twice
 
 __all__ = ["Lost", "OutOfReach", "Part", "Reader"]
 

@@ -9,49 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tiercheck import keys
-from tiercheck.errors import Corruption, NotFound, NothingListens, TierError, Transient
+from tiercheck.asking import patiently
+from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey
+from tiercheck.lineage_records import SetAside, read_branches
 from tiercheck.policy.lineage import Branch
 from tiercheck.policy.recovery import Source
-from tiercheck.records import read_record
 
-__all__ = [
-    "Looked",
-    "SetAside",
-    "Survey",
-    "asked_twice",
-    "look_into",
-    "patiently",
-    "read_branches",
-    "sources_of",
-    "survey",
-]
+__all__ = ["Looked", "Survey", "look_into", "sources_of", "survey"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-RETRY_FIRST_S = 0.1
-RETRY_MAX_S = 5.0
-SAY_S = 5.0
-"""A tier that is waited for longer than this is named in the log."""
-ASK_AGAIN_S = 0.05
-"""After so long an object that was not found is asked for once more: only then is it taken for gone."""
-
-
-class SetAside(NamedTuple):
-    """An object that was not used, and why."""
-
-    key: str
-    tier: str
-    reason: str
 
 
 @dataclass
@@ -183,80 +159,3 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     looked.recorded = {key.generation for key in records}
     looked.branches, looked.set_aside = await read_branches(tier, records)
     return looked
-
-
-async def read_branches(
-    tier: OpenTier, listed: dict[LineageKey, int] | None = None
-) -> tuple[list[Branch], list[SetAside]]:
-    """The lineage records of a tier (``listed``: those, and their lengths), and those that cannot be used, which are
-    logged. Errors: ``TierError`` where the tier cannot be asked."""
-    if listed is None:
-        found = [(keys.parse(info.key), info.nbytes) async for info in tier.driver.list("lineage/")]
-        listed = {key: nbytes for key, nbytes in found if isinstance(key, LineageKey)}
-    branches: list[Branch] = []
-    set_aside: list[SetAside] = []
-    for key, nbytes in sorted(listed.items()):
-        try:
-            branches.append(await read_branch(tier, key, nbytes=nbytes))
-        except NotFound:
-            continue  # somebody has removed it just now
-        except Corruption as error:
-            log.warning("a lineage record is set aside: %s", error)
-            set_aside.append(SetAside(str(key), tier.name, error.message))
-    return branches, set_aside
-
-
-async def read_branch(tier: OpenTier, key: LineageKey, *, nbytes: int | None = None) -> Branch:
-    """Errors: ``Corruption`` for what is no lineage record of that generation; ``NotFound``; ``TierError``."""
-    value = await asked_twice(lambda: read_record(tier.driver, key, nbytes=nbytes))
-    try:
-        branch = Branch.from_object(value)
-    except ValueError as error:
-        raise Corruption(str(error), tier=tier.name, key=str(key)) from error
-    if branch.generation != key.generation:
-        raise Corruption(f"the record speaks of generation {branch.generation}", tier=tier.name, key=str(key))
-    return branch
-
-
-async def asked_twice(ask: Callable[[], Awaitable[T]]) -> T:
-    """An answer, where the first one may be that there is nothing. Errors: ``NotFound`` confirmed; ``TierError``."""
-    try:
-        return await ask()
-    except NotFound:
-        await asyncio.sleep(ASK_AGAIN_S)
-        return await ask()
-
-
-async def patiently(
-    ask: Callable[[], Awaitable[T]], tier: OpenTier, retry_s: float, answer_s: float, insist: bool
-) -> T | TierError:
-    """The answer; or the last error, when the time for trying again is over or nothing has come in ``answer_s``; or,
-    unless ``insist``, at once an error that does not pass by itself."""
-    loop = asyncio.get_running_loop()
-    began, pause_s = loop.time(), RETRY_FIRST_S
-    retry_until, answer_until = began + retry_s, began + max(retry_s, answer_s)
-    trouble = "it has not answered yet"
-    say = "tier %s is waited for, for up to %.3g s: %s"
-    saying = loop.call_later(SAY_S, lambda: log.warning(say, tier.name, answer_until - began, trouble))
-    try:
-        while True:
-            asking = asyncio.ensure_future(ask())
-            asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
-            try:
-                await asyncio.wait({asking}, timeout=answer_until - loop.time())
-                if not asking.done():
-                    return Transient(f"it has not answered within {loop.time() - began:.3g} s", tier=tier.driver.url)
-            finally:
-                asking.cancel()  # not waited for: a tier that does not answer may not hear of it either
-            try:
-                return asking.result()
-            except TierError as error:
-                passing = isinstance(error, Transient) and not isinstance(error, NothingListens)
-                if loop.time() + pause_s > retry_until or not (passing or insist):
-                    return error
-                trouble = str(error)
-                log.info("tier %s: %s; it is asked again", tier.name, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_MAX_S)
-    finally:
-        saying.cancel()

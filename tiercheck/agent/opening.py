@@ -9,8 +9,8 @@ from pathlib import Path
 from tiercheck.agent.record import as_agent_opens
 from tiercheck.errors import NotFound, TierError
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
+from tiercheck.lineage_records import read_branches
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.survey import read_branches
 from tiercheck.tiers.namespaces import SHM, is_to_be_left, namespace_path
 from tiercheck.tiers.url import TierURL
 from tiercheck.tiers.wrappers.patient import CallsUnderWay, PatientDriver
