@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.container import ALIGNMENT
+from tiercheck.format.container import ALIGNMENT
 from tiercheck.streams.codecs import DTYPES, Codec, StoredPart, decode
 from tiercheck.types import Buffer
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck import kernels
-from tiercheck.container import checksum_of
 from tiercheck.errors import ConfigurationError
+from tiercheck.format.container import checksum_of
 from tiercheck.streams.codecs import CODECS, DTYPES, FLOATS, Encoding, codec, decode
 from tiercheck.types import Fidelity
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tiercheck import container
-from tiercheck.container import ShardMetadata, TensorEntry
+from tiercheck.format import container
+from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ShardKey
-from tiercheck.mover import Mover
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
+from tiercheck.replication.mover import Mover
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ObjectInfo, Payload, PutMode

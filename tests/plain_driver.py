@@ -30,5 +30,5 @@ class PlainDriver(MemoryDriver):
     async def reserve(self, key: str, nbytes: int) -> Reservation:
         return await TierDriver.reserve(self, key, nbytes)
 
-    def reserve_at_once(self, key: str, nbytes: int) -> None:
+    def reserve_nowait(self, key: str, nbytes: int) -> None:
         return None

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tiercheck import container
+from tiercheck.format import container
 from tiercheck.keys import ShardKey
 from tiercheck.streams.differential import Differential, DifferentialStream, read_differentials
-from tiercheck.streams.providers import ModuleProvider
+from tiercheck.streams.provider import ModuleProvider
 
 SIZES = {"embedding": (37,), "weight": (16, 9), "bias": (5,)}
 

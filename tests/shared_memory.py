@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck.tiers.namespaces import remove_namespace
+from tiercheck.tiers.shm.namespaces import remove_namespace
 
 __all__ = ["name", "root_of"]
 

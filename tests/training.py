@@ -11,9 +11,9 @@ import torch
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded
-from tiercheck.group import Group
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
+from tiercheck.runtime.group import Group
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 
 FULL = "no room"

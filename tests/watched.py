@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tiercheck import container
-from tiercheck.container import ShardMetadata, TensorEntry
+from tiercheck.format import container
+from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import WrappingDriver
 from tiercheck.types import ByteRange, Capabilities

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tiercheck.errors import TierCheckError as TierCheckError
     from tiercheck.hierarchy import Hierarchy as Hierarchy
     from tiercheck.hierarchy import Tier as Tier
-    from tiercheck.restore import Recovery as Recovery
-    from tiercheck.stats import Stats as Stats
+    from tiercheck.recording.stats import Stats as Stats
+    from tiercheck.recovery.restorer import Recovery as Recovery
     from tiercheck.tiers.driver import Reservation as Reservation
     from tiercheck.tiers.driver import TierDriver as TierDriver
     from tiercheck.types import Capabilities as Capabilities
@@ -39,9 +39,9 @@ _MODULES = {
     "Checkpointer": "tiercheck.checkpointer",
     "Fidelity": "tiercheck.types",
     "Hierarchy": "tiercheck.hierarchy",
-    "Recovery": "tiercheck.restore",
+    "Recovery": "tiercheck.recovery.restorer",
     "Reservation": "tiercheck.tiers.driver",
-    "Stats": "tiercheck.stats",
+    "Stats": "tiercheck.recording.stats",
     "Survives": "tiercheck.types",
     "Tier": "tiercheck.hierarchy",
     "TierCheckError": "tiercheck.errors",

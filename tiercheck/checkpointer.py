@@ -26,35 +26,35 @@ from typing import Any, Self
 import torch
 
 from tiercheck import kernels
-from tiercheck.admission import Demand, refuse_gaps
-from tiercheck.agent.introduction import Introduction, peer_address
-from tiercheck.agreement import Agreement, clear_tiers
-from tiercheck.announcement import (
+from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
+from tiercheck.agent.client.session import AgentSession
+from tiercheck.config import CheckpointConfig, int_of
+from tiercheck.errors import ConfigurationError, GroupError, SaveError, TierCheckError
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy
+from tiercheck.opening.admission import Demand, refuse_gaps
+from tiercheck.opening.agreement import Agreement, clear_tiers
+from tiercheck.opening.announcement import (
     begun,
     doubtful_tiers,
     nothing_outlives_a_node,
     overruled_options,
     too_little_room,
 )
-from tiercheck.background import BackgroundLoop
-from tiercheck.claim import Claim
-from tiercheck.config import CheckpointConfig, int_of
-from tiercheck.enlistment import Enlistment
-from tiercheck.errors import ConfigurationError, GroupError, SaveError, TierCheckError
-from tiercheck.group import Group, SingleProcess
-from tiercheck.hierarchy import Hierarchy, OpenHierarchy
-from tiercheck.mover import Mover, Moving
-from tiercheck.nomination import NominatedTier, Nomination
+from tiercheck.opening.startup import Ranks, open_job, prepare_memory, room_at_the_end, take_back
 from tiercheck.policy.agreement import NO_MARK
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
-from tiercheck.recorder import Recorder
-from tiercheck.restore import Recovery, Restorer, gather
-from tiercheck.startup import Ranks, open_job, prepare_memory, room_at_the_end, take_back
-from tiercheck.stats import Stats
-from tiercheck.streams.providers import StateProvider
-from tiercheck.streams.recorded import stream_of
+from tiercheck.recording.recorder import Recorder
+from tiercheck.recording.stats import Stats
+from tiercheck.recovery.restorer import Recovery, Restorer, gather
+from tiercheck.replication.job import JobTier, ReplicationJob
+from tiercheck.replication.mover import Mover, MoverHandle
+from tiercheck.runtime.group import Group, SingleProcess
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.process_lock import ProcessLock
+from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.stream_factory import stream_of
 from tiercheck.types import Fidelity, Survives
 
 __all__ = ["Checkpointer", "Stats"]
@@ -92,20 +92,20 @@ class Checkpointer:
         self._provider = provider
         self._caveats = caveats
         self._group = group or SingleProcess()
-        self._claim: Claim | None = None
+        self._process_lock: ProcessLock | None = None
         self._recorder: Recorder | None = None
         self._closed = False
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._on_end: list[Callable[[], None]] = []
         self._mover_life: concurrent.futures.Future[None] | None = None
-        self._loop = BackgroundLoop()
+        self._loop = LoopThread()
         self._ranks = Ranks(self._group, self._loop, self.config.deadline_s)
         self._placed = hierarchy
         """The hierarchy as this rank sees it, once every field of its URLs is filled in."""
         self._tiers: OpenHierarchy | None = None
-        self._enlistment: Enlistment | None = None
-        self._mover: Moving | None = None
+        self._agent_session: AgentSession | None = None
+        self._mover: MoverHandle | None = None
         self._agreement: Agreement | None = None
         try:
             self._ranks.gather("looking at what is to be saved", self._look)
@@ -176,8 +176,8 @@ class Checkpointer:
             deadline_s, failure = 3 * self.config.deadline_s, self._recording.failure
             gather(self._group, "the end of the job", self._finish, deadline_s=deadline_s, after=failure)
             drained = self._flush_at_end()  # the coordinator: the last commit
-            if drained and self._enlistment is not None:
-                self._enlistment.withdraw()
+            if drained and self._agent_session is not None:
+                self._agent_session.withdraw()
         except BaseException as error:
             self._give_back(error)
             raise
@@ -273,18 +273,18 @@ class Checkpointer:
             )
         if self.config.mover == "trainer" or (self.config.mover == "auto" and not placed.needs_peer):
             return None
-        self._enlistment = Enlistment.of(placed, self._group.rank, self._loop, self.config.deadline_s)
-        return self._enlistment.introduction(node).to_object()
+        self._agent_session = AgentSession.of(placed, self._group.rank, self._loop, self.config.deadline_s)
+        return self._agent_session.endpoint(node).to_object()
 
     def _open_tiers(self, nodes: Sequence[Any]) -> None:
         """``nodes``: what each rank's :meth:`_place` has returned."""
         if self._placed.needs_peer:
-            introductions = [Introduction.from_object(each) for each in nodes]
-            self._placed = self._placed.with_peer(*peer_address(self._group.rank, introductions))
+            endpoints = [RankEndpoint.from_object(each) for each in nodes]
+            self._placed = self._placed.with_peer(*peer_address(self._group.rank, endpoints))
         kernels.warm_up()
         tiers = self._placed.patient(min(OPEN_S_MAX, self.config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
-        self._claim = Claim(lasting, self._group.rank)
+        self._process_lock = ProcessLock(lasting, self._group.rank)
         # A little less than the deadline, so that the error names the tier.
         self._ranks.call(tiers.opened(0.9 * self.config.deadline_s), "opening the tiers")
         self._tiers = tiers
@@ -320,8 +320,8 @@ class Checkpointer:
                 self._recorder.close()
             take_back(self._ranks, tiers, branch)
             raise
-        if self._enlistment is not None:
-            self._ranks.gather("handing the movers to the agents", self._enlistment.nominate)
+        if self._agent_session is not None:
+            self._ranks.gather("handing the movers to the agents", self._agent_session.register)
         if self._agreement is not None:
             self._agreement.mark = mark
             self._ranks.gather("telling the movers what is whole", self._agreement.begin)
@@ -375,10 +375,10 @@ class Checkpointer:
             found.append(too_little_room(tiers, usage, self._demand.base_nbytes, world_size, self.config))
         return [each for each in found if each is not None]
 
-    def _make_mover(self, placement: Placement, lineage: Lineage) -> Moving:
+    def _make_mover(self, placement: Placement, lineage: Lineage) -> MoverHandle:
         """The mover, in this process; or what stands for it here, where the node's agent has it."""
         tiers, rank, world_size = self._opened(), self._group.rank, self._group.world_size
-        if self._enlistment is None:
+        if self._agent_session is None:
             return Mover(
                 tiers,
                 rank=rank,
@@ -388,9 +388,9 @@ class Checkpointer:
                 retention=Retention(self.config.keep_last, self.config.keep_every, self.config.batch),
                 lineage=lineage,
             )
-        nomination = Nomination(
-            tuple(NominatedTier(tier.name, tier.url, tier.codec) for tier in self._placed.tiers),
-            node=self._enlistment.node,
+        job = ReplicationJob(
+            tuple(JobTier(tier.name, tier.url, tier.codec) for tier in self._placed.tiers),
+            node=self._agent_session.node,
             rank=rank,
             world_size=world_size,
             generation=self._generation,
@@ -398,7 +398,7 @@ class Checkpointer:
             keep_last=self.config.keep_last,
             keep_every=self.config.keep_every,
         )
-        return self._enlistment.mover(nomination, tiers.first.driver)
+        return self._agent_session.mover(job, tiers.first.driver)
 
     @property
     def _recording(self) -> Recorder:
@@ -407,7 +407,7 @@ class Checkpointer:
         return self._recorder
 
     @property
-    def _moving(self) -> Moving:
+    def _moving(self) -> MoverHandle:
         if self._mover is None:
             raise SaveError("the checkpointer was never opened")
         return self._mover
@@ -443,7 +443,7 @@ class Checkpointer:
         except SaveError as error:
             if self.config.on_save_error == "fail":
                 raise
-            goes_on = "" if self._enlistment is None else ", and the node's agent goes on with it"
+            goes_on = "" if self._agent_session is None else ", and the node's agent goes on with it"
             log.error("%s; what was captured stays in the first tier%s", error, goes_on)
             return False
         return True
@@ -475,8 +475,8 @@ class Checkpointer:
             self._mover_life.cancel()
         try:
             try:
-                if self._enlistment is not None:
-                    self._enlistment.end()
+                if self._agent_session is not None:
+                    self._agent_session.end()
                 if self._tiers is not None:
                     self._ranks.call(self._tiers.__aexit__(None, None, None), "closing the tiers")
             finally:
@@ -484,7 +484,7 @@ class Checkpointer:
         except TierCheckError as error:
             log.warning("closing the tiers: %s", error)
         finally:
-            if self._claim is not None:
-                self._claim.release()
+            if self._process_lock is not None:
+                self._process_lock.release()
             self._group.close()
         return error

@@ -16,7 +16,7 @@ from tiercheck.policy.observation import Role
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.url import TierURL
-from tiercheck.tiers.wrappers.patient import PatientDriver
+from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
 from tiercheck.types import Capabilities, Survives
 
 __all__ = ["Hierarchy", "OpenHierarchy", "OpenTier", "Tier"]
@@ -165,7 +165,7 @@ class Hierarchy:
 def _patient(
     wrap: Callable[[TierDriver], TierDriver] | None, open_s: float | None
 ) -> Callable[[TierDriver], TierDriver]:
-    return lambda driver: PatientDriver(wrap(driver) if wrap else driver, open_s=open_s)
+    return lambda driver: LazyOpenDriver(wrap(driver) if wrap else driver, open_s=open_s)
 
 
 def _lacks_address(tier: Tier) -> bool:

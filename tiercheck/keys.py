@@ -24,10 +24,10 @@ __all__ = [
     "KEY_BYTES_MAX",
     "ClaimKey",
     "CommitKey",
+    "JobKey",
     "Key",
     "LineageKey",
     "MarkerKey",
-    "NominationKey",
     "ShardKey",
     "Stream",
     "generation_prefix",
@@ -128,7 +128,7 @@ class LineageKey:
 
 @dataclass(frozen=True, order=True)
 class ClaimKey:
-    """One job's wish to open a generation, under a name of its own: see :mod:`tiercheck.generation`."""
+    """One job's wish to open a generation, under a name of its own: see :mod:`tiercheck.replication.generation`."""
 
     generation: int
     token: str
@@ -138,8 +138,8 @@ class ClaimKey:
 
 
 @dataclass(frozen=True, order=True)
-class NominationKey:
-    """What a rank has nominated: where its objects are to go. Kept in its first tier."""
+class JobKey:
+    """What a rank has registered: where its objects are to go. Kept in its first tier."""
 
     rank: int
 
@@ -147,7 +147,7 @@ class NominationKey:
         return f"nominations/r{self.rank:05d}"
 
 
-Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | NominationKey
+Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey
 
 _BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
 _VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
@@ -176,7 +176,7 @@ def parse(text: str) -> Key | None:
     if match := _LINEAGE.match(text):
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
     if match := _NOMINATION.match(text):
-        return NominationKey(int(match[1]))
+        return JobKey(int(match[1]))
     return None
 
 

@@ -15,14 +15,14 @@ import torch
 
 from benchmarks.parts import PartMemory
 from benchmarks.training import Floats, Held, State, replay_of
-from tiercheck.container import Shard, TensorSpec, parse
+from tiercheck.format.container import Shard, TensorSpec, parse
 from tiercheck.kernels import AdamStep, Replay, SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseCapture, read_base
 from tiercheck.streams.codecs import CODECS, codec, decode, decode_sparse
-from tiercheck.streams.providers import ModuleProvider
+from tiercheck.streams.gradient_encoder import GradientEncoder
+from tiercheck.streams.provider import ModuleProvider
 from tiercheck.streams.snapshot import SNAPSHOT_CODECS, SnapshotStream, advanced
-from tiercheck.streams.trained_on import GradientEncoder
 
 __all__ = ["EncodedGradients", "Replayed", "Scheme", "Snapshot", "Stale", "schemes"]
 
@@ -147,7 +147,7 @@ class Snapshot(Scheme):
     def end(self, lost: State) -> None:
         stream = SnapshotStream(HeldState(lost), self.name, 1, encode_threads=self._threads)
         base = base_of(self._state)
-        stream.rest_on(base)
+        stream.set_reference_base(base)
         key = stream.key(1, lost.version, 0)
         memory = memoryview(bytearray(stream.nbytes_max))
         self.held_bytes = stream.begin(key, memory).finish(skipped=False)

@@ -32,7 +32,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.codecs import CODECS
 from tiercheck.streams.snapshot import SNAPSHOT_CODECS
-from tiercheck.tiers.shm import remove_namespace
+from tiercheck.tiers.shm.driver import remove_namespace
 
 __all__ = ["FIGURES"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.soak.content import Damaged, Stamp, size_of
-from benchmarks.soak.ledger import CLAIMS, COUNTERS, Claim, Ledger
+from benchmarks.soak.ledger import CLAIMS, COUNTERS, Claim, PoolAccounting
 from benchmarks.soak.losses import Losses
 from benchmarks.soak.shared import claim_faults, claim_key, counter_key, read_counter
 from benchmarks.soak.slot import listed, stamped
@@ -14,7 +14,7 @@ __all__ = ["settle_accounts"]
 
 
 async def settle_accounts(
-    driver: TierDriver, ledger: Ledger, losses: Losses, *, large_bytes: int, debris: bool = True
+    driver: TierDriver, ledger: PoolAccounting, losses: Losses, *, large_bytes: int, debris: bool = True
 ) -> None:
     """Report whatever is not as the ledger says, then delete everything: that must work, too.
 
@@ -41,7 +41,7 @@ async def settle_accounts(
         losses.report("a deleted object is back", left[0].key, f"{len(left)} objects are left of {len(infos)}")
 
 
-async def check_keys(driver: TierDriver, ledger: Ledger, losses: Losses, large_bytes: int) -> dict[str, int]:
+async def check_keys(driver: TierDriver, ledger: PoolAccounting, losses: Losses, large_bytes: int) -> dict[str, int]:
     sizes = {}
     for own in ledger.keys:
         allowed = {ledger.acknowledged(own), ledger.begun(own)}
@@ -64,7 +64,7 @@ async def check_keys(driver: TierDriver, ledger: Ledger, losses: Losses, large_b
     return sizes
 
 
-async def check_counters(driver: TierDriver, ledger: Ledger, losses: Losses) -> dict[str, int]:
+async def check_counters(driver: TierDriver, ledger: PoolAccounting, losses: Losses) -> dict[str, int]:
     sizes = {}
     for counter in range(COUNTERS):
         try:
@@ -82,7 +82,7 @@ async def check_counters(driver: TierDriver, ledger: Ledger, losses: Losses) -> 
     return sizes
 
 
-async def check_claims(driver: TierDriver, ledger: Ledger, losses: Losses) -> dict[str, int]:
+async def check_claims(driver: TierDriver, ledger: PoolAccounting, losses: Losses) -> dict[str, int]:
     sizes = {}
     for number in range(CLAIMS):
         states = [ledger.claim(number, slot) for slot in range(ledger.slots)]

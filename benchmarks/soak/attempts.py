@@ -14,7 +14,7 @@ from tiercheck.errors import CapacityExceeded, TierError, Transient
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment
 from tiercheck.tiers.driver import TierDriver
 
-__all__ = ["Attempts", "Outcome", "Stuck"]
+__all__ = ["Outcome", "Stuck", "TierBackoff"]
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Outcome(Generic[T]):
         return not self.done and not self.refused
 
 
-class Attempts:
+class TierBackoff:
     """Calls ``driver``; one in ``faults`` of them is cancelled, or fails before or after its work is done."""
 
     def __init__(

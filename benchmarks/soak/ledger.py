@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["CLAIMS", "COUNTERS", "NAMES", "Claim", "Counted", "Ledger", "OwnKey", "State"]
+__all__ = ["CLAIMS", "COUNTERS", "NAMES", "Claim", "Counted", "OwnKey", "PoolAccounting", "State"]
 
 NAMES = ("a", "a-b/c", "a.b", "b/a", "b/a-c", "ü")
 """Each slot's keys: their order in bytes is not the order of a directory walk."""
@@ -84,7 +84,7 @@ class OwnKey:
     index: int
 
 
-class Ledger:
+class PoolAccounting:
     """The mapped file. ``slots`` is the number of tasks in all processes; make it with :meth:`create`, once."""
 
     def __init__(self, path: Path, slots: int) -> None:
@@ -104,7 +104,7 @@ class Ledger:
         self._counted_at = self._claims_at + CLAIMS * slots
 
     @classmethod
-    def create(cls, path: Path, slots: int) -> Ledger:
+    def create(cls, path: Path, slots: int) -> PoolAccounting:
         """A new file: nothing begun, nothing there."""
         with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, words_of(slots) * WORD_BYTES)

@@ -11,7 +11,7 @@ import struct
 from xxhash import xxh3_64_intdigest as xxh3_64
 
 from benchmarks.soak.content import Damaged, Stamp, payload_of
-from benchmarks.soak.ledger import CLAIMS, COUNTERS, Claim, Counted, Ledger
+from benchmarks.soak.ledger import CLAIMS, COUNTERS, Claim, Counted, PoolAccounting
 from benchmarks.soak.slot import Slot, stamped
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, Unsupported
 from tiercheck.tiers.driver import TierDriver
@@ -60,14 +60,14 @@ class Shared:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._ledger: Ledger = slot.ledger
+        self._accounting: PoolAccounting = slot.ledger
         self._number = slot.number
         # Increments of unknown outcome may have come about; a refused one must not.
         self._doubtful = {
             counter
             for counter in range(COUNTERS)
-            if self._ledger.increments_begun(counter, self._number)
-            > self._ledger.increments_acknowledged(counter, self._number)
+            if self._accounting.increments_begun(counter, self._number)
+            > self._accounting.increments_acknowledged(counter, self._number)
         }
 
     async def one_operation(self) -> None:
@@ -84,7 +84,7 @@ class Shared:
 
     async def increment(self, counter: int) -> None:
         """One try; where another slot was faster, there is another time."""
-        slot, ledger = self._slot, self._ledger
+        slot, ledger = self._slot, self._accounting
         slot.count(Counted.INCREMENTS)
         low = [ledger.increments_acknowledged(counter, other) for other in range(ledger.slots)]
         outcome = await slot.attempts.call(lambda driver: counted(driver, counter, ledger.slots), counter_key(counter))
@@ -115,7 +115,7 @@ class Shared:
 
     def _check(self, counter: int, low: list[int], values: list[int]) -> bool:
         """Hold the values against the ledger; enters what has become of an increment of unknown outcome."""
-        ledger, own = self._ledger, self._number
+        ledger, own = self._accounting, self._number
         for other, value in enumerate(values):
             high = ledger.increments_begun(counter, other)
             if not low[other] <= value <= high:
@@ -136,7 +136,7 @@ class Shared:
 
     async def claim(self) -> None:
         """Try to create the next claim that this slot has not tried."""
-        slot, ledger, own = self._slot, self._ledger, self._number
+        slot, ledger, own = self._slot, self._accounting, self._number
         free = (number for number in range(CLAIMS) if ledger.claim(number, own) is Claim.UNTRIED)
         number = next(free, None)
         if number is None:
@@ -159,7 +159,7 @@ class Shared:
 
     async def look_at_claim(self, number: int) -> None:
         """It is the winner's, whole, and stays so."""
-        ledger, key = self._ledger, claim_key(number)
+        ledger, key = self._accounting, claim_key(number)
         won = {other for other in range(ledger.slots) if ledger.claim(number, other) is Claim.WON}
         outcome = await self._slot.attempts.call(lambda driver: stamped(driver, key), key)
         if isinstance(outcome.error, NotFound):
@@ -178,7 +178,7 @@ async def counted(driver: TierDriver, counter: int, slots: int) -> tuple[str | N
         return None, [2**63] * slots
 
 
-def claim_faults(ledger: Ledger, number: int, found: Stamp) -> list[str]:
+def claim_faults(ledger: PoolAccounting, number: int, found: Stamp) -> list[str]:
     """What is wrong with a claim of which ``found`` was read."""
     states = {slot: ledger.claim(number, slot) for slot in range(ledger.slots)}
     winners = [slot for slot, state in states.items() if state is Claim.WON]

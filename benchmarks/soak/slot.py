@@ -10,9 +10,9 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest as xxh3_64
 
-from benchmarks.soak.attempts import Attempts, Outcome
+from benchmarks.soak.attempts import Outcome, TierBackoff
 from benchmarks.soak.content import Damaged, Stamp, part_of, payload_of, read_stamp, size_of
-from benchmarks.soak.ledger import Counted, Ledger, OwnKey, State
+from benchmarks.soak.ledger import Counted, OwnKey, PoolAccounting, State
 from benchmarks.soak.losses import Losses
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, Unsupported
 from tiercheck.tiers.driver import TierDriver
@@ -29,8 +29,8 @@ class Slot:
     def __init__(
         self,
         number: int,
-        ledger: Ledger,
-        attempts: Attempts,
+        ledger: PoolAccounting,
+        attempts: TierBackoff,
         losses: Losses,
         chance: random.Random,
         *,

@@ -17,7 +17,7 @@ from benchmarks.ceilings.child import Child
 from benchmarks.figures import Unavailable
 from benchmarks.soak.limited import LimitedDirectory
 from benchmarks.stores import needed
-from tiercheck.tiers.shm import remove_namespace
+from tiercheck.tiers.shm.driver import remove_namespace
 
 __all__ = ["STORES", "Store", "Wrong"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.ledger import Counted, Ledger
+from benchmarks.soak.ledger import Counted, PoolAccounting
 from benchmarks.soak.losses import Losses
 from benchmarks.soak.stores import Store, Wrong
 from benchmarks.soak.worker import Plan
@@ -83,7 +83,7 @@ def soak(
         if not patient:
             account.notes += (f"too short to see debris go, which may take {store.debris_s:.0f} s",)
         slots = store.processes * SLOTS_EACH
-        ledger, losses = Ledger.create(directory / "ledger", slots), Losses(directory / "losses")
+        ledger, losses = PoolAccounting.create(directory / "ledger", slots), Losses(directory / "losses")
         try:
             plan = Plan(
                 url=store.url,
@@ -125,11 +125,11 @@ class Supervisor:
     """Starts the workers, makes things go wrong, and sees to it that all is well again at the end."""
 
     def __init__(
-        self, store: Store, plan: Plan, ledger: Ledger, losses: Losses, account: Account, directory: Path
+        self, store: Store, plan: Plan, ledger: PoolAccounting, losses: Losses, account: Account, directory: Path
     ) -> None:
         self._store = store
         self._plan = plan
-        self._ledger = ledger
+        self._accounting = ledger
         self._losses = losses
         self._account = account
         self._directory = directory
@@ -183,7 +183,7 @@ class Supervisor:
         if code is not None:
             self._losses.report("a worker ended by itself", None, f"code {code}: {worker.last_words()}")
             return False
-        done = sum(self._ledger.operations_of(slot) for slot in worker.plan.own_slots)
+        done = sum(self._accounting.operations_of(slot) for slot in worker.plan.own_slots)
         before, since = self._progress[worker.number]
         if done != before:
             self._progress[worker.number] = (done, time.monotonic())

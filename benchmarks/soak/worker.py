@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.soak.account import settle_accounts
-from benchmarks.soak.attempts import Attempts
-from benchmarks.soak.ledger import Counted, Ledger
+from benchmarks.soak.attempts import TierBackoff
+from benchmarks.soak.ledger import Counted, PoolAccounting
 from benchmarks.soak.losses import Losses
 from benchmarks.soak.shared import Shared
 from benchmarks.soak.slot import Slot
@@ -69,7 +69,7 @@ class Plan:
 
 
 async def run_slots(
-    plan: Plan, driver: TierDriver, ledger: Ledger, losses: Losses, stopped: Callable[[], bool]
+    plan: Plan, driver: TierDriver, ledger: PoolAccounting, losses: Losses, stopped: Callable[[], bool]
 ) -> None:
     """The plan's slots, at the same time, until ``stopped``. Errors: only those that are no driver's."""
 
@@ -79,7 +79,7 @@ async def run_slots(
         def count(what: Counted) -> None:
             ledger.count(number, what)
 
-        attempts = Attempts(driver, chance, losses, count, faults=plan.faults)
+        attempts = TierBackoff(driver, chance, losses, count, faults=plan.faults)
         slot = Slot(number, ledger, attempts, losses, chance, linger_s=plan.linger_s, large_bytes=plan.large_bytes)
         shared = Shared(slot)
         while not stopped():
@@ -121,7 +121,7 @@ async def work(plan: Plan) -> None:
         sys.stdin.read()
         loop.call_soon_threadsafe(stop.set)
 
-    ledger, losses = Ledger(Path(plan.ledger), plan.slots), Losses(Path(plan.losses))
+    ledger, losses = PoolAccounting(Path(plan.ledger), plan.slots), Losses(Path(plan.losses))
     if plan.settle and plan.debris_s:
         await asyncio.sleep(plan.debris_s)  # opening the tier then removes it
     async with opened(plan) as driver:

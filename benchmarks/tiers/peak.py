@@ -25,7 +25,7 @@ from benchmarks.pairs import Summary
 from benchmarks.stores import running_seaweed
 from benchmarks.tiers.peer import peer_url
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import remove_namespace
+from tiercheck.tiers.shm.driver import remove_namespace
 from tiercheck.types import bytes_text
 
 __all__ = ["FIGURES", "budget_bytes"]

@@ -19,7 +19,7 @@ from benchmarks.figures import Figure, Measured, Settings
 from benchmarks.machine import cpu_text
 from benchmarks.pairs import interleave, summarise, timed
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import remove_namespace
+from tiercheck.tiers.shm.driver import remove_namespace
 
 if TYPE_CHECKING:
     from benchmarks.ceilings.curve import CurveStream

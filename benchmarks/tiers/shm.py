@@ -15,7 +15,7 @@ from benchmarks.machine import cpu_text
 from benchmarks.pairs import Repetition, interleave, summarise, timed
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import open_driver
-from tiercheck.tiers.shm import remove_namespace
+from tiercheck.tiers.shm.driver import remove_namespace
 
 __all__ = ["FIGURES"]
 

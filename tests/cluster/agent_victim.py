@@ -13,22 +13,22 @@ from pathlib import Path
 
 from tests.cluster.dying import die_before_event, lives_through
 from tests.servers.agents import Node, base, capture, fake_peer, open_generation, record
-from tiercheck import container
-from tiercheck.agent.service import Agent
+from tiercheck.agent.server.service import Agent
+from tiercheck.format import container
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.keys import CommitKey, MarkerKey, NominationKey, ShardKey, parse
-from tiercheck.nomination import Nomination
-from tiercheck.records import seal
+from tiercheck.keys import CommitKey, JobKey, MarkerKey, ShardKey, parse
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.replication.records import seal
 
 BASES = (0, 6, 12)
 LAST = 17
 NBYTES = 150_000
 
 
-async def prepare(node: Node, nomination: Nomination) -> None:
-    async with node.open(nomination) as hierarchy:
+async def prepare(node: Node, job: ReplicationJob) -> None:
+    async with node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        await hierarchy.first.driver.put(str(NominationKey(0)), [seal(NominationKey(0), nomination.to_object())])
+        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job.to_object())])
         await capture(hierarchy, *(base(version) for version in BASES), nbytes=NBYTES)
         await capture(hierarchy, *(record(version) for version in range(1, LAST + 1)), nbytes=NBYTES)
 
@@ -40,9 +40,9 @@ async def live(node: Node, number: int | None) -> None:
         await agent.drain()
 
 
-async def check(node: Node, nomination: Nomination, *, finished: bool) -> None:
+async def check(node: Node, job: ReplicationJob, *, finished: bool) -> None:
     """What is in the tiers is whole, and every version after the newest committed base can be had."""
-    async with node.open(nomination) as hierarchy:
+    async with node.open(job) as hierarchy:
         held = [await whole(hierarchy, index) for index in range(2)]
         commits = [key.version for key in held[1] if isinstance(key, CommitKey)]
         for version in commits:
@@ -76,15 +76,13 @@ def kill_at_every_point(node: Node, step: int) -> int:
     """How many times an agent was killed."""
     killed = number = 0
     while True:
-        nomination = node.nomination(
-            node.shm(), durable=f"nvme://{node.folder}/durable-{number}?survives=rack", batch=3
-        )
-        asyncio.run(prepare(node, nomination))
+        job = node.job(node.shm(), durable=f"nvme://{node.folder}/durable-{number}?survives=rack", batch=3)
+        asyncio.run(prepare(node, job))
         lived = lives_through(functools.partial(live, node, number))
-        asyncio.run(check(node, nomination, finished=lived))
-        # The next one finds the nomination by itself and goes on with what is left.
+        asyncio.run(check(node, job, finished=lived))
+        # The next one finds the replication job by itself and goes on with what is left.
         asyncio.run(live(node, None))
-        asyncio.run(check(node, nomination, finished=True))
+        asyncio.run(check(node, job, finished=True))
         node.clear_memory()
         if lived:
             return killed

@@ -24,7 +24,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, Mismatch
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import Compression, attach, compressed_all_reduce
-from tiercheck.tiers.namespaces import remove_namespace
+from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
 BASE_EVERY, FAILED_AT, LAST = 4, 7, 10

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
-from tiercheck.tiers.namespaces import remove_namespace
+from tiercheck.tiers.shm.namespaces import remove_namespace
 
 FAILED_AT, LAST = 7, 11
 WORLDS = (3, 4)

@@ -18,7 +18,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed import attach
-from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
+from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.types import Fidelity
 
 KEPT_MAX = 0.013

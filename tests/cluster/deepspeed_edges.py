@@ -23,7 +23,7 @@ from deepspeed_harness import (
 from torch import nn
 
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
-from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider, supported
+from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider, supported
 from tiercheck.streams.generators import random_state
 
 __all__ = ["EDGES"]

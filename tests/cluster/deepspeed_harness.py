@@ -21,7 +21,7 @@ from deepspeed.ops.adam import FusedAdam  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
-from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider  # noqa: E402
+from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
 
 WIDTH, VOCABULARY, LENGTH = 32, 61, 12
 BASE, RESUME, END = 2, 4, 6

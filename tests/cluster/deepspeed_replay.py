@@ -20,7 +20,7 @@ from deepspeed_harness import (
     train,
 )
 
-from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
+from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 
 
 def replay_in_place(provider: DeepSpeedProvider, gradients: dict[str, torch.Tensor], options: list[Any]) -> None:

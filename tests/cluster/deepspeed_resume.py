@@ -18,8 +18,8 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, NotFound
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed import attach, read_block
-from tiercheck.streams.deepspeed_partitions import DeepSpeedProvider
-from tiercheck.tiers.namespaces import remove_namespace
+from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
+from tiercheck.tiers.shm.namespaces import remove_namespace
 
 BASE_EVERY = 3
 FLUSHED = 3

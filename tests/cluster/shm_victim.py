@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from tests.cluster.dying import die_before_event, lives_through
-from tiercheck.tiers.direct import address_of
-from tiercheck.tiers.shm import ShmDriver
+from tiercheck.tiers.posix.direct import address_of
+from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.tiers.url import TierURL
 
 SIZES = [(300_000, 2), (600_000, 1)]
@@ -45,7 +45,7 @@ async def check_after_death(url: str) -> None:
             assert bytes(await driver.get("cycled")) == bytes([cycled % 251]) * cycled
         assert (await driver.usage()).used_bytes == KEPT + cycled
         assert list((driver.segments.root / ".tiercheck/tmp").iterdir()) == []
-        counts = driver.segments._ledger.read()
+        counts = driver.segments._accounting.read()
         assert (counts.charged, counts.pooled_files) == (KEPT + cycled, len(pool_of(driver)))
         await driver.prepare_reservations(SIZES)
         assert len(pool_of(driver)) <= 3 + 2, "what the dead had is used, not left"

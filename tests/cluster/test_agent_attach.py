@@ -16,14 +16,14 @@ import pytest
 from tests.cluster.test_agent_kills import end
 from tests.servers.agents import Node, node, open_generation
 from tests.training import Training
-from tiercheck.agent import start
 from tiercheck.agent.__main__ import KILLED
-from tiercheck.agent.rundir import RunDirectory
-from tiercheck.background import BackgroundLoop
-from tiercheck.enlistment import Enlistment
+from tiercheck.agent.client import start
+from tiercheck.agent.client.session import AgentSession
+from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.nomination import Nomination
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
@@ -37,17 +37,17 @@ def place(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setenv("TIERCHECK_AGENT_NODE", node.name)
     yield node
     if RunDirectory.of(node.name).agent_lives():
-        loop = BackgroundLoop()
+        loop = LoopThread()
         loop.call(end(node), what="ending the agent", deadline_s=20)
         loop.close()
 
 
 @contextlib.contextmanager
-def enlisted(nomination: Nomination, deadline_s: float = 20.0) -> Iterator[tuple[Enlistment, BackgroundLoop]]:
+def enlisted(job: ReplicationJob, deadline_s: float = 20.0) -> Iterator[tuple[AgentSession, LoopThread]]:
     """As a rank that attaches is, before it opens its tiers."""
-    loop = BackgroundLoop()
+    loop = LoopThread()
     try:
-        enlistment = Enlistment.of(nomination.hierarchy, nomination.rank, loop, deadline_s)
+        enlistment = AgentSession.of(job.hierarchy, job.rank, loop, deadline_s)
         try:
             yield enlistment, loop
         finally:
@@ -56,7 +56,7 @@ def enlisted(nomination: Nomination, deadline_s: float = 20.0) -> Iterator[tuple
         loop.close()
 
 
-def another(enlistment: Enlistment, before: int) -> int:
+def another(enlistment: AgentSession, before: int) -> int:
     """The process of the agent that has taken the place of that one."""
     until = time.monotonic() + 20
     while enlistment.pid == before:
@@ -72,20 +72,20 @@ async def opens(url: str) -> None:
 
 def test_an_agent_that_is_killed_in_any_phase_of_an_attach_is_replaced(place: Node) -> None:
     """Where it was: its neighbours look for it at the address that they were told before."""
-    nomination = place.nomination(place.shm())
+    job = place.job(place.shm())
     place.namespaces.append(f"peer-{place.name}-run")
-    with enlisted(nomination) as (enlistment, loop):
-        first, told = enlistment.pid, enlistment.introduction(0)
-        os.kill(first, signal.SIGKILL)  # nobody of this node needs it before it nominates, but a neighbour does
+    with enlisted(job) as (enlistment, loop):
+        first, told = enlistment.pid, enlistment.endpoint(0)
+        os.kill(first, signal.SIGKILL)  # nobody of this node needs it before it registers, but a neighbour does
         loop.call(opens(f"peer://run?at={told.endpoint}"), what="a neighbour's opening", deadline_s=20)
         second = another(enlistment, first)
-        assert enlistment.introduction(0) == told
-        hierarchy = place.open(nomination)
+        assert enlistment.endpoint(0) == told
+        hierarchy = place.open(job)
         loop.call(hierarchy.__aenter__(), what="opening", deadline_s=20)
         loop.call(open_generation(hierarchy), what="a generation", deadline_s=20)
         os.kill(second, signal.SIGKILL)
-        mover = enlistment.mover(nomination, hierarchy.first.driver)
-        enlistment.nominate()
+        mover = enlistment.mover(job, hierarchy.first.driver)
+        enlistment.register()
         another(enlistment, second)
         os.kill(enlistment.pid, signal.SIGKILL)
         assert loop.call(mover.cycle(), what="a cycle", deadline_s=20)
@@ -101,7 +101,7 @@ def test_an_agent_that_is_killed_while_it_starts_is_started_again(place: Node, m
         return KILLED + signal.SIGKILL if len(spawned) == 1 else spawn(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(start, "_spawn", killed_at_first)
-    with enlisted(place.nomination(place.shm())) as (enlistment, _):
+    with enlisted(place.job(place.shm())) as (enlistment, _):
         assert len(spawned) == 2
         assert enlistment.pid
 
@@ -109,9 +109,9 @@ def test_an_agent_that_is_killed_while_it_starts_is_started_again(place: Node, m
 def test_the_starter_tells_a_kill_from_a_failure() -> None:
     """The process that leaves the agent behind reports how it died, if it dies before it is ready."""
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    code = f"import sys, tiercheck.agent.life as life; life.run_agent = lambda *a, **k: exec({dies!r})\n"
+    code = f"import sys, tiercheck.agent.server.process as life; life.run_agent = lambda *a, **k: exec({dies!r})\n"
     code += "import tiercheck.agent.__main__ as main; sys.argv = ['', '{}']\n"
-    code += "import tiercheck.agent.settings as s; s.AgentSettings.from_json = lambda t: None\nsys.exit(main.main())"
+    code += "import tiercheck.agent.protocol.settings as s; s.AgentSettings.from_json = lambda t: None\nsys.exit(main.main())"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == KILLED + signal.SIGKILL
 
 
@@ -147,9 +147,9 @@ def test_a_second_job_of_the_name_is_refused_and_the_first_goes_on(place: Node) 
     urls = [place.shm(), f"nvme://{place.durable}?survives=rack"]
     training = Training()
     with training.attach(Hierarchy.of(*urls), mover="agent", deadline_s=20.0) as checkpointer:
-        loop = BackgroundLoop()
+        loop = LoopThread()
         with pytest.raises(JobConflict, match=r"this process is using .* for rank 0 already"):
-            Enlistment.of(Hierarchy.of(*urls), 0, loop, 10.0)
+            AgentSession.of(Hierarchy.of(*urls), 0, loop, 10.0)
         loop.close()
         assert state_of(place) == "moving", "the mover of the job that lives stands still"
         training.step(1)
@@ -159,7 +159,7 @@ def test_a_second_job_of_the_name_is_refused_and_the_first_goes_on(place: Node) 
 def state_of(place: Node) -> str:
     from tiercheck.cli.agent import ask
 
-    loop = BackgroundLoop()
+    loop = LoopThread()
     try:
         (rank,) = loop.call(ask(place.name, stop=False), what="the status", deadline_s=10)["ranks"]
         return str(rank["state"])

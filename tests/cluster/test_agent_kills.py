@@ -16,11 +16,11 @@ import pytest
 
 from tests.cluster.agent_victim import whole
 from tests.servers.agents import Node, base, capture, held, node, open_generation, record
-from tiercheck.agent.client import AgentClient, connect_agent, ensure_agent
-from tiercheck.agent.connection import AgentGone
-from tiercheck.agent.moving import AgentMover
-from tiercheck.agent.record import write_nomination
-from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.client.client import AgentClient, connect_agent, ensure_agent
+from tiercheck.agent.client.connection import AgentGone
+from tiercheck.agent.client.remote_mover import RemoteMover
+from tiercheck.agent.jobs.job_store import write_job
+from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.keys import CommitKey, ShardKey
 from tiercheck.tiers.registry import make_driver
@@ -51,7 +51,7 @@ HANGING = """
 import sys, threading
 from pathlib import Path
 from tiercheck.agent import AgentSettings, assignment, life, run_agent, service
-from tiercheck.tiers.nvme import NvmeDriver
+from tiercheck.tiers.posix.nvme import NvmeDriver
 run = NvmeDriver.run
 async def never_ends(self, work, key=None, undo=None):
     def hang(check):
@@ -107,11 +107,11 @@ def test_killed_before_every_call(node: Node) -> None:
 
 async def test_killed_again_and_again_under_a_trainer(node: Node) -> None:
     chance = random.Random(11)
-    nomination = node.nomination(node.shm("256MiB"), batch=3)
-    async with started(node) as client, node.open(nomination) as hierarchy:
+    job = node.job(node.shm("256MiB"), batch=3)
+    async with started(node) as client, node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        mover = AgentMover(client, hierarchy.first.driver, nomination)
-        await mover.nominate()
+        mover = RemoteMover(client, hierarchy.first.driver, job)
+        await mover.register()
         life = asyncio.create_task(mover.run())
         kills = 0
         for version in range(41):
@@ -164,16 +164,16 @@ async def test_of_many_processes_one_starts_it_and_it_outlives_them_all(node: No
 
 
 async def test_it_goes_on_after_its_trainer_was_killed_and_ends_when_nobody_is_left(node: Node) -> None:
-    nomination = node.nomination(node.shm(), batch=5)
+    job = node.job(node.shm(), batch=5)
     async with started(node, linger_s=1.0) as client:
-        async with node.open(nomination) as hierarchy:
+        async with node.open(job) as hierarchy:
             await open_generation(hierarchy)
-            await AgentMover(client, hierarchy.first.driver, nomination).nominate()
+            await RemoteMover(client, hierarchy.first.driver, job).register()
             await capture(hierarchy, base(0), record(1), record(2))
         await client.close()
         # What is left, an incomplete batch, goes out before it ends.
         await gone(node, 60)
-        async with node.open(nomination) as hierarchy:
+        async with node.open(job) as hierarchy:
             assert str(CommitKey(1, 0)) in await held(hierarchy)
             assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
 
@@ -184,10 +184,10 @@ async def test_an_agent_that_cannot_start_says_why(node: Node) -> None:
 
 
 async def test_told_to_end_it_brings_everything_home(node: Node) -> None:
-    nomination = node.nomination(node.shm(), batch=5)
-    async with started(node) as client, node.open(nomination) as hierarchy:
+    job = node.job(node.shm(), batch=5)
+    async with started(node) as client, node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        await AgentMover(client, hierarchy.first.driver, nomination).nominate()
+        await RemoteMover(client, hierarchy.first.driver, job).register()
         await capture(hierarchy, base(0), record(1), record(2), nbytes=1_000_000)
         os.kill(client.hello.pid, signal.SIGTERM)
         await client.close()
@@ -198,10 +198,10 @@ async def test_told_to_end_it_brings_everything_home(node: Node) -> None:
 
 async def test_told_twice_it_ends_at_once(node: Node) -> None:
     (node.folder / "notadir").write_text("in the way")
-    bad = node.nomination(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
+    bad = node.job(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
     async with started(node) as client:
         async with make_driver(bad.tiers[0][1]) as first:
-            await AgentMover(client, first, bad).nominate()
+            await RemoteMover(client, first, bad).register()
         pid = client.hello.pid
         os.kill(pid, signal.SIGTERM)
         assert (await client.status())["ending"] is True, "it goes on answering while it drains"
@@ -213,10 +213,10 @@ async def test_told_twice_it_ends_at_once(node: Node) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_a_store_that_never_answers_keeps_it_from_no_end(node: Node, times: int) -> None:
-    nomination = node.nomination(node.shm())
-    async with node.open(nomination) as hierarchy:
+    job = node.job(node.shm())
+    async with node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        await write_nomination(hierarchy.first.driver, nomination)
+        await write_job(hierarchy.first.driver, job)
     hangs = node.folder / "hangs"
     settings = node.settings(detached=False, drain_s=0.2 if times == 1 else 600.0).to_json()
     agent = start_hanging(settings, hangs)
@@ -238,7 +238,7 @@ async def test_a_store_that_never_answers_keeps_it_from_no_end(node: Node, times
 
 async def test_a_platforms_agent_waits_for_the_platform(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer starts one itself only where the platform has not within its time."""
-    monkeypatch.setattr("tiercheck.agent.client.PLATFORM_S", 0.5)
+    monkeypatch.setattr("tiercheck.agent.client.client.PLATFORM_S", 0.5)
     platform = start_platforms(node)
     try:
         async with asyncio.timeout(30):
@@ -257,12 +257,12 @@ async def test_a_platforms_agent_waits_for_the_platform(node: Node, monkeypatch:
 
 async def test_its_memory_does_not_grow_with_what_it_moves(node: Node) -> None:
     """Objects of 128 MiB, from shared memory to disk, by a process with less than that of its own."""
-    nomination = node.nomination(node.shm("700MiB"))
+    job = node.job(node.shm("700MiB"))
     peak = 0
-    async with started(node) as client, node.open(nomination) as hierarchy:
+    async with started(node) as client, node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        mover = AgentMover(client, hierarchy.first.driver, nomination)
-        await mover.nominate()
+        mover = RemoteMover(client, hierarchy.first.driver, job)
+        await mover.register()
         for version in (0, 1, 2):
             await capture(hierarchy, base(version), nbytes=128 << 20)
         draining = asyncio.create_task(mover.drain(120, closing=True))

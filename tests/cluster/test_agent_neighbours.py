@@ -10,9 +10,9 @@ import pytest
 
 from tests.cluster.test_agent_kills import started
 from tests.servers.agents import Node, base, capture, node, open_generation, record
-from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.client.remote_mover import RemoteMover
 from tiercheck.errors import CapacityExceeded
-from tiercheck.nomination import NominatedTier, Nomination
+from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.tiers.peer import PeerKeys
 from tiercheck.tiers.registry import make_driver
 
@@ -49,13 +49,13 @@ async def test_a_rank_is_moved_to_its_neighbours_memory(node: Node) -> None:
     other = Node(node.folder)
     async with started(node, bind=None) as client, started(other, bind=None) as there:
         node.namespaces.append(f"peer-{other.name}-run")
-        plain = node.nomination(node.shm(), batch=1)
-        peer = NominatedTier("peer", f"peer://run?at={there.hello.peer_endpoint}&deadline=2")
-        nomination = Nomination((plain.tiers[0], peer, plain.tiers[1]), node.name, 0, 1, 1, 1, 2, 0)
-        async with node.open(nomination) as hierarchy:
+        plain = node.job(node.shm(), batch=1)
+        peer = JobTier("peer", f"peer://run?at={there.hello.peer_endpoint}&deadline=2")
+        job = ReplicationJob((plain.tiers[0], peer, plain.tiers[1]), node.name, 0, 1, 1, 1, 2, 0)
+        async with node.open(job) as hierarchy:
             await open_generation(hierarchy)
-            mover = AgentMover(client, hierarchy.first.driver, nomination)
-            await mover.nominate()
+            mover = RemoteMover(client, hierarchy.first.driver, job)
+            await mover.register()
             await capture(hierarchy, base(0), record(1), record(2), nbytes=500_000)
             await mover.drain(30, closing=True)
             kept = [info.key async for info in hierarchy.tiers[1].driver.list("g")]

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.test_agent_kills import started
 from tests.servers.agents import Node, base, capture, node, open_generation, record
 from tests.servers.browser import Browser, browser
-from tiercheck.agent.moving import AgentMover
+from tiercheck.agent.client.remote_mover import RemoteMover
 
 __all__ = ["browser", "node"]
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.cluster
 
 
 async def test_a_browser_shows_versions_and_tiers(node: Node, browser: Browser, tmp_path: Path) -> None:
-    nomination = node.nomination(node.shm(), batch=5)
-    async with started(node) as client, node.open(nomination) as hierarchy:
+    job = node.job(node.shm(), batch=5)
+    async with started(node) as client, node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        mover = AgentMover(client, hierarchy.first.driver, nomination)
-        await mover.nominate()
+        mover = RemoteMover(client, hierarchy.first.driver, job)
+        await mover.register()
         await capture(hierarchy, base(0), base(10), *(record(version) for version in range(1, 14)))
         await mover.drain(30, closing=True)
         url = client.hello.http

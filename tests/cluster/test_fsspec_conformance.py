@@ -52,7 +52,7 @@ class TestSftp(FileTierTests):
         return functools.partial(make_driver, self.url_with("part=256KiB"))
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.fsspec_renaming.SftpBackend.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.fsspec.renaming.SftpBackend.replace", side_effect=Killed)
 
 
 def container_of(server: Azurite) -> ContainerClient:

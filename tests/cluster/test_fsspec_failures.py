@@ -24,10 +24,10 @@ from tests.servers.azurite import Azurite, azurite
 from tests.servers.process import free_port
 from tests.servers.sshd import Sshd
 from tiercheck.errors import CapacityExceeded, NotFound, TierError, Transient, Unauthorized, Unsupported
-from tiercheck.tiers import fsspec_renaming
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.fsspec_backends import Backend
-from tiercheck.tiers.fsspec_workers import Ticket
+from tiercheck.tiers.fsspec import renaming
+from tiercheck.tiers.fsspec.backends import Backend
+from tiercheck.tiers.fsspec.workers import Ticket
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["azurite"]
@@ -138,7 +138,7 @@ async def test_an_sftp_server_killed_in_mid_put(server: Sshd, tmp_path: Path) ->
         assert (root / "a").read_bytes() == b"new"
         assert (await driver.usage()).used_bytes == 3
     assert len(list(temporaries.iterdir())) == 1, "the dead connection's debris"
-    with mock.patch.object(fsspec_renaming, "DEBRIS_AGE_S", -1):
+    with mock.patch.object(renaming, "DEBRIS_AGE_S", -1):
         async with sftp(server, root):
             assert list(temporaries.iterdir()) == []
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.servers.gluster import Gluster
 from tiercheck.errors import NotFound, Transient
-from tiercheck.tiers.lustre import LustreDriver
+from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.types import PutMode
 
 pytestmark = pytest.mark.cluster

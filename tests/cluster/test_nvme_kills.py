@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.dying import lives_through
-from tiercheck.tiers import transfer
+from tiercheck.tiers.posix import transfer
 from tiercheck.tiers.registry import make_driver
 
 ROOT = Path(__file__).parents[2]

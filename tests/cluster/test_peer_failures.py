@@ -18,7 +18,7 @@ import pytest
 from tests.servers.peer import PeerProcess
 from tiercheck.errors import AlreadyExists, NotFound, TierError, Transient
 from tiercheck.tiers.peer import PeerDriver, PeerKeys
-from tiercheck.tiers.shm import remove_namespace
+from tiercheck.tiers.shm.driver import remove_namespace
 from tiercheck.types import PutMode
 
 pytestmark = pytest.mark.cluster

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.servers.peer import PeerProcess
-from tests.unit.test_peer_wire import GREETING, READY
-from tiercheck.tiers.namespaces import remove_namespace
+from tests.unit.tiers.peer.test_wire import GREETING, READY
 from tiercheck.tiers.peer import PeerDriver
+from tiercheck.tiers.shm.namespaces import remove_namespace
 
 pytestmark = pytest.mark.cluster
 

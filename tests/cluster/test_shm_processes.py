@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tiercheck.errors import CapacityExceeded
-from tiercheck.tiers.shm import ShmDriver, namespaces
+from tiercheck.tiers.shm.driver import ShmDriver, namespaces
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,7 @@ import pytest
 
 from tiercheck.errors import NotFound
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import namespaces
+from tiercheck.tiers.shm.driver import namespaces
 
 pytestmark = pytest.mark.cluster
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.training import Training, memory
-from tiercheck import container
-from tiercheck.agent.client import connect_agent
-from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.client.client import connect_agent
+from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.demo.nodes import remove_when_released
 from tiercheck.errors import ConfigurationError, NotFound, TierCheckError
+from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.keys import CommitKey, NominationKey
+from tiercheck.keys import CommitKey, JobKey
 from tiercheck.streams.differential import read_differentials
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import Fidelity
@@ -72,7 +72,7 @@ def test_the_agent_brings_everything_home(name: str, tmp_path: Path) -> None:
     durable = asyncio.run(held(f"nvme://{tmp_path}/durable"))
     assert str(CommitKey(1, 4)) in durable
     assert any("000000000007" in key for key in durable), "the incomplete batch goes at the end"
-    assert str(NominationKey(0)) not in asyncio.run(held(f"shm://{name}")), "it is withdrawn at a clean end"
+    assert str(JobKey(0)) not in asyncio.run(held(f"shm://{name}")), "it is withdrawn at a clean end"
 
 
 def test_what_a_dead_trainer_left_goes_on_its_way_and_a_killed_agent_comes_back(name: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path:
     (tmp_path / "durable").write_text("in the way")
     training.step(2)
     checkpointer.close()
-    assert str(NominationKey(0)) in asyncio.run(held(f"shm://{name}")), "nobody has taken it back"
+    assert str(JobKey(0)) in asyncio.run(held(f"shm://{name}")), "nobody has taken it back"
 
 
 def test_the_launchers_word_must_be_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class TestLocal(FileTierTests):
         return functools.partial(make_driver, f"fsspec+file://{self.root}?part=256KiB")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.fsspec_renaming.LocalBackend.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.fsspec.renaming.LocalBackend.replace", side_effect=Killed)
 
 
 class TestMemory(TierDriverTests):

@@ -18,14 +18,14 @@ from tests.file_tiers import FileTierMachine, FileTierTests
 from tests.servers.gluster import Gluster
 from tiercheck.testing.faults import Killed
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.lustre import LustreDriver
-from tiercheck.tiers.mounts import Traits
+from tiercheck.tiers.posix.lustre import LustreDriver
+from tiercheck.tiers.posix.mounts import Traits
 from tiercheck.tiers.registry import make_driver
 
 
 @contextlib.contextmanager
 def killed_before_a_name_appears() -> Iterator[None]:
-    directory = "tiercheck.tiers.shared_directory.SharedDirectory"
+    directory = "tiercheck.tiers.posix.shared_directory.SharedDirectory"
     with mock.patch(f"{directory}.replace", side_effect=Killed), mock.patch(f"{directory}.link", side_effect=Killed):
         yield
 
@@ -34,7 +34,7 @@ def client_on_a_mount(root: Path, *values: bool) -> TierDriver:
     """For a process of its own, where what is patched stays so: a client of a file system with these traits."""
     if values:
         traits = Traits(*values)
-        mock.patch("tiercheck.tiers.lustre.traits_of", lambda mount: traits).start()
+        mock.patch("tiercheck.tiers.posix.lustre.traits_of", lambda mount: traits).start()
         if not traits.locks:
             mock.patch("fcntl.flock", refuse_locks).start()
     return LustreDriver(root)
@@ -76,7 +76,7 @@ class TestLustreOnAMountThatRemembers(TestLustre):
 
     @pytest.fixture(autouse=True)
     def forgetful(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits)
+        monkeypatch.setattr("tiercheck.tiers.posix.lustre.traits_of", lambda mount: self.traits)
 
 
 class TestLustreWithoutLocks(TestLustre):
@@ -86,7 +86,7 @@ class TestLustreWithoutLocks(TestLustre):
 
     @pytest.fixture(autouse=True)
     def no_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits)
+        monkeypatch.setattr("tiercheck.tiers.posix.lustre.traits_of", lambda mount: self.traits)
         monkeypatch.setattr("fcntl.flock", refuse_locks)
 
 
@@ -114,7 +114,7 @@ class LustreMachine(FileTierMachine):
     traits = Traits(True, True, False)
 
     def make_driver(self) -> TierDriver:
-        with mock.patch("tiercheck.tiers.lustre.traits_of", lambda mount: self.traits):
+        with mock.patch("tiercheck.tiers.posix.lustre.traits_of", lambda mount: self.traits):
             return LustreDriver(self.root)
 
 

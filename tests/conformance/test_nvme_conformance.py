@@ -35,7 +35,7 @@ class TestNvme(FileTierTests):
         return functools.partial(make_driver, f"nvme://{self.root}?{self.options}")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.directory.ObjectDirectory.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.posix.directory.ObjectDirectory.replace", side_effect=Killed)
 
 
 class TestNvmeInManyBlocks(TestNvme):
@@ -45,7 +45,7 @@ class TestNvmeInManyBlocks(TestNvme):
 
     @pytest.fixture(autouse=True)
     def no_object_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tiercheck.tiers.transfer.BLOCKS_BYTES_MIN", 1)
+        monkeypatch.setattr("tiercheck.tiers.posix.transfer.BLOCKS_BYTES_MIN", 1)
 
 
 class TestNvmeBuffered(TestNvme):

@@ -16,7 +16,7 @@ from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerServer
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.shm.driver import ShmDriver, remove_namespace
 from tiercheck.types import Capabilities, Survives
 
 

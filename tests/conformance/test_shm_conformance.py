@@ -33,4 +33,4 @@ class TestShm(FileTierTests):
         return functools.partial(make_driver, f"shm://{self.name}?size=64MiB")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.segments.SegmentDirectory.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.shm.segments.SegmentDirectory.replace", side_effect=Killed)

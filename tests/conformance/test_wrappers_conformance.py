@@ -18,7 +18,7 @@ from tiercheck.testing.faults import FaultyDriver, Killed
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver, MemoryStore, StoredObject
-from tiercheck.tiers.nvme import NvmeDriver
+from tiercheck.tiers.posix.nvme import NvmeDriver
 from tiercheck.tiers.wrappers import (
     MeteredDriver,
     PrefixedDriver,
@@ -148,7 +148,7 @@ class TestAllAroundNvme(FileTierTests):
         return functools.partial(all_around_nvme, self.below)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.directory.ObjectDirectory.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.posix.directory.ObjectDirectory.replace", side_effect=Killed)
 
 
 class WrappedMachine(DriverMachine):

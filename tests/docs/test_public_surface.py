@@ -24,8 +24,8 @@ MODULES = (
     "tiercheck.testing.conformance",
     "tiercheck.testing.stateful",
     "tiercheck.testing.faults",
-    "tiercheck.recorder",
-    "tiercheck.restore",
+    "tiercheck.recording.recorder",
+    "tiercheck.recovery.restorer",
     "tiercheck.checkpointer",
 )
 

@@ -25,11 +25,11 @@ import pytest
 import typer
 from rich.console import Console
 
-from tests.unit.test_demo_report import compared, runs
+from tests.unit.demo.test_report import compared, runs
 from tiercheck import cli, keys
 from tiercheck.demo.report import render
 from tiercheck.integrations.deepspeed import read_block
-from tiercheck.tiers.namespaces import namespaces, remove_namespace
+from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -26,7 +26,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import reference
 from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.gradients import SparseGradient
-from tiercheck.kernels.reference import blocks, compaction, halves, nf4, onebit, planes
+from tiercheck.kernels.reference import blocks, compaction, fp16, nf4, onebit, planes
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
 
 need_cupy()
@@ -122,7 +122,7 @@ class CudaKernelTests(CudaExponentTests):
             cuda.from_half(
                 machine.put(every), machine.put(np.array([exponent], np.int32)), values, stream=machine.stream
             )
-            expected = halves.from_half(every, exponent)
+            expected = fp16.from_half(every, exponent)
             assert same(machine.get(values), expected), exponent
 
     def test_values_become_halves(self, machine: Machine) -> None:
@@ -136,7 +136,7 @@ class CudaKernelTests(CudaExponentTests):
                 machine.put(values), out, exponent, machine.put(np.full(1, 9, np.uint32)), stream=machine.stream
             )
             expected = np.zeros(values.size, np.float16)
-            assert machine.get(exponent)[0] == halves.to_half(values, expected)
+            assert machine.get(exponent)[0] == fp16.to_half(values, expected)
             assert same(machine.get(out), expected)
             assert machine.intact(out)
 
@@ -149,7 +149,7 @@ class CudaKernelTests(CudaExponentTests):
             workspace = machine.put(np.zeros(1, np.uint32))
             cuda.to_half(machine.put(values), out, exponent, workspace, count=count, stream=machine.stream)
             expected = np.zeros(100, np.float16)
-            assert machine.get(exponent)[0] == halves.to_half(values[:held], expected[:held])
+            assert machine.get(exponent)[0] == fp16.to_half(values[:held], expected[:held])
             assert identical(machine.get(out), expected)
             assert machine.intact(out)
 
@@ -455,8 +455,8 @@ class CudaKernelTests(CudaExponentTests):
         threshold = reference.select_threshold(values, 0.01, 3, residual=residual)
         found, survived = reference.compact(values, threshold, residual=expected_residual)
         expected_halves = np.zeros(found.size, np.float16)
-        exponent = halves.to_half(survived, expected_halves)
-        settle(expected_residual, found, survived, halves.from_half(expected_halves, exponent))
+        exponent = fp16.to_half(survived, expected_halves)
+        settle(expected_residual, found, survived, fp16.from_half(expected_halves, exponent))
 
         put, to = machine.put, {"stream": machine.stream}
         capacity = found.size + 10

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tiercheck.tiers.pinning import CudaPinning
-from tiercheck.tiers.shm import ShmDriver
+from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.shm.pinning import CudaPinning
 
 pytestmark = pytest.mark.gpu
 

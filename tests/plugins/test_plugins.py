@@ -120,7 +120,7 @@ def test_obstore_is_certified_on_azure(outside: Outside, azurite: Azurite) -> No
 
 def test_the_plug_ins_are_listed(outside: Outside) -> None:
     program = (
-        "import json; from tiercheck.doctor import installed_drivers;"
+        "import json; from tiercheck.diagnostics.doctor import installed_drivers;"
         "print(json.dumps([driver.to_object() for driver in installed_drivers()]))"
     )
     found = {each["scheme"]: each for each in json.loads(outside.run("-c", program).stdout)}
@@ -143,7 +143,7 @@ def test_any_url_is_certified_without_code(outside: Outside) -> None:
 
 
 def test_certifying_refuses_what_it_would_destroy(outside: Outside) -> None:
-    put = "from tiercheck.tiers.nvme import NvmeDriver; import asyncio, pathlib\n" + (
+    put = "from tiercheck.tiers.posix.nvme import NvmeDriver; import asyncio, pathlib\n" + (
         "async def main():\n"
         "    async with NvmeDriver(pathlib.Path.cwd() / 'tier') as driver: await driver.put('precious', [b'x'])\n"
         "asyncio.run(main())"

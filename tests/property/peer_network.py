@@ -12,10 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError
-from tiercheck.tiers.peer.calling import ClientProtocol, ClientSettings, Finish, Operation, Reset, Send
-from tiercheck.tiers.peer.limits import PeerLimits
-from tiercheck.tiers.peer.serving import ServerProtocol
-from tiercheck.tiers.peer.work import (
+from tiercheck.tiers.peer.client.protocol import ClientProtocol, ClientSettings, Finish, Operation, Reset, Send
+from tiercheck.tiers.peer.server.effects import (
     DeleteObjects,
     DropMemory,
     OpenObject,
@@ -29,6 +27,8 @@ from tiercheck.tiers.peer.work import (
     Task,
     Work,
 )
+from tiercheck.tiers.peer.server.limits import PeerLimits
+from tiercheck.tiers.peer.server.protocol import ServerProtocol
 from tiercheck.types import Buffer, ByteRange, ObjectInfo, PutMode
 
 __all__ = ["Network"]

@@ -11,7 +11,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tiercheck.container import (
+from tiercheck.errors import Corruption
+from tiercheck.format.container import (
     ALIGNMENT,
     DTYPES,
     ShardMetadata,
@@ -23,9 +24,8 @@ from tiercheck.container import (
     payload,
     shard_nbytes,
 )
-from tiercheck.errors import Corruption
+from tiercheck.format.host_state import pack, unpack
 from tiercheck.keys import Stream
-from tiercheck.objects import pack, unpack
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(
     lambda name: not name.startswith("__")

@@ -9,8 +9,8 @@ from tiercheck.testing.faults import FaultyDriver
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
-from tiercheck.tiers.nvme import NvmeDriver
-from tiercheck.tiers.shm import ShmDriver, remove_namespace
+from tiercheck.tiers.posix.nvme import NvmeDriver
+from tiercheck.tiers.shm.driver import ShmDriver, remove_namespace
 
 FAST = settings(max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.training import Training
-from tiercheck import container
-from tiercheck.container import TensorEntry
 from tiercheck.errors import Mismatch
+from tiercheck.format import container
+from tiercheck.format.container import TensorEntry
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.registry import make_driver

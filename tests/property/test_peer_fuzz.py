@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.property.peer_network import Network
-from tiercheck.tiers.peer.content import PayloadChunks
+from tiercheck.tiers.peer.client.content import PayloadChunks
+from tiercheck.tiers.peer.client.get import Getting
+from tiercheck.tiers.peer.client.put import Putting
 from tiercheck.tiers.peer.driver import new_transfer
-from tiercheck.tiers.peer.getting import Getting
-from tiercheck.tiers.peer.limits import PeerLimits
 from tiercheck.tiers.peer.messages import (
     HEAD_BYTES_MAX,
     KINDS,
@@ -30,8 +30,8 @@ from tiercheck.tiers.peer.messages import (
     decode,
     encode,
 )
-from tiercheck.tiers.peer.putting import Putting
-from tiercheck.tiers.peer.work import Reply
+from tiercheck.tiers.peer.server.effects import Reply
+from tiercheck.tiers.peer.server.limits import PeerLimits
 from tiercheck.types import PutMode
 
 CHUNK = 1 << 16

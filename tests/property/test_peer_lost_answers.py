@@ -9,11 +9,11 @@ import pytest
 
 from tests.property.peer_network import Network
 from tiercheck.errors import AlreadyExists, CapacityExceeded, Corruption, Transient, Unauthorized
-from tiercheck.tiers.peer.calling import ClientProtocol, ClientSettings, Effect, Finish, Send
-from tiercheck.tiers.peer.content import PayloadChunks
+from tiercheck.tiers.peer.client.content import PayloadChunks
+from tiercheck.tiers.peer.client.get import Getting
+from tiercheck.tiers.peer.client.protocol import ClientProtocol, ClientSettings, Effect, Finish, Send
+from tiercheck.tiers.peer.client.put import Putting
 from tiercheck.tiers.peer.driver import new_transfer
-from tiercheck.tiers.peer.getting import Getting
-from tiercheck.tiers.peer.limits import PeerLimits
 from tiercheck.tiers.peer.messages import (
     BeginPut,
     Data,
@@ -27,9 +27,9 @@ from tiercheck.tiers.peer.messages import (
     decode,
     encode,
 )
-from tiercheck.tiers.peer.putting import Putting
-from tiercheck.tiers.peer.receiving import SILENT_S
-from tiercheck.tiers.peer.work import PublishMemory, Reply, ReserveMemory, StoreWhole, Task
+from tiercheck.tiers.peer.server.effects import PublishMemory, Reply, ReserveMemory, StoreWhole, Task
+from tiercheck.tiers.peer.server.limits import PeerLimits
+from tiercheck.tiers.peer.server.put import SILENT_S
 from tiercheck.types import Buffer, ObjectInfo, PutMode
 
 CHUNK = 1 << 16

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.property.peer_network import Network
 from tiercheck.errors import AlreadyExists, NotFound, PreconditionFailed, TierError, Transient
-from tiercheck.tiers.peer.calling import Call
-from tiercheck.tiers.peer.content import PayloadChunks
+from tiercheck.tiers.peer.client.content import PayloadChunks
+from tiercheck.tiers.peer.client.get import Getting
+from tiercheck.tiers.peer.client.protocol import Call
+from tiercheck.tiers.peer.client.put import Putting
 from tiercheck.tiers.peer.driver import new_transfer, reader
-from tiercheck.tiers.peer.getting import Getting
-from tiercheck.tiers.peer.limits import PeerLimits
 from tiercheck.tiers.peer.messages import Delete, Done
-from tiercheck.tiers.peer.putting import Putting
+from tiercheck.tiers.peer.server.limits import PeerLimits
 from tiercheck.types import ByteRange, ObjectInfo, PutMode
 
 CHUNK = 1 << 16

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.recorded import Trainer, fresh, state_of
 from tiercheck.streams.differential import Differential
-from tiercheck.streams.replay import replay, replay_runs
-from tiercheck.streams.runs import Run, decode_run, run_of
+from tiercheck.streams.replay.replay import replay, replay_runs
+from tiercheck.streams.replay.runs import Run, decode_run, run_of
 
 VERSIONS = 9
 

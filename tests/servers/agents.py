@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck import container
-from tiercheck.agent.neighbours import OpenNamespace
-from tiercheck.agent.settings import AgentSettings
-from tiercheck.container import ShardMetadata, TensorEntry
+from tiercheck.agent.protocol.settings import AgentSettings
+from tiercheck.agent.server.neighbours import OpenNamespace
 from tiercheck.errors import NotFound, Transient
+from tiercheck.format import container
+from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import LineageKey, ShardKey
-from tiercheck.nomination import NominatedTier, Nomination
 from tiercheck.policy.lineage import Branch
-from tiercheck.records import seal
-from tiercheck.tiers.namespaces import remove_namespace
+from tiercheck.replication.job import JobTier, ReplicationJob
+from tiercheck.replication.records import seal
+from tiercheck.tiers.shm.namespaces import remove_namespace
 
 __all__ = ["FakePeer", "Node", "fake_peer", "node", "shard"]
 
@@ -45,7 +45,7 @@ class Node:
     folder: Path
     """Short enough for a socket's path."""
     name: str = field(default_factory=lambda: f"n-{secrets.token_hex(4)}")
-    """Of its own: agents find each other's nominations by it, in memory that all tests share."""
+    """Of its own: agents find each other's replication jobs by it, in memory that all tests share."""
     namespaces: list[str] = field(default_factory=list)
 
     @property
@@ -61,7 +61,7 @@ class Node:
     def settings(self, **changes: object) -> AgentSettings:
         return AgentSettings(**{"node": self.name, "bind": "", "detached": True, **changes})  # type: ignore[arg-type]
 
-    def nomination(
+    def job(
         self,
         first: str,
         *,
@@ -72,15 +72,15 @@ class Node:
         batch: int = 2,
         world_size: int = 1,
         codec: str = "",
-    ) -> Nomination:
+    ) -> ReplicationJob:
         tiers = (
-            NominatedTier("shm", first),
-            NominatedTier("nvme", durable or f"nvme://{self.durable}?survives=rack", codec),
+            JobTier("shm", first),
+            JobTier("nvme", durable or f"nvme://{self.durable}?survives=rack", codec),
         )
-        return Nomination(tiers, node or self.name, rank, world_size, generation, batch, 2, 0)
+        return ReplicationJob(tiers, node or self.name, rank, world_size, generation, batch, 2, 0)
 
-    def open(self, nomination: Nomination) -> OpenHierarchy:
-        return nomination.hierarchy.open(rank=nomination.rank)
+    def open(self, job: ReplicationJob) -> OpenHierarchy:
+        return job.hierarchy.open(rank=job.rank)
 
     def clear_memory(self) -> None:
         while self.namespaces:

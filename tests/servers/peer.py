@@ -19,7 +19,7 @@ from typing import IO, Self
 
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer import PeerKeys, PeerLimits, PeerServer
-from tiercheck.tiers.shm import ShmDriver
+from tiercheck.tiers.shm.driver import ShmDriver
 
 __all__ = ["PeerProcess"]
 

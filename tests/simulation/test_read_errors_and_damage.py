@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.failing import Failing
-from tests.unit.test_restore import CONFIG, Cluster
-from tiercheck.copies import Copies
+from tests.unit.recovery.test_restorer import CONFIG, Cluster
 from tiercheck.errors import RecoveryError, TierCheckError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.recovery.copies import Copies
 from tiercheck.tiers.memory import MemoryDriver, StoredObject
 from tiercheck.tiers.wrappers.base import Call, Operation
 

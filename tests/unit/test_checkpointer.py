@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.jobs import Job, adamw, hierarchy, name, uninterrupted
-from tests.unit.test_group import on_all_ranks
+from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
@@ -25,12 +25,12 @@ from tiercheck.errors import (
     SaveError,
     UnsupportedSetup,
 )
-from tiercheck.group import SimulatedGroup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
-from tiercheck.streams.providers import ModuleProvider
+from tiercheck.runtime.group import SimulatedGroup
+from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
-from tiercheck.tiers.namespaces import remove_namespace
+from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
 __all__ = ["hierarchy", "name"]
@@ -197,7 +197,7 @@ def test_another_world_size_is_refused(hierarchy: Hierarchy) -> None:
 
 
 def test_two_jobs_under_one_name(hierarchy: Hierarchy, name: str) -> None:
-    hold = f"from tiercheck.claim import Claim; c = Claim(['shm://{name}'], 0); print('held', flush=True); input()"
+    hold = f"from tiercheck.runtime.process_lock import ProcessLock; c = ProcessLock(['shm://{name}'], 0); print('held', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -224,7 +224,7 @@ def test_a_superseded_job_stops_saving(hierarchy: Hierarchy, tmp_path: Path) -> 
     old.attach(Hierarchy.of(hierarchy.tiers[0], durable))
     old.train(2)
     elsewhere = Tier(f"memory://elsewhere-{uuid.uuid4().hex}")
-    old.checkpointer._claim.release()
+    old.checkpointer._process_lock.release()
     new = Job()
     (attached,) = on_all_ranks(1, lambda _: new.attach(Hierarchy.of(elsewhere, durable)))  # in a thread, as a process
     assert attached.generation == 2

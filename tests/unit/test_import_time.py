@@ -23,7 +23,7 @@ LIGHT = (
     "from tiercheck import errors, Capabilities, CheckpointConfig, Fidelity, Hierarchy, Survives, Tier, TierDriver",
     "import tiercheck; tiercheck.__version__; dir(tiercheck)",
     "import tiercheck.policy.consensus, tiercheck.policy.commit, tiercheck.policy.watermark",
-    "import tiercheck.container, tiercheck.mover",
+    "import tiercheck.format.container, tiercheck.replication.mover",
     "import tiercheck.cli",
     "from tiercheck.tiers.registry import make_driver; make_driver('shm://x'); make_driver('nvme:///x')",
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.jobs import Job
-from tests.unit.test_group import on_all_ranks
+from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
     CapacityExceeded,

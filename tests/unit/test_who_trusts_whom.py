@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from tests.servers.agents import Node, base, fake_peer, node, open_generation, shard
-from tiercheck.agent.neighbours import kept_for_neighbours, namespace_opener, shm_name
-from tiercheck.agent.roster import nominating_namespaces
-from tiercheck.agent.service import Agent
+from tiercheck.agent.jobs.registry import namespaces_with_jobs
+from tiercheck.agent.server.neighbours import kept_for_neighbours, namespace_opener, shm_name
+from tiercheck.agent.server.service import Agent
 from tiercheck.errors import CapacityExceeded, NotFound, Unauthorized
-from tiercheck.keys import LineageKey, NominationKey
+from tiercheck.keys import JobKey, LineageKey
 from tiercheck.policy.lineage import Branch
-from tiercheck.records import seal
+from tiercheck.replication.records import seal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
-from tiercheck.tiers.namespaces import NamespaceKind, namespace_names, namespace_path, namespaces
 from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer
 from tiercheck.tiers.peer.messages import Hello, encode
-from tiercheck.tiers.peer.serving import ServerProtocol
-from tiercheck.tiers.peer.work import Greet, Work
+from tiercheck.tiers.peer.server.effects import Greet, Work
+from tiercheck.tiers.peer.server.protocol import ServerProtocol
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import ShmDriver
+from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.shm.namespaces import NamespaceKind, namespace_names, namespace_path, namespaces
 from tiercheck.types import PutMode
 
 __all__ = ["node"]
@@ -54,30 +54,30 @@ async def test_what_a_neighbour_has_put_is_never_taken_for_a_nomination(node: No
     name = shm_name(node.name, "stranger")
     node.namespaces.append(name)
     victim = node.folder / "victim"
-    planted = node.nomination(f"shm://{name}", durable=f"nvme://{victim}?survives=rack")
+    planted = node.job(f"shm://{name}", durable=f"nvme://{victim}?survives=rack")
     async with kept_for_neighbours(name) as kept:
         await kept.put(str(LineageKey(1)), [seal(LineageKey(1), Branch(1, 0, 0, 1, "ab" * 8).to_object())])
         await kept.put(str(base(0)), shard(base(0)))
-        await kept.put(str(NominationKey(0)), [seal(NominationKey(0), planted.to_object())])
+        await kept.put(str(JobKey(0)), [seal(JobKey(0), planted.to_object())])
     async with running(node) as agent:
-        assert list(agent.roster) == []
+        assert list(agent.registry) == []
         # Not even if somebody asks for it by the control socket.
         with pytest.raises(Unauthorized, match="neighbours have put"):
-            await agent.roster.nominate(f"shm://{name}", 0, 1)
+            await agent.registry.register(f"shm://{name}", 0, 1)
     assert not victim.exists()
 
 
 async def test_a_namespace_whose_kind_nobody_has_decided_nominates_nothing(node: Node) -> None:
     first = node.shm()
-    async with node.open(node.nomination(first)) as hierarchy:
+    async with node.open(node.job(first)) as hierarchy:
         await open_generation(hierarchy)
-        content = seal(NominationKey(0), node.nomination(first).to_object())
-        await hierarchy.first.driver.put(str(NominationKey(0)), [content])
-    assert first.partition("?")[0] in nominating_namespaces()
+        content = seal(JobKey(0), node.job(first).to_object())
+        await hierarchy.first.driver.put(str(JobKey(0)), [content])
+    assert first.partition("?")[0] in namespaces_with_jobs()
     kind = namespace_path(node.namespaces[-1]) / ".tiercheck" / "kind"
     for odd in ("", "nonsense", "own" * 99, None):
         kind.unlink() if odd is None else kind.write_text(odd)
-        assert first.partition("?")[0] not in nominating_namespaces()
+        assert first.partition("?")[0] not in namespaces_with_jobs()
 
 
 async def test_a_job_and_a_peer_server_never_share_a_namespace(node: Node) -> None:

@@ -28,8 +28,8 @@ def main() -> int:
     os.setsid()
     os.chdir("/")
     os.umask(0o077)
-    from tiercheck.agent.life import run_agent
-    from tiercheck.agent.settings import AgentSettings
+    from tiercheck.agent.protocol.settings import AgentSettings
+    from tiercheck.agent.server.process import run_agent
 
     def say_ready() -> None:
         os.write(readied, b"1")

@@ -40,9 +40,9 @@ def agent(
     Trainers whose hierarchy has a peer:// tier start one themselves where none runs; a platform starts it once a node.
     """
     try:
-        from tiercheck.agent.life import run_agent
-        from tiercheck.agent.rundir import default_node
-        from tiercheck.agent.settings import AgentSettings
+        from tiercheck.agent.protocol.rundir import default_node
+        from tiercheck.agent.protocol.settings import AgentSettings
+        from tiercheck.agent.server.process import run_agent
     except ImportError as error:
         raise ConfigurationError(f"the agent needs {error.name}: pip install 'tiercheck[agent]'") from error
     name = node or default_node()
@@ -62,7 +62,7 @@ def agent(
 
 async def ask(node: str, *, stop: bool) -> Any:
     """What the running agent answers. Errors: ``Transient`` where none runs."""
-    from tiercheck.agent.client import connect_agent
+    from tiercheck.agent.client.client import connect_agent
 
     async with await connect_agent(node, deadline_s=ANSWER_S_MAX) as client:
         if stop:

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tiercheck.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
+from tiercheck.diagnostics.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
+from tiercheck.diagnostics.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.errors import ConfigurationError
-from tiercheck.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.tiers.registry import TierURL, parse_size
 from tiercheck.types import Capabilities, bytes_text
 

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import psutil
 
-from tiercheck.agent.neighbours import kept_for_neighbours, shm_name
-from tiercheck.agent.rundir import RunDirectory
+from tiercheck.agent.protocol.rundir import RunDirectory
+from tiercheck.agent.server.neighbours import kept_for_neighbours, shm_name
 from tiercheck.demo.model_size import parameter_count
 from tiercheck.demo.settings import RANKS, TrainingSettings
 from tiercheck.errors import ConfigurationError, NotFound, Transient
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.namespaces import SHM, namespaces, remove_namespace
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm import ShmDriver
+from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.shm.namespaces import SHM, namespaces, remove_namespace
 from tiercheck.types import bytes_text
 
 __all__ = ["Nodes", "memory_bytes", "remove_orphans"]

@@ -13,10 +13,10 @@ import torch
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.group import Group
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.restore import gather
-from tiercheck.streams.providers import StateProvider
+from tiercheck.recovery.restorer import gather
+from tiercheck.runtime.group import Group
+from tiercheck.streams.provider import StateProvider
 
 __all__ = ["Hooks", "StepHooks", "attach_hooks", "attached"]
 

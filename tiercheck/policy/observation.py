@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, NominationKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, ShardKey, Stream
 from tiercheck.policy.lineage import Lineage
 from tiercheck.types import Survives
 
@@ -129,7 +129,7 @@ _NOTHING = _Held({})
 
 
 def _rank_of(key: Key) -> int | None:
-    return key.rank if isinstance(key, ShardKey | MarkerKey | NominationKey) else None
+    return key.rank if isinstance(key, ShardKey | MarkerKey | JobKey) else None
 
 
 def lasting(roles: Sequence[Role]) -> tuple[Role, ...]:

@@ -6,7 +6,7 @@ A base v is the state after iteration v. Its tensors are
 - ``state/NAME/KEY``: the optimizer's tensors for it,
 - ``extra/NAME``: what no optimizer updates: persistent buffers, frozen parameters,
 - ``residual/NAME``: where training uses compressed gradients with error feedback, what of the master's gradients it
-  has not used yet (:mod:`tiercheck.streams.trained_on`),
+  has not used yet (:mod:`tiercheck.streams.gradient_encoder`),
 
 and its objects ``identity``, ``optimizer`` (options of the parameter groups, and state that is no tensor) and
 ``host``.
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from tiercheck import objects
-from tiercheck.container import (
+from tiercheck.errors import Corruption
+from tiercheck.format import host_state as objects
+from tiercheck.format.container import (
     PackedObject,
     Shard,
     ShardMetadata,
@@ -32,10 +33,9 @@ from tiercheck.container import (
     header_room,
     shard_nbytes,
 )
-from tiercheck.errors import Corruption
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.providers import Identity, StateProvider
+from tiercheck.streams.provider import Identity, StateProvider
 from tiercheck.streams.tensors import dtype_name, tensor_in
 from tiercheck.streams.writes import Watch
 

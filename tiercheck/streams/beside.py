@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from tiercheck import objects
 from tiercheck.errors import ConfigurationError, Mismatch, UnsupportedSetup
+from tiercheck.format import host_state
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.generators import (
     differing,
@@ -118,7 +118,7 @@ class Beside:
             self._at_forward = random_state()
         if self._at_step is not None:
             before, now = self._at_step["stateful"], _states(self._unclear)
-            self._tell(tuple(name for name in now if objects.pack(now[name]) != objects.pack(before[name])))
+            self._tell(tuple(name for name in now if host_state.pack(now[name]) != host_state.pack(before[name])))
 
     def _tell(self, moved: tuple[str, ...]) -> None:
         self._doubts = Doubts(moved=moved)

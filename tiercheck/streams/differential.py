@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from tiercheck.container import (
+from tiercheck.errors import Corruption, SaveError, TierError
+from tiercheck.format.container import (
     Shard,
     ShardMetadata,
     ShardWriter,
@@ -29,17 +30,16 @@ from tiercheck.container import (
     header_room,
     shard_nbytes,
 )
-from tiercheck.errors import Corruption, SaveError, TierError
-from tiercheck.header import round_up
+from tiercheck.format.header import round_up
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.gradient_encoder import GradientEncoder, scratch
 from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
-from tiercheck.streams.providers import StateProvider
-from tiercheck.streams.records import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
+from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.record_names import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
 from tiercheck.streams.tensors import dtype_name, tensor_in, tensor_of
-from tiercheck.streams.trained_on import GradientEncoder, scratch
 from tiercheck.types import Fidelity
 
 __all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]

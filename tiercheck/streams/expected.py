@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiercheck.container import TensorSpec
 from tiercheck.errors import Corruption, Mismatch
+from tiercheck.format.container import TensorSpec
 from tiercheck.streams.base import BaseState
 from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.differential import Differential
-from tiercheck.streams.providers import Identity, StateProvider
+from tiercheck.streams.provider import Identity, StateProvider
 from tiercheck.streams.tensors import DTYPES
 from tiercheck.types import shown
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiercheck import objects
+from tiercheck.format import host_state
 
 __all__ = ["differing", "not_restored", "of_gpus_here", "random_state", "restore_random_state"]
 
@@ -87,5 +87,5 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str
     return frozenset(
         kind
         for kind in {*one, *other}
-        if kind not in one or kind not in other or objects.pack(one[kind]) != objects.pack(other[kind])
+        if kind not in one or kind not in other or host_state.pack(one[kind]) != host_state.pack(other[kind])
     )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import xxhash
 
-from tiercheck import objects
-from tiercheck.container import PackedObject, Shard
+from tiercheck.format import host_state
+from tiercheck.format.container import PackedObject, Shard
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.tensors import array_of
 from tiercheck.streams.writes import Watch, contents
 
@@ -22,7 +22,7 @@ __all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
 HOST_SPARE_BYTES, RECORD_SPARE_BYTES = 64 << 10, 32 << 10
 """Room for an object of a record to grow since the last one. Keep it small: reserved bytes that are not used are
 allocated anew for each record. The sum must stay too small for the tier to make a file of it
-(:mod:`tiercheck.tiers.mapping`)."""
+(:mod:`tiercheck.tiers.shm.mapping`)."""
 HOST_STEP_BYTES = 4 << 10
 """The room grows in such steps, so that what was reserved like the last record mostly suffices."""
 
@@ -44,7 +44,7 @@ class IterationStream(abc.ABC):
     """What one rank's records have in common: the room they take, and what changed since the last one."""
 
     supersedes = False
-    """Whether each record holds what those before it held since the base. Then :meth:`rest_on` tells it that base."""
+    """Whether each record holds what those before it held since the base. Then :meth:`set_reference_base` tells it that base."""
 
     def __init__(self, provider: StateProvider, world_size: int) -> None:
         self.provider = provider
@@ -84,7 +84,7 @@ class IterationStream(abc.ABC):
     def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027  most need not know
         """The coming step of ``version`` is not recorded."""
 
-    def rest_on(self, base: Shard | None) -> None:  # noqa: B027  most do not
+    def set_reference_base(self, base: Shard | None) -> None:  # noqa: B027  most do not
         """Records from here on are changes since this base, the newest one, whose memory may be kept."""
 
     def saved_with_bases(self) -> Mapping[str, torch.Tensor]:
@@ -104,8 +104,8 @@ class IterationStream(abc.ABC):
         return self.doubts.saved_in(self.provider.host_state())
 
     def packed_host_state(self) -> PackedObject:
-        """Errors: :class:`tiercheck.objects.Unstorable`, naming the path of what cannot be stored."""
-        packed = objects.pack(self.host_state(), name="host state")
+        """Errors: :class:`tiercheck.format.host_state.Unstorable`, naming the path of what cannot be stored."""
+        packed = host_state.pack(self.host_state(), name="host state")
         self.host_nbytes = len(packed)
         return PackedObject(packed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tiercheck.container import Shard, ShardMetadata, TensorEntry, payload
+from tiercheck.format.container import Shard, ShardMetadata, TensorEntry, payload
 from tiercheck.keys import ShardKey
 from tiercheck.types import Buffer
 
@@ -14,7 +14,7 @@ __all__ = ["Contents", "as_stored", "merge"]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a shard holds, on its way into another: the arguments of :func:`tiercheck.container.payload`."""
+    """What a shard holds, on its way into another: the arguments of :func:`tiercheck.format.container.payload`."""
 
     metadata: ShardMetadata
     tensors: Sequence[TensorEntry]

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.container import Shard, TensorEntry
 from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.format.container import Shard, TensorEntry
 from tiercheck.streams.codecs import CODECS, DTYPES, Encoding, Exact, codec, decode
 from tiercheck.streams.merge import Contents, as_stored
-from tiercheck.streams.records import gradient_name, gradient_parts, record_name
+from tiercheck.streams.record_names import gradient_name, gradient_parts, record_name
 from tiercheck.types import Fidelity
 
 __all__ = ["check_codec_of_tier", "reencoded"]

@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiercheck import objects
-from tiercheck.container import (
+from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.format import host_state as objects
+from tiercheck.format.container import (
     PackedObject,
     Shard,
     ShardMetadata,
@@ -38,8 +39,7 @@ from tiercheck.container import (
     TensorSpec,
     header_room,
 )
-from tiercheck.errors import ConfigurationError, Corruption
-from tiercheck.header import round_up
+from tiercheck.format.header import round_up
 from tiercheck.kernels import BLOCK
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseState
@@ -47,7 +47,7 @@ from tiercheck.streams.codecs import FLOATS, Encoding, Int8, Nf4, decode
 from tiercheck.streams.codecs.floats import to_float32
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
-from tiercheck.streams.providers import StateProvider
+from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.tensors import array_of, dtype_name, tensor_in, tensor_of
 
 __all__ = ["SNAPSHOT_CODECS", "SnapshotCapture", "SnapshotStream", "advanced"]
@@ -123,7 +123,7 @@ class SnapshotStream(IterationStream):
     def begin(self, key: ShardKey, memory: memoryview) -> SnapshotCapture:
         return SnapshotCapture(self, key, memory, self._room().header_nbytes)
 
-    def rest_on(self, base: Shard | None) -> None:
+    def set_reference_base(self, base: Shard | None) -> None:
         self._base = base
 
     def masters_written(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiercheck.container import checksum_of
+from tiercheck.format.container import checksum_of
 from tiercheck.streams.tensors import STAND_INS, array_of, counters
 
 __all__ = ["SAMPLES", "Watch", "contents"]

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tiercheck.errors import NotFound, Unsupported
-from tiercheck.testing import elsewhere
-from tiercheck.testing.elsewhere import Elsewhere, InAnotherProcess, InAnotherThread, Job
+from tiercheck.testing import process_client
 from tiercheck.testing.kit import TierKit
 from tiercheck.testing.plugin import ELSEWHERE, KILLED
+from tiercheck.testing.process_client import Elsewhere, InAnotherProcess, InAnotherThread, Job
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import PutMode, Survives
 
@@ -56,10 +56,10 @@ class ElsewhereTests(TierKit):
             return
         names = ("here", "elsewhere")
         limits = (self.races, self.race_s)
-        async with self.doing(driver, elsewhere.create_all, names[1], -1, *limits) as other:
+        async with self.doing(driver, process_client.create_all, names[1], -1, *limits) as other:
             begin = time.monotonic() + 0.01  # when the word has arrived
             other.go(begin)
-            won_here = await elsewhere.create_all(driver, no_word, names[0], 0, *limits, begin)
+            won_here = await process_client.create_all(driver, no_word, names[0], 0, *limits, begin)
             won_there = await other.result()
         for n, won in enumerate(itertools.zip_longest(won_here, won_there, fillvalue=False)):
             winners = [name for name, it_won in zip(names, won, strict=True) if it_won]
@@ -73,18 +73,18 @@ class ElsewhereTests(TierKit):
             with pytest.raises(Unsupported):
                 await driver.put("counter", [b"1"], mode=PutMode.UPDATE(start.etag))
             return
-        async with self.doing(driver, elsewhere.increment, "counter", self.race_s) as other:
+        async with self.doing(driver, process_client.increment, "counter", self.race_s) as other:
             other.go()
-            here = await elsewhere.increment(driver, no_word, "counter", self.race_s)
+            here = await process_client.increment(driver, no_word, "counter", self.race_s)
             there = await other.result()
         assert await self.raw_get(driver, "counter") == b"%d" % (len(here) + len(there))
         assert len({start.etag, *here, *there}) == 1 + len(here) + len(there), "an etag came back"
 
     async def test_readers_see_whole_objects_while_one_writes_elsewhere(self, driver: TierDriver) -> None:
         nbytes = 1 << 18
-        await driver.put("kept", elsewhere.payload_of(0, nbytes))
-        into = memoryview(bytearray(nbytes + elsewhere.GENERATIONS))
-        job = (elsewhere.overwrite, "kept", "passing", nbytes, self.races, self.race_s)
+        await driver.put("kept", process_client.payload_of(0, nbytes))
+        into = memoryview(bytearray(nbytes + process_client.GENERATIONS))
+        job = (process_client.overwrite, "kept", "passing", nbytes, self.races, self.race_s)
         async with self.doing(driver, *job) as other:
             other.go()
             writing = asyncio.create_task(other.result())
@@ -105,10 +105,12 @@ class ElsewhereTests(TierKit):
     @staticmethod
     async def check_reads(driver: TierDriver, key: str, nbytes: int, into: memoryview) -> None:
         found = await driver.get(key)
-        assert elsewhere.is_whole(found, nbytes), f"{key} was read as {found.nbytes} bytes, {bytes(found[:8])!r}..."
+        assert process_client.is_whole(found, nbytes), (
+            f"{key} was read as {found.nbytes} bytes, {bytes(found[:8])!r}..."
+        )
         found = await driver.get(key, into=into)
-        assert elsewhere.is_whole(found, nbytes), f"{key} was read as {found.nbytes} bytes into a buffer"
-        assert nbytes <= (await driver.stat(key)).nbytes < nbytes + elsewhere.GENERATIONS
+        assert process_client.is_whole(found, nbytes), f"{key} was read as {found.nbytes} bytes into a buffer"
+        assert nbytes <= (await driver.stat(key)).nbytes < nbytes + process_client.GENERATIONS
 
     async def test_kill_9_in_a_large_put_leaves_the_old_or_the_new(self, driver: TierDriver) -> None:
         """What was acknowledged stays; what was under way is there whole, or not at all."""
@@ -117,9 +119,9 @@ class ElsewhereTests(TierKit):
             assert driver.capabilities.survives is Survives.NOTHING, GIVE_ONE
             return
         chance = random.Random(8)
-        job = (elsewhere.write_until_killed, "kept", "fresh", self.kill_nbytes)
+        job = (process_client.write_until_killed, "kept", "fresh", self.kill_nbytes)
         for _ in range(self.kills):
-            await driver.put("kept", elsewhere.payload_of(0, self.kill_nbytes))
+            await driver.put("kept", process_client.payload_of(0, self.kill_nbytes))
             await driver.delete(["fresh"])
             async with self.doing(driver, *job) as other:
                 assert isinstance(other, InAnotherProcess)
@@ -143,7 +145,7 @@ class ElsewhereTests(TierKit):
                     assert content == await self.raw_get(driver, key)
                     assert (key in listed) == (content is not None)
                     found = None if content is None else content[:1] or b"nothing"
-                    whole = content is None or elsewhere.is_whole(content, self.kill_nbytes)
+                    whole = content is None or process_client.is_whole(content, self.kill_nbytes)
                     assert whole, f"after kill -9 {key} has {len(content or b'')} bytes of {found!r}..., and others"
                     assert found in allowed, f"after kill -9 {key} is {found!r}, which is none of {allowed}"
                 assert set(listed) <= {"kept", "fresh"}, "what the dead left is no object"
@@ -155,7 +157,7 @@ def may_remain(generation: int) -> dict[str, set[bytes | None]]:
     """By key, the first bytes of what may be there when ``generation`` has begun; ``None``: no object."""
 
     def first(number: int) -> bytes:
-        return bytes([number % elsewhere.GENERATIONS])
+        return bytes([number % process_client.GENERATIONS])
 
     if generation % 2:
         before = first(generation - 1) if generation > 1 else None

@@ -50,40 +50,40 @@ class ReservationTests(TierKit):
     async def test_at_once_from_another_thread(self, driver: TierDriver) -> None:
         """From a thread that is not the event loop's, as training does; what a driver leaves out is awaited."""
         if not driver.capabilities.mappable:
-            assert await asyncio.to_thread(driver.reserve_at_once, "a", 10) is None
+            assert await asyncio.to_thread(driver.reserve_nowait, "a", 10) is None
             return
         await driver.put("a", [b"first"])
         for nbytes in (1, 4096, self.large_nbytes):
             before = (await driver.usage()).used_bytes
-            reservation = await reserved_at_once(driver, "a", nbytes)
+            reservation = await reserved_nowait(driver, "a", nbytes)
             assert (reservation.buffer.nbytes, reservation.buffer.readonly) == (nbytes, False)
             assert (await driver.usage()).used_bytes >= before + nbytes
             content = random.Random(nbytes).randbytes(nbytes)
             reservation.buffer[:] = content
             wanted = max(1, nbytes - 100)
-            info = await published_at_once(reservation, wanted)
+            info = await published_nowait(reservation, wanted)
             assert await driver.stat("a") == info
             assert await self.raw_get(driver, "a") == content[:wanted]
             with pytest.raises(RuntimeError):
-                await published_at_once(reservation)
+                await published_nowait(reservation)
             assert (await driver.usage()).used_bytes == wanted
 
     @pytest.mark.certifies("mappable")
     async def test_what_cannot_be_at_once_changes_nothing(self, driver: TierDriver) -> None:
         if not driver.capabilities.mappable:
-            assert await asyncio.to_thread(driver.reserve_at_once, "a", 10) is None
+            assert await asyncio.to_thread(driver.reserve_nowait, "a", 10) is None
             return
         await driver.put("a", [b"first"])
         for key, nbytes in (("../a", 10), ("a", -1)):
             with pytest.raises(ValueError):
-                await reserved_at_once(driver, key, nbytes)
+                await reserved_nowait(driver, key, nbytes)
         reservation = await driver.reserve("a", 6)
         reservation.buffer[:] = b"second"
         for wrong in (-1, 7):
             with pytest.raises(ValueError):
-                await published_at_once(reservation, wrong)
+                await published_nowait(reservation, wrong)
         with pytest.raises(AlreadyExists if driver.capabilities.conditional_put else Unsupported):
-            await published_at_once(reservation, mode=PutMode.CREATE)
+            await published_nowait(reservation, mode=PutMode.CREATE)
         assert await self.raw_get(driver, "a") == b"first"
         assert (await driver.usage()).used_bytes == 5
 
@@ -192,13 +192,13 @@ class ReservationTests(TierKit):
             assert (await driver.usage()).used_bytes == 0
 
 
-async def reserved_at_once(driver: TierDriver, key: str, nbytes: int) -> Reservation:
-    found = await asyncio.to_thread(driver.reserve_at_once, key, nbytes)
+async def reserved_nowait(driver: TierDriver, key: str, nbytes: int) -> Reservation:
+    found = await asyncio.to_thread(driver.reserve_nowait, key, nbytes)
     return await driver.reserve(key, nbytes) if found is None else found
 
 
-async def published_at_once(
+async def published_nowait(
     reservation: Reservation, nbytes: int | None = None, mode: PutMode = PutMode.OVERWRITE
 ) -> ObjectInfo:
-    found = await asyncio.to_thread(reservation.publish_at_once, nbytes, mode=mode)
+    found = await asyncio.to_thread(reservation.publish_nowait, nbytes, mode=mode)
     return await reservation.publish(nbytes, mode=mode) if found is None else found

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tiercheck.errors import Transient
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.files import try_lock
-from tiercheck.tiers.namespaces import SHM, namespace_path, namespaces, open_alive
-from tiercheck.tiers.object_files import CONTROL
+from tiercheck.tiers.posix.files import try_lock
+from tiercheck.tiers.posix.object_files import CONTROL
 from tiercheck.tiers.registry import TierURL, make_driver
+from tiercheck.tiers.shm.namespaces import SHM, namespace_path, namespaces, open_alive
 
 __all__ = ["Scratch", "remove_all", "scratch", "within"]
 

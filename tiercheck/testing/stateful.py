@@ -282,7 +282,7 @@ class DriverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.capabilities.mappable and self.reserved_bytes < 1 << 21)
     def reserve(self, who: int, at: int, content: bytes, at_once: bool) -> Reserved:
         driver, key, nbytes = self.drivers[who], self.key(at), len(content)
-        found = driver.reserve_at_once(key, nbytes) if at_once else None
+        found = driver.reserve_nowait(key, nbytes) if at_once else None
         reservation = self.run(driver.reserve(key, nbytes)) if found is None else found
         reservation.buffer[:] = content
         self.reserved_bytes += len(content)
@@ -307,7 +307,7 @@ class DriverMachine(RuleBasedStateMachine):
     def publish(self, reserved: Reserved, keep: float, at_once: bool) -> None:
         nbytes = round(len(reserved.content) * keep)
         try:
-            found = reserved.reservation.publish_at_once(nbytes) if at_once else None
+            found = reserved.reservation.publish_nowait(nbytes) if at_once else None
             info = self.run(reserved.reservation.publish(nbytes)) if found is None else found
         finally:
             self.settle(reserved)

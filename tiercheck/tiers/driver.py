@@ -42,11 +42,11 @@ class Reservation(abc.ABC):
         fails, nothing is published and the reservation is dropped.
         """
 
-    def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo | None:
+    def publish_nowait(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo | None:
         """As :meth:`publish`, by the calling thread, whichever it is; ``None`` where that cannot be, and then nothing
         has happened.
 
-        See :meth:`TierDriver.reserve_at_once`. A driver need not have it: this default returns ``None``.
+        See :meth:`TierDriver.reserve_nowait`. A driver need not have it: this default returns ``None``.
         Errors: as for :meth:`publish`.
         """
         del nbytes, mode
@@ -187,7 +187,7 @@ class TierDriver(abc.ABC):
         """
         raise Unsupported("the tier hands out no memory (capabilities.mappable is false)", tier=self.url, key=key)
 
-    def reserve_at_once(self, key: str, nbytes: int) -> Reservation | None:
+    def reserve_nowait(self, key: str, nbytes: int) -> Reservation | None:
         """As :meth:`reserve`, by the calling thread, whichever it is; ``None`` where that cannot be, and then nothing
         has happened.
 

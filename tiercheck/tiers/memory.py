@@ -176,9 +176,9 @@ class MemoryDriver(TierDriver):
 
     async def reserve(self, key: str, nbytes: int) -> Reservation:
         await self._enter(key)
-        return self.reserve_at_once(key, nbytes)
+        return self.reserve_nowait(key, nbytes)
 
-    def reserve_at_once(self, key: str, nbytes: int) -> Reservation:
+    def reserve_nowait(self, key: str, nbytes: int) -> Reservation:
         validate_key(key)
         self.check_open(key)
         if nbytes < 0:
@@ -224,9 +224,9 @@ class _MemoryReservation(Reservation):
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         self._wanted(nbytes)
         await asyncio.sleep(0)
-        return self.publish_at_once(nbytes, mode=mode)
+        return self.publish_nowait(nbytes, mode=mode)
 
-    def publish_at_once(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+    def publish_nowait(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         content = self._wanted(nbytes)
         self._buffer = None
         self._driver.forget_reservation(self)

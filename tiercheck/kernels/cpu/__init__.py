@@ -13,7 +13,7 @@ from tiercheck.kernels.cpu.bfloat16 import is_bfloat16, lose_bfloat16, narrow_in
 from tiercheck.kernels.cpu.blocks import dequantise, quantise_into
 from tiercheck.kernels.cpu.compaction import compact, compact_into, select_threshold
 from tiercheck.kernels.cpu.exponents import pack_exponents, split_and_pack_exponents, unpack_exponents
-from tiercheck.kernels.cpu.halves import from_half, to_half
+from tiercheck.kernels.cpu.fp16 import from_half, to_half
 from tiercheck.kernels.cpu.nf4 import dequantise_nf4, quantise_nf4_into
 from tiercheck.kernels.cpu.onebit import dequantise_onebit, quantise_onebit_into
 from tiercheck.kernels.cpu.planes import join_exponents, split_exponents

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled
-from tiercheck.kernels.cpu.lanes import (
+from tiercheck.kernels.cpu.simd import (
     GROUP,
     avx512,
     count_ones,

@@ -10,7 +10,8 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
-from tiercheck.kernels.cpu.lanes import (
+from tiercheck.kernels.cpu.planes import part_16, part_32
+from tiercheck.kernels.cpu.simd import (
     GROUP,
     avx512_bytes,
     count_ones,
@@ -19,7 +20,6 @@ from tiercheck.kernels.cpu.lanes import (
     spread_bytes,
     trailing_zeros,
 )
-from tiercheck.kernels.cpu.planes import part_16, part_32
 from tiercheck.kernels.reference.exponents import (
     CODE_BYTES,
     CODED,

@@ -19,7 +19,7 @@ from tiercheck.kernels.cpu.blocks import (
     take,
 )
 from tiercheck.kernels.cpu.compiled import LINE, aligned, borrowed, compiled, inlined, keep_alive
-from tiercheck.kernels.cpu.lanes import REGISTER, avx512, look_up
+from tiercheck.kernels.cpu.simd import REGISTER, avx512, look_up
 from tiercheck.kernels.reference.blocks import BLOCK
 from tiercheck.kernels.reference.nf4 import BOUNDARIES, HALF, LEVELS, ZERO_CODE, check_sizes
 

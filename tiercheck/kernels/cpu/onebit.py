@@ -18,7 +18,7 @@ from tiercheck.kernels.cpu.blocks import (
     take,
 )
 from tiercheck.kernels.cpu.compiled import LINE, aligned, borrowed, compiled, inlined, keep_alive
-from tiercheck.kernels.cpu.lanes import GROUP, read_signs, write_signs
+from tiercheck.kernels.cpu.simd import GROUP, read_signs, write_signs
 from tiercheck.kernels.reference.onebit import (
     LARGEST_PATTERN,
     ONEBIT_BLOCK,

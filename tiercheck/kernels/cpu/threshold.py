@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.kernels.cpu.compiled import compiled, frozen
-from tiercheck.kernels.cpu.lanes import GROUP, lane_bits, reaching, source_of, trailing_zeros
 from tiercheck.kernels.cpu.prefetch import prefetch
+from tiercheck.kernels.cpu.simd import GROUP, lane_bits, reaching, source_of, trailing_zeros
 from tiercheck.kernels.reference.compaction import (
     INFINITY,
     SAMPLED_TOGETHER,

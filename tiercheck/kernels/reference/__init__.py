@@ -22,7 +22,7 @@ from tiercheck.kernels.reference.exponents import (
     split_and_pack_exponents,
     unpack_exponents,
 )
-from tiercheck.kernels.reference.halves import from_half, to_half
+from tiercheck.kernels.reference.fp16 import from_half, to_half
 from tiercheck.kernels.reference.nf4 import dequantise_nf4, quantise_nf4_into
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK, dequantise_onebit, quantise_onebit_into
 from tiercheck.kernels.reference.planes import join_exponents, split_exponents

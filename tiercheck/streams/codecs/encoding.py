@@ -55,7 +55,7 @@ class Part:
 
 
 class StoredPart(Protocol):
-    """A part as it was read: :class:`tiercheck.container.TensorEntry` is one."""
+    """A part as it was read: :class:`tiercheck.format.container.TensorEntry` is one."""
 
     @property
     def dtype(self) -> str: ...
@@ -79,7 +79,7 @@ class Encoding:
     """Whether the optimizer stepped with the very tensor that this decodes to: then nothing was lost by encoding it."""
     checksums: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By suffix, the checksums of those parts that the codec hashed while it wrote them
-    (:func:`tiercheck.container.checksum_of`). They go into the shard's header, not into the description."""
+    (:func:`tiercheck.format.container.checksum_of`). They go into the shard's header, not into the description."""
 
     def to_object(self) -> dict[str, Any]:
         """Plain values for msgpack. ``trained_on`` is there only where it is true."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck import kernels
-from tiercheck.container import RunningChecksum
 from tiercheck.errors import Corruption
+from tiercheck.format.container import RunningChecksum
 from tiercheck.kernels import threads as pieces
 from tiercheck.streams.codecs.checks import (
     check_description,

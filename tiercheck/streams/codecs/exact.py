@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck import kernels
-from tiercheck.container import copy_with_checksum
+from tiercheck.format.container import copy_with_checksum
 from tiercheck.streams.codecs.checks import (
     check_description,
     check_dtype,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tiercheck.tiers.peer.driver import PeerDriver
 from tiercheck.tiers.peer.keys import KEYS_VARIABLE, PeerKeys
-from tiercheck.tiers.peer.limits import PeerLimits, PeerStatistics
-from tiercheck.tiers.peer.server import PeerServer
+from tiercheck.tiers.peer.server.limits import PeerLimits, PeerStatistics
+from tiercheck.tiers.peer.server.server import PeerServer
 
 __all__ = ["KEYS_VARIABLE", "PeerDriver", "PeerKeys", "PeerLimits", "PeerServer", "PeerStatistics"]

@@ -18,12 +18,12 @@ from tiercheck.errors import Closed, ConfigurationError, PreconditionFailed, Tie
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.address import check_private_socket, is_socket, parse_at
-from tiercheck.tiers.peer.calling import Call, ClientSettings, Operation
-from tiercheck.tiers.peer.content import PayloadChunks
-from tiercheck.tiers.peer.getting import Getting
+from tiercheck.tiers.peer.client.content import PayloadChunks
+from tiercheck.tiers.peer.client.get import Getting
+from tiercheck.tiers.peer.client.link import Link
+from tiercheck.tiers.peer.client.protocol import Call, ClientSettings, Operation
+from tiercheck.tiers.peer.client.put import Putting
 from tiercheck.tiers.peer.keys import KEYS_VARIABLE, PeerKeys, parse_public_key
-from tiercheck.tiers.peer.limits import CHUNK_BYTES, CHUNK_BYTES_MIN, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
-from tiercheck.tiers.peer.link import Link
 from tiercheck.tiers.peer.messages import (
     COUNT_MAX,
     KEYS_MAX,
@@ -40,8 +40,8 @@ from tiercheck.tiers.peer.messages import (
     UsageIs,
     Welcome,
 )
-from tiercheck.tiers.peer.putting import Putting
-from tiercheck.tiers.peer.store import check_namespace
+from tiercheck.tiers.peer.server.limits import CHUNK_BYTES, CHUNK_BYTES_MIN, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
+from tiercheck.tiers.peer.server.store import check_namespace
 from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, is_unicode
 

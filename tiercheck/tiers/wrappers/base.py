@@ -105,7 +105,7 @@ class WrappingDriver(TierDriver):
         reservation = await self.around(Call(Operation.RESERVE, key), lambda: self.inner.reserve(key, nbytes))
         return WrappingReservation(self, reservation)
 
-    def reserve_at_once(self, key: str, nbytes: int) -> None:
+    def reserve_nowait(self, key: str, nbytes: int) -> None:
         """Never: what goes on around a call may have to wait."""
         del key, nbytes
 

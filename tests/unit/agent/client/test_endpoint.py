@@ -1,0 +1,50 @@
+"""How a rank finds its peer's agent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
+from tiercheck.errors import ConfigurationError
+
+
+def rank_on(node: str, host: str = "here", endpoint: str | None = None, key: str | None = None) -> RankEndpoint:
+    return RankEndpoint(node, "", host, endpoint or f"127.0.0.1:{1000 + int(node)}", key)
+
+
+def test_each_rank_gets_the_address_of_the_next_node() -> None:
+    ranks = [rank_on("0"), rank_on("1"), rank_on("2", key="ab" * 32)]
+    assert [peer_address(rank, ranks) for rank in range(3)] == [
+        ("127.0.0.1:1001", None),
+        ("127.0.0.1:1002", "ab" * 32),
+        ("127.0.0.1:1000", None),
+    ]
+
+
+def test_one_node_has_no_neighbour() -> None:
+    with pytest.raises(ConfigurationError, match=r"all 2 ranks are on one node \(0\)"):
+        peer_address(0, [rank_on("0"), rank_on("0")])
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:7", "[::1]:7", "localhost:7", "ipc:///run/peer-node.sock"])
+def test_a_peer_on_another_machine_that_only_listens_to_itself_is_refused(endpoint: str) -> None:
+    ranks = [rank_on("0", "alpha"), rank_on("1", "beta", endpoint)]
+    with pytest.raises(ConfigurationError, match=r"rank 1 on beta.*alpha cannot reach.*tiercheck keys"):
+        peer_address(0, ranks)
+    assert peer_address(0, [ranks[0], rank_on("1", "beta", "10.0.0.2:7")]) == ("10.0.0.2:7", None)
+
+
+def test_an_introduction_survives_the_way_and_nothing_else_does() -> None:
+    endpoint = rank_on("1", key="cd" * 32)
+    assert RankEndpoint.from_object(endpoint.to_object()) == endpoint
+    for broken in ({}, {**endpoint.to_object(), "more": 1}, {**endpoint.to_object(), "node": 1}, None):
+        with pytest.raises(ValueError, match="introduces nobody"):
+            RankEndpoint.from_object(broken)
+
+
+def test_one_agent_is_no_neighbour_of_itself() -> None:
+    ranks = [rank_on("0", endpoint="127.0.0.1:7"), rank_on("1", endpoint="127.0.0.1:7")]
+    with pytest.raises(ConfigurationError, match=r"with one agent, 127.0.0.1:7: .*TIERCHECK_AGENT_NODE"):
+        peer_address(0, ranks)
+    elsewhere = [rank_on("0", endpoint="10.0.0.1:7"), rank_on("1", "beta", "10.0.0.2:7")]
+    assert peer_address(0, elsewhere) == ("10.0.0.2:7", None)

@@ -1,0 +1,166 @@
+"""The order in which DDP adds up: recorded in the first iteration, applied before the first one after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tiercheck.integrations.torch import bucket_order
+from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
+from tiercheck.integrations.torch.bucket_order import BucketOrder
+
+NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
+
+
+class Crossed(torch.nn.Module):
+    """Its parts run in another order than they were made in. A buffer, and a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        result: torch.Tensor = self.first(self.second(batch)) + self.frozen
+        return result
+
+
+@pytest.fixture(autouse=True)
+def one_rank_is_enough(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bucket_order, "RANKS_MIN", 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Crossed(), bucket_cap_mb=1e-6, **options)
+
+
+def iterate(ddp: DistributedDataParallel) -> None:
+    ddp(torch.ones(2, 4)).sum().backward()
+    ddp.zero_grad()
+
+
+def layout(ddp: DistributedDataParallel) -> list[str]:
+    """The parameters in the order of the buckets that DDP has made anew, which it tells two iterations later."""
+    iterate(ddp)
+    iterate(ddp)
+    told = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+    return [NAMES[int(index)] for index in told.replace(",", " ").split()]
+
+
+def test_the_first_iteration_is_recorded() -> None:
+    ddp = wrapped()
+    order = BucketOrder(torch.nn.Sequential(ddp))
+    order.prime()
+    assert order.state_dict() == {"orders": [None]}
+    with ddp.no_sync():
+        iterate(ddp)
+    assert order.state_dict() == {"orders": [None]}, "nothing is reduced in no_sync"
+    iterate(ddp)
+    ((recorded,),) = order.state_dict().values()
+    assert recorded == ["first.bias", "first.weight", "second.bias", "second.weight"] == layout(ddp)
+    assert not any(each._post_accumulate_grad_hooks for each in ddp.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
+def test_what_was_recorded_is_the_order_of_the_first_iteration_after(options: dict[str, bool]) -> None:
+    recorded = [NAMES[index] for index in (1, 3, 0, 2)]
+    ddp = wrapped(**options)
+    before = {name: each.clone() for name, each in ddp.state_dict().items()}
+    order = BucketOrder(ddp)
+    order.load_state_dict({"orders": [recorded]})
+    assert order.caveats() == []
+    order.prime()
+    assert all(torch.equal(each, before[name]) for name, each in ddp.state_dict().items())
+    assert all(each.grad is None for each in ddp.parameters())
+    assert isinstance(ddp.module, Crossed)
+    ddp(torch.ones(2, 4)).sum().backward()
+    plain = Crossed()
+    plain.load_state_dict({name.removeprefix("module."): each for name, each in before.items()})
+    plain(torch.ones(2, 4)).sum().backward()
+    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+    assert order.state_dict() == {"orders": [recorded]}
+    ddp.zero_grad()
+    assert layout(ddp) == recorded
+
+
+def test_an_order_of_other_parameters_is_none() -> None:
+    order = BucketOrder(wrapped())
+    assert "was not recorded" in order.caveats()[0]
+    for other in (NAMES[1:], [*NAMES, "frozen"]):
+        ddp = wrapped()
+        order = BucketOrder(ddp)
+        order.load_state_dict({"orders": [other]})
+        assert "was not recorded" in order.caveats()[0]
+        order.prime()
+        iterate(ddp)
+        ((recorded,),) = order.state_dict().values()
+        assert sorted(recorded) == sorted(NAMES), "it is recorded anew"
+
+
+def test_recording_does_not_walk_the_model_for_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = wrapped()
+    order = BucketOrder(ddp)
+    order.prime()
+    monkeypatch.setattr(ddp.module, "named_parameters", lambda: pytest.fail("the model is walked"))
+    ddp(torch.ones(2, 4)).sum().backward()
+    assert order.state_dict() != {"orders": [None]}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"static_graph": True}, "static_graph=False does"), ({"hook": allreduce_hook}, "a communication hook")],
+    ids=["static graph", "hook"],
+)
+def test_what_cannot_be_primed_is_told_and_left_alone(options: dict[str, Any], reason: str) -> None:
+    hook = options.pop("hook", None)
+    ddp = wrapped(**options)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    order = BucketOrder(ddp)
+    order.load_state_dict({"orders": [NAMES]})
+    (caveat,) = order.caveats()
+    assert reason in caveat
+    ddp.forward = None  # nobody calls it
+    order.prime()
+
+
+def test_hooks_of_the_users_on_parameters_see_no_zeros() -> None:
+    ddp = wrapped()
+    seen: list[torch.Tensor] = []
+    ddp.module.first.weight.register_hook(seen.append)
+    order = BucketOrder(ddp)
+    order.load_state_dict({"orders": [NAMES]})
+    assert "hooks on parameters, such as that on first.weight" in order.caveats()[0]
+    order.prime()
+    assert seen == []
+
+
+def test_what_does_not_depend_on_the_order_has_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    compressed = wrapped()
+    compressed.register_comm_hook(Compression(compressed, codec_name="int8"), compressed_all_reduce)
+    for ddp in (compressed, wrapped(find_unused_parameters=True)):
+        order = BucketOrder(ddp)
+        assert order.caveats() == []
+        ddp.forward = None  # nobody calls it
+        order.prime()
+    assert BucketOrder(wrapped(find_unused_parameters=True)).stateful.keys() == BucketOrder(wrapped()).stateful.keys()
+    half = wrapped()
+    half.register_comm_hook(None, fp16_compress_hook)
+    assert BucketOrder(half).caveats()
+    assert BucketOrder(Crossed()).stateful == {}
+    monkeypatch.setattr(bucket_order, "RANKS_MIN", 3)
+    assert BucketOrder(wrapped()).stateful == {}, "the sum of two is the same either way"

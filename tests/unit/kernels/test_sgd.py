@@ -1,0 +1,137 @@
+"""A replay of SGD ends with the very bits of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.kernels.test_replay import random_problem
+from tests.unit.kernels.test_replay_variants import sparse
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels import certification
+from tiercheck.kernels.gradients import Gradient, dense
+from tiercheck.kernels.replay import SgdReplay, supports_sgd
+from tiercheck.kernels.sgd import SGD, SgdStep, reason_sgd_not_replayable
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1, "maximize": True},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1},
+]
+CASES = list(product(["single_tensor", "foreach", "fused"], ["numba_sgd", "reference_sgd"]))
+
+
+def replay_of(implementation: str, choose: str | None = None) -> SgdReplay:
+    version, instruction_set = certification.environment()
+    replay = supports_sgd(
+        implementation=implementation,
+        torch_version=version,
+        instruction_set=instruction_set,
+        device="cpu",
+        choose=choose,
+    )
+    assert replay is not None
+    return replay
+
+
+def differing(
+    replay: SgdReplay, size: int, gradients: Sequence[Gradient], options: dict[str, Any], threads: int
+) -> int:
+    def function(*arguments: Any) -> None:
+        replay(*arguments, threads=threads)
+
+    start, settings = random_problem(size, 0)[0], {**OPTIONS, **options}
+    whole = [dense(each, size) for each in gradients]
+    expected = certification.run_optimizer(SGD, replay.implementation, start, whole, settings)
+    actual = certification.run_replay(function, SGD, start, gradients, settings)
+    return certification.differing_values(actual, expected)
+
+
+@pytest.mark.parametrize(("implementation", "choose"), CASES)
+@pytest.mark.parametrize("options", VARIANTS)
+class TestSameBits:
+    def test_every_small_size(self, implementation: str, choose: str, options: dict[str, Any]) -> None:
+        replay = replay_of(implementation, choose)
+        for size in (*range(1, 34), 511, 513):
+            assert differing(replay, size, random_problem(size, 3)[1], options, threads=1) == 0, size
+
+    def test_sparse_gradients_denormals_and_the_largest(
+        self, implementation: str, choose: str, options: dict[str, Any]
+    ) -> None:
+        replay = replay_of(implementation, choose)
+        whole = random_problem(20_003, 4)[1]
+        for gradient in whole:
+            gradient[::7] *= np.float32(1e-40)
+            gradient[[5, -1]] = 3e38, np.inf
+        gradients: list[Gradient] = [sparse(each, 0.05, seed) for seed, each in enumerate(whole)]
+        gradients[2] = whole[2]
+        assert differing(replay, 20_003, gradients, options, threads=1) == 0
+
+
+@pytest.mark.parametrize("implementation", ["single_tensor", "fused"])
+def test_a_large_tensor_on_threads_in_two_batches(implementation: str) -> None:
+    replay = replay_of(implementation)
+    start, gradients = random_problem(1_000_003, 4)
+    options = {**OPTIONS, "momentum": 0.9}
+    expected = certification.run_optimizer(SGD, implementation, start, gradients, options)
+    for threads in (1, 2, 3):
+        param, buffer = start.copy(), np.full_like(start, np.nan)
+        for first in (0, 2):
+            steps = [SgdStep.of(options, first=count == 0) for count in (first, first + 1)]
+            replay(param, buffer, gradients[first : first + 2], steps, threads=threads)
+        assert certification.differing_values([param, buffer], expected) == 0
+
+
+def test_a_sum_of_gradients_is_not_the_same() -> None:
+    """Why differentials of SGD are not merged by adding them up."""
+    start, gradients = random_problem(10_000, 2)
+    stepped, summed = start.copy(), start.copy()
+    step = SgdStep.of(OPTIONS, first=False)
+    replay_of("fused")(stepped, None, gradients, [step, step])
+    replay_of("fused")(summed, None, [gradients[0] + gradients[1]], [step])
+    assert certification.differing_values([summed], [stepped]) > 0
+
+
+class TestRefusals:
+    def test_what_cannot_be_replayed(self) -> None:
+        assert reason_sgd_not_replayable("a.b.C", OPTIONS) == f"a.b.C is not {SGD}"
+        assert reason_sgd_not_replayable(SGD, {**OPTIONS, "differentiable": True}) == "differentiable is on"
+        assert reason_sgd_not_replayable(SGD, {"lr": 1.0}) is not None
+        with pytest.raises(ConfigurationError, match="call the optimizer"):
+            SgdStep.of({"lr": 1.0}, first=True)
+        with pytest.raises(ConfigurationError, match="needs momentum"):
+            SgdStep(lr=0.1, nesterov=True)
+
+    def test_the_options_of_a_real_optimizer_are_understood(self) -> None:
+        group = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.25).param_groups[0]
+        assert SgdStep.of(group, first=True) == SgdStep(lr=0.5, momentum=0.25, first=True)
+
+    def test_state_and_steps_that_do_not_fit(self) -> None:
+        replay, p, b, g = replay_of("fused"), *np.zeros((3, 8), np.float32)
+        plain, momentum = SgdStep(lr=0.1), SgdStep(lr=0.1, momentum=0.9)
+        for buffer, step in ((None, momentum), (b, plain)):
+            with pytest.raises(ConfigurationError, match="need momentum_buffer"):
+                replay(p, buffer, [g], [step])
+        first = SgdStep(lr=0.1, momentum=0.9, first=True)
+        with pytest.raises(ConfigurationError, match="only the first"):
+            replay(p, b, [g, g], [momentum, first])
+        with pytest.raises(ConfigurationError, match="a gradient a step"):
+            replay(p, None, [], [plain])
+        with pytest.raises(ConfigurationError, match="at least one thread"):
+            replay(p, None, [g], [plain], threads=0)
+
+    def test_another_environment_is_nobodys(self) -> None:
+        version, instruction_set = certification.environment()
+        for changed in ({"torch_version": "1"}, {"instruction_set": "SVE"}, {"device": "cuda"}):
+            where = {"torch_version": version, "instruction_set": instruction_set, "device": "cpu", **changed}
+            assert supports_sgd(implementation="fused", **where) is None
+        with pytest.raises(ConfigurationError, match="numba_sgd, reference_sgd"):
+            replay_of("fused", "numba")

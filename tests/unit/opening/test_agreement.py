@@ -1,0 +1,289 @@
+"""What goes, and what stays, where the ranks have to agree on it: without a shared tier, and at opening."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.training import Training, faulty, memory
+from tests.unit.opening.test_failing_ranks import ranks
+from tiercheck import kernels, keys
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveError, Transient
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import ShardKey, Stream
+from tiercheck.opening.agreement import Agreement
+from tiercheck.replication.mover import MoverStatus
+from tiercheck.runtime.group import SimulatedGroup
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.streams.provider import ModuleProvider
+from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
+from tiercheck.tiers.registry import make_driver
+
+BASE_EVERY = 4
+DEADLINE_S = 30.0
+
+
+class Job:
+    """Two ranks, each with memory of its own and another tier that outlives its node; no tier is shared."""
+
+    def __init__(self, root: Path, *, shared: bool = False) -> None:
+        self.memories = [memory(), memory()]
+        apart = [f"nvme://{root}/{rank}?survives=node" for rank in (0, 1)]
+        self.others = [f"nvme://{root}?survives=rack"] * 2 if shared else apart
+
+    def start(
+        self,
+        rank: int,
+        group: SimulatedGroup,
+        *,
+        first: Tier | str = "",
+        other: Tier | str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> tuple[Training, Checkpointer]:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        hierarchy = Hierarchy.of(first or self.memories[rank], other or self.others[rank])
+        config = CheckpointConfig(base_every=BASE_EVERY, batch=2, keep_last=1, deadline_s=deadline_s)
+        return training, Checkpointer(provider, hierarchy, group=group, config=config)
+
+    def bases(self, url: str, rank: int) -> list[tuple[int, int]]:
+        """(generation, version) of a rank's bases in a tier."""
+        return sorted((key.generation, key.first) for key in shards(url) if key.rank == rank and is_base(key))
+
+
+def train(training: Training, checkpointer: Checkpointer, last: int) -> None:
+    provider = checkpointer._provider
+    for version in range(checkpointer.version + 1, last + 1):
+        training.backward(version)
+        checkpointer.capture(version, provider.gradients())
+        training.optimizer.step()
+        checkpointer.complete(version)
+
+
+def shards(url: str) -> list[ShardKey]:
+    async def listed() -> list[ShardKey]:
+        async with make_driver(url) as driver:
+            return [key async for info in driver.list() if isinstance(key := keys.parse(info.key), ShardKey)]
+
+    return asyncio.run(listed())
+
+
+def is_base(key: ShardKey) -> bool:
+    return key.stream is Stream.BASE
+
+
+def same_version(ended: dict[int, object]) -> object:
+    assert ended[0] == ended[1], ended
+    return ended[0]
+
+
+def test_a_rank_that_dies_again_and_again_before_its_opening_base_costs_nothing(tmp_path: Path) -> None:
+    """The other rank has bases of every attempt by then; the one that both have must not be deleted for them."""
+    job = Job(tmp_path)
+
+    def first_life(rank: int, group: SimulatedGroup) -> int:
+        training, checkpointer = job.start(rank, group)
+        train(training, checkpointer, 6)
+        checkpointer._recorder.flush()
+        checkpointer.abort()
+        return checkpointer.version
+
+    def short_life(rank: int, group: SimulatedGroup) -> int:
+        dies = rank == 0
+        first = faulty(job.memories[rank], lambda at: dies and at.call == "publish" and "base" in str(at.key))
+        _, checkpointer = job.start(rank, group, first=first)
+        if dies:
+            with pytest.raises(SaveError):
+                checkpointer._recorder.finish_base()
+        else:
+            checkpointer._recorder.flush()
+        checkpointer.abort()
+        assert checkpointer.recovery is not None
+        return checkpointer.recovery.version
+
+    assert same_version(ranks(first_life)) == 6
+    for _ in range(4):
+        assert same_version(ranks(short_life)) == 6
+        for rank in (0, 1):
+            assert len(job.bases(job.memories[rank], rank)) <= 3
+
+
+def test_training_waits_for_the_rank_whose_bases_do_not_arrive_and_names_it(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    plan = FaultPlan.full(after_puts=3)  # the lineage record, the opening base and one differential
+
+    def life(rank: int, group: SimulatedGroup) -> str:
+        stuck = Tier(job.others[rank], wrap=lambda driver: FaultyDriver(driver, plan)) if rank else job.others[rank]
+        training, checkpointer = job.start(rank, group, other=stuck, deadline_s=2.0)
+        try:
+            with pytest.raises(SaveError) as caught:
+                train(training, checkpointer, 10 * BASE_EVERY)
+        finally:
+            checkpointer.abort()
+        assert len(job.bases(job.memories[rank], rank)) <= 3
+        return str(caught.value)
+
+    for said in ranks(life).values():
+        assert "furthest behind is rank 1 (nvme" in str(said), said
+    # Nothing is lost all the same: both have what the mark needs.
+    lasting = ranks(lambda rank, group: recovered(job, rank, group, first=memory()))
+    assert same_version(lasting) in (0, 1, BASE_EVERY)  # the third put is of a differential, or of the next base
+
+
+def recovered(job: Job, rank: int, group: SimulatedGroup, first: str = "") -> int:
+    _, checkpointer = job.start(rank, group, first=first)
+    checkpointer.abort()
+    return -1 if checkpointer.recovery is None else checkpointer.recovery.version
+
+
+def test_what_all_ranks_have_twice_lets_older_bases_go(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def life(rank: int, group: SimulatedGroup) -> list[int]:
+        training, checkpointer = job.start(rank, group)
+        train(training, checkpointer, 5 * BASE_EVERY + 1)
+        checkpointer.close()
+        return [version for _, version in job.bases(job.memories[rank], rank)]
+
+    for kept in ranks(life).values():
+        assert isinstance(kept, list)
+        assert kept[-2:] == [4 * BASE_EVERY, 5 * BASE_EVERY]
+        assert len(kept) <= 3
+    job.memories[0] = memory()  # a node is lost
+    assert same_version(ranks(lambda rank, group: recovered(job, rank, group))) == 5 * BASE_EVERY + 1
+
+
+@pytest.mark.parametrize("dies", ["before its opening base is whole", "after a few versions"])
+def test_a_crash_loop_does_not_fill_the_first_tier(tmp_path: Path, dies: str) -> None:
+    """No durable tier takes anything all the while."""
+    url, crashes = memory(), 8
+    versions: list[int] = []
+    for crash in range(crashes):
+        plan = FaultPlan.full(after_puts=1)  # the lineage record
+        durable = Tier(f"nvme://{tmp_path}?survives=rack", wrap=lambda driver, plan=plan: FaultyDriver(driver, plan))
+        fails = dies.startswith("before") and crash > 0
+        first = faulty(url, lambda at, fails=fails: fails and at.call == "publish" and "base" in str(at.key))
+        training = Training()
+        checkpointer = training.attach(Hierarchy.of(first, durable), base_every=50)
+        versions.append(checkpointer.version)
+        if not fails:
+            for version in range(checkpointer.version + 1, checkpointer.version + 4):
+                training.step(version)
+        checkpointer.abort()
+        bases = [key for key in shards(url) if is_base(key)]
+        assert len(bases) <= 3, [str(key) for key in bases]
+        assert len(shards(url)) <= 3 + 3 * 3
+    trained = [0, *[3] * (crashes - 1)] if dies.startswith("before") else list(range(0, 3 * crashes, 3))
+    assert versions == trained
+
+
+def test_what_a_rank_left_on_another_node_goes_before_anything_is_captured(tmp_path: Path) -> None:
+    """The ranks come back on each other's nodes, and the memory there is as full as it may be."""
+    job = Job(tmp_path, shared=True)
+
+    def first_life(rank: int, group: SimulatedGroup) -> int:
+        training, checkpointer = job.start(rank, group)
+        train(training, checkpointer, BASE_EVERY + 1)
+        checkpointer.close()
+        return checkpointer.version
+
+    ranks(first_life)
+    used = [sum(1 for _ in shards(url)) for url in job.memories]
+    assert all(used)
+    job.memories.reverse()
+
+    def second_life(rank: int, group: SimulatedGroup) -> int:
+        _, checkpointer = job.start(rank, group)
+        found = {key.rank for key in shards(job.memories[rank])}
+        checkpointer.abort()
+        assert found <= {rank}, found
+        assert checkpointer.recovery is not None
+        return checkpointer.recovery.version
+
+    assert same_version(ranks(second_life)) == BASE_EVERY + 1
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path: Path, comes_back: bool) -> None:
+    """Two ranks of one node, whose other tier is away for rank 1 while they look: until the end, or until a generation
+    opens. Their memory serves the recovery, and is cleared all the same."""
+    job = Job(tmp_path)
+    job.memories[1] = job.memories[0]
+    job.others[1] = job.others[0]
+
+    kernels.warm_up()  # what a deadline of a few seconds has no time for
+
+    def first_life(rank: int, group: SimulatedGroup) -> int:
+        stuck = faulty(job.others[rank], lambda at: at.call == "put" and "/base/000000000004/" in str(at.key))
+        training, checkpointer = job.start(rank, group, other=stuck, deadline_s=4.0)
+        train(training, checkpointer, 6)
+        with pytest.raises(SaveError):
+            checkpointer._recorder.flush()
+        checkpointer.abort()
+        return checkpointer.version
+
+    def second_life(rank: int, group: SimulatedGroup) -> int:
+        asked: list[str] = []
+
+        def strikes(at: Point) -> bool:
+            asked.append(at.call)
+            return at.moment is Moment.BEFORE and (at.call == "put" if comes_back and "put" in asked else True)
+
+        away = FaultPlan((Fault(strikes, lambda: Transient("it is away"), 2**30),))
+        other = Tier(job.others[rank], wrap=lambda driver: FaultyDriver(driver, away)) if rank else job.others[rank]
+        _, checkpointer = job.start(rank, group, other=other, deadline_s=4.0)
+        checkpointer.abort()
+        assert checkpointer.recovery is not None
+        return checkpointer.recovery.version
+
+    assert same_version(ranks(first_life)) == 6
+    before = {key for key in shards(job.others[1]) if key.rank == 1}
+    assert same_version(ranks(second_life)) == 6
+    assert {key for key in shards(job.others[1]) if key.rank == 1} >= before
+    assert (1, 0) not in job.bases(job.memories[1], 1)
+
+
+class Told:
+    """A mover that can come to the first versions, and does not answer once it is told that both ranks can."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.status = MoverStatus(reach=((0, BASE_EVERY),))
+        self.hangs = hangs
+
+    async def agree(self, mark: int) -> None:
+        if self.hangs and mark == BASE_EVERY:
+            raise DeadlineExceeded("the agent 'node' (process 7) lives, but has not answered Agree within 2 s")
+
+
+def test_a_mover_that_does_not_answer_when_the_mark_is_agreed_on_is_heard_of_by_all() -> None:
+    def life(rank: int, group: SimulatedGroup) -> None:
+        loop = LoopThread()
+        try:
+            Agreement(group, Told(hangs=rank == 1), loop, DEADLINE_S).settle(2 * BASE_EVERY)
+        finally:
+            loop.close()
+
+    ended = ranks(life)
+    assert isinstance(ended[1], DeadlineExceeded)
+    assert isinstance(ended[0], RecoveryError)
+    assert "rank 1 reports: the agent 'node' (process 7) lives, but has not answered" in str(ended[0])
+
+
+def test_a_rank_that_closes_after_a_failed_save_tells_those_who_wait_for_it_why(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def life(rank: int, group: SimulatedGroup) -> None:
+        full = faulty(job.memories[rank], lambda at: rank == 0 and f"-{BASE_EVERY:012}" in str(at.key))
+        training, checkpointer = job.start(rank, group, first=full)
+        try:
+            train(training, checkpointer, BASE_EVERY)
+        finally:
+            checkpointer.close()
+
+    for error in ranks(life).values():
+        assert isinstance(error, GroupError), error
+        assert f"rank 0 had failed before: version {BASE_EVERY} could not be saved: no room" in str(error)

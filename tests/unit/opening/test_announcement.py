@@ -1,0 +1,152 @@
+"""What attaching says: in one line what was resumed, and in a line each what the user may not have meant."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import Training, memory
+from tests.unit.opening.test_failing_ranks import checkpointer_of, ranks
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch import attach
+from tiercheck.opening.announcement import nothing_outlives_a_node, overruled_options, too_little_room
+from tiercheck.tiers.posix import file_driver
+from tiercheck.tiers.posix.mounts import Mount
+from tiercheck.types import Usage
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="tiercheck.checkpointer")
+    return caplog
+
+
+def lines(said: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """What was said since the last time, at this level."""
+    found = [each.getMessage() for each in said.records if each.levelno == level]
+    said.clear()
+    return found
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory lies on storage that other nodes reach."""
+    monkeypatch.setattr(file_driver, "mount_of", lambda path: Mount(path, "nfs4", frozenset()))
+
+
+def trained(hierarchy: Hierarchy, last: int, **config: Any) -> Checkpointer:
+    training = Training()
+    checkpointer = training.attach(hierarchy, base_every=2, **config)
+    for version in range(checkpointer.version + 1, last + 1):
+        training.step(version)
+    checkpointer.abort()
+    return checkpointer
+
+
+@pytest.mark.usefixtures("shared")
+def test_one_line_says_what_was_resumed_and_from_where(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    first, durable = memory(), f"nvme://{tmp_path}?survives=rack"
+    trained(Hierarchy.of(first, durable), 3)
+    (line,) = lines(said, logging.INFO)
+    assert line.startswith(
+        f"nothing to resume from was found in {first}, nvme://{tmp_path}: training begins at version 0; this is "
+        "generation 1, and what it saves outlives the failure of a rack, once each rank's first base (about "
+    )
+    assert line.endswith("B) has reached nvme"), "how much must first drain"
+    trained(Hierarchy.of(first, durable), 3)
+    assert lines(said, logging.INFO) == [
+        "resumed after version 3, exact: base 2 of generation 1 and what follows it, from memory; this is generation "
+        "2, and what it saves outlives the failure of a rack"
+    ]
+    assert not lines(said, logging.WARNING)
+
+
+def test_what_is_approximate_is_said_to_be_with_the_reason(said: pytest.LogCaptureFixture) -> None:
+    hierarchy = Hierarchy.of(memory())
+    trained(hierarchy, 3, codec="int8")
+    lines(said, logging.INFO)
+    trained(hierarchy, 3, codec="int8")
+    (line,) = lines(said, logging.INFO)
+    assert line.startswith("resumed after version 3, approximate (1 of the 1 versions replayed were encoded by int8")
+    assert "outlives the failure of nothing, not even this process" in line
+
+
+def test_nodes_whose_failure_costs_the_run_are_told_of_once_a_job(said: pytest.LogCaptureFixture) -> None:
+    urls = [memory(), memory()]
+    ranks(lambda rank, group: checkpointer_of(group, Hierarchy.of(urls[rank])).abort())
+    (line,) = lines(said, logging.WARNING)
+    assert line.startswith("no tier outlives the failure of a node (memory): it would cost the run; add ")
+    assert nothing_outlives_a_node(Hierarchy.of("shm://x").open(), 1) is None, "a laptop is one node"
+    assert nothing_outlives_a_node(Hierarchy.of("shm://x", must_survive="process").open(), 8) is None, "it was said"
+    assert nothing_outlives_a_node(Hierarchy.of("shm://x", "nvme:///y?survives=rack").open(), 8) is None
+
+
+def test_a_local_disk_that_is_to_survive_a_rack_is_told_of(
+    tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_driver, "mount_of", lambda path: Mount(path, "ext4", frozenset()))
+    trained(Hierarchy.of(memory(), f"nvme://{tmp_path}/local"), 1)
+    assert not lines(said, logging.WARNING)
+    trained(Hierarchy.of(memory(), f"nvme://{tmp_path}/durable?survives=rack"), 1)
+    assert lines(said, logging.WARNING) == [
+        f"nvme: survives=rack is claimed of {tmp_path}/durable, which lies on ext4, a file system of this node alone"
+    ]
+
+
+class TestAnOptionThatTheCheckpointOverrules:
+    def resume(self, hierarchy: Hierarchy, *, scheduled: bool = False, **options: Any) -> Checkpointer:
+        training = Training(**options)
+        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5) if scheduled else None
+        checkpointer = attach(training.model, training.optimizer, hierarchy, scheduler=scheduler)
+        for version in (1, 2):
+            training.step(version)
+            if scheduler is not None:
+                scheduler.step()
+        checkpointer.close()
+        return checkpointer
+
+    def test_it_is_told(self, said: pytest.LogCaptureFixture) -> None:
+        hierarchy = Hierarchy.of(memory())
+        self.resume(hierarchy, weight_decay=0.1)
+        self.resume(hierarchy, weight_decay=0.2)
+        assert lines(said, logging.WARNING) == [
+            "the checkpoint overrules the script: weight_decay=0.1 instead of 0.2 (group 0); to change an option, set "
+            "it in optimizer.param_groups after attach"
+        ]
+
+    def test_an_option_that_is_the_same_is_not(self, said: pytest.LogCaptureFixture) -> None:
+        hierarchy = Hierarchy.of(memory())
+        self.resume(hierarchy)
+        self.resume(hierarchy)
+        assert not lines(said, logging.WARNING)
+
+    def test_what_a_scheduler_has_moved_is_not(self, said: pytest.LogCaptureFixture) -> None:
+        hierarchy = Hierarchy.of(memory())
+        self.resume(hierarchy, scheduled=True)
+        self.resume(hierarchy, scheduled=True)
+        assert not lines(said, logging.WARNING)
+
+    def test_what_a_scheduler_began_with_is(self) -> None:
+        told = overruled_options([{"lr": 0.2, "initial_lr": 0.2}], [{"lr": 0.05, "initial_lr": 0.1}], scheduled=False)
+        assert "lr=0.1 instead of 0.2 (group 0)" in (told or "")
+        assert overruled_options([{"lr": 0.2}], [{"lr": 0.05}], scheduled=True) is None
+
+    def test_a_list_is_a_tuple_that_was_stored(self) -> None:
+        assert overruled_options([{"betas": (0.9, 0.95)}], [{"betas": [0.9, 0.95]}], scheduled=False) is None
+
+
+def test_a_durable_tier_that_cannot_keep_what_it_is_told_to() -> None:
+    tiers = Hierarchy.of("shm://x", "nvme:///y?survives=rack").open()
+    config = CheckpointConfig(keep_last=2)
+    enough = Usage(used_bytes=5 << 30, limit_bytes=6 << 30)
+    assert too_little_room(tiers, enough, 1 << 30, 2, config) is None
+    assert too_little_room(tiers, Usage(0, None), 1 << 30, 2, config) is None
+    assert too_little_room(tiers, enough, (1 << 30) + 1, 2, config) == (
+        "nvme has room for 6.0 GiB, but to keep the last 2 bases takes 6.0 GiB: give it more, or lower keep_last"
+    )

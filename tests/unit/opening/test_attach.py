@@ -1,0 +1,376 @@
+"""Attaching: what can refuse refuses before a tier is touched, and a failure leaves the tiers as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import Training, memory
+from tests.unit.opening.test_failing_ranks import ranks
+from tiercheck import checkpointer as checkpointer_module
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import (
+    CapacityExceeded,
+    GroupError,
+    RecoveryError,
+    TierCheckError,
+    Transient,
+    UnsupportedSetup,
+)
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.runtime.group import SingleProcess
+from tiercheck.streams.provider import ModuleProvider
+from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
+from tiercheck.tiers.registry import make_driver
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As ``accelerate.optimizer.AcceleratedOptimizer``: an Optimizer whose own ``__init__`` never ran."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Holds slow weights of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+
+class Hollow(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+
+def test_a_wrapped_optimizer_is_unwrapped() -> None:
+    url = memory()
+    training = Training()
+    training.optimizer = Accelerated(Accelerated(training.optimizer))
+    with training.attach(Hierarchy.of(url)):
+        training.step(1)
+        training.step(2)
+    after = Training()
+    after.optimizer = Accelerated(after.optimizer)
+    checkpointer = after.attach(Hierarchy.of(url))
+    checkpointer.abort()
+    assert (checkpointer.version, after.parameters()) == (2, training.states[2])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (Lookahead, "Lookahead wraps AdamW and holds groups or state of its own"),
+        (lambda optimizer: optimizer.state_dict(), "optimizer= must be a torch.optim.Optimizer, not dict"),
+        (lambda optimizer: Hollow(optimizer.param_groups[0]["params"]), "Hollow has no step hooks"),
+    ],
+)
+def test_what_cannot_be_seen_stepping_is_refused_before_a_tier_is_touched(
+    tmp_path: Path, wrap: Any, message: str
+) -> None:
+    training = Training()
+    training.optimizer = wrap(training.optimizer)
+    with pytest.raises(UnsupportedSetup, match=message):
+        training.attach(Hierarchy.of(memory(), f"nvme://{tmp_path}/durable?survives=rack"))
+    assert not list(tmp_path.iterdir())
+
+
+LAST = 3
+Contents = dict[str, dict[str, bytes]]
+"""By URL, what a tier holds."""
+
+
+async def contents(urls: list[str]) -> Contents:
+    held: Contents = {}
+    for url in urls:
+        async with make_driver(url) as tier:
+            keys = [info.key async for info in tier.list()]
+            held[url] = {key: bytes(await tier.get(key)) for key in keys}
+    return held
+
+
+@dataclass
+class Past:
+    """A job that has trained to version :data:`LAST` and died: what it left, as often as it is wanted."""
+
+    root: Path
+    left: list[dict[str, bytes]] = field(default_factory=list)
+    parameters: bytes = b""
+
+    @classmethod
+    def of(cls, root: Path, *, base_every: int = 100) -> Past:
+        """By default with one base, so that its memory holds nothing that is superseded."""
+        past = cls(root)
+        urls = past.fresh()
+        training = Training()
+        training.attach(Hierarchy.of(*urls), base_every=base_every)
+        for version in range(1, LAST + 1):
+            training.step(version)
+        training.checkpointer._recorder.flush()
+        training.checkpointer.abort()
+        past.parameters = training.parameters()
+        past.left = list(asyncio.run(contents(urls)).values())
+        return past
+
+    def fresh(self) -> list[str]:
+        return [memory(), f"nvme://{self.root}/{uuid.uuid4().hex}?survives=rack"]
+
+    def again(self) -> list[str]:
+        """Tiers of their own that hold what the job left."""
+        urls = self.fresh()
+
+        async def fill() -> None:
+            for url, objects in zip(urls, self.left, strict=True):
+                async with make_driver(url) as tier:
+                    for key, content in objects.items():
+                        await tier.put(key, [content])
+
+        asyncio.run(fill())
+        return urls
+
+    def check(self, urls: list[str]) -> None:
+        """The name is free, and the job goes on where it was."""
+        training = Training()
+        checkpointer = training.attach(Hierarchy.of(*urls))
+        checkpointer.abort()
+        version = checkpointer.recovery.version if checkpointer.recovery else 0
+        assert (version, training.parameters()) == (LAST, self.parameters)
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
+    return Past.of(tmp_path_factory.mktemp("past"))
+
+
+def under(urls: list[str], plan: FaultPlan) -> Hierarchy:
+    return Hierarchy.of(*(Tier(url, wrap=lambda driver: FaultyDriver(driver, plan)) for url in urls))
+
+
+Place = tuple[str, int, Moment]
+"""A call, which one of its name, and before, inside or after it."""
+
+
+def place(point: Point) -> Place:
+    return point.call, point.nth, point.moment
+
+
+def places(past: Past) -> list[Place]:
+    """Every place that an attach passes."""
+    plan = FaultPlan()
+    checkpointer = Training().attach(under(past.again(), plan))
+    passed = list(plan.points)  # what the mover has done since is no part of it
+    checkpointer.abort()
+    return [place(point) for point in passed]
+
+
+def test_an_error_at_any_call_to_a_tier_leaves_the_tiers_as_they_were_and_the_name_free(past: Past) -> None:
+    failed = 0
+    for target in places(past):
+        if target[2] is Moment.SUSPENDED:  # no driver fails there
+            continue
+        urls = past.again()
+        before = asyncio.run(contents(urls))
+        plan = FaultPlan((Fault(lambda point, at=target: place(point) == at, lambda: Transient("injected")),))
+        training = Training()
+        try:
+            training.attach(under(urls, plan)).abort()
+        except TierCheckError as error:
+            failed += 1
+            assert "injected" in str(error), target
+            assert asyncio.run(contents(urls)) == before, target
+        past.check(urls)
+    assert failed >= 5, "others pass: a tier is asked again, or memory serves without it"
+
+
+def test_when_no_base_can_be_captured_nothing_is_gone_but_what_is_superseded_in_memory(tmp_path: Path) -> None:
+    """That had to make room for the base. The job goes on where it was without it."""
+    past = Past.of(tmp_path, base_every=2)
+    urls = past.again()
+    before = asyncio.run(contents(urls))
+    full = FaultPlan.fail_call("reserve", lambda: CapacityExceeded("no room"), times=9)
+    with pytest.raises(TierCheckError, match="no room"):
+        Training().attach(under(urls, full))
+    after = asyncio.run(contents(urls))
+    gone = {"g000001/base/000000000000/r00000.safetensors"}
+    gone |= {f"g000001/differential/{version:012}-{version:012}/r00000.safetensors" for version in (1, 2)}
+    assert after[urls[0]] == {key: content for key, content in before[urls[0]].items() if key not in gone}
+    assert after[urls[1]] == before[urls[1]]
+    past.check(urls)
+
+
+def test_a_kill_at_any_call_to_a_tier_costs_nothing(past: Past) -> None:
+    killed = 0
+    for target in places(past):
+        urls = past.again()
+        plan = FaultPlan((Fault(lambda point, at=target: place(point) == at, Killed),))
+        try:
+            Training().attach(under(urls, plan)).abort()
+        except (Killed, TierCheckError):
+            killed += 1
+        past.check(urls)
+    assert killed > 40
+
+
+class Breaking(SingleProcess):
+    """A group whose collective of one purpose fails, when all have said what they had to."""
+
+    def __init__(self, breaks: Callable[[str], bool]) -> None:
+        self._breaks = breaks
+
+    def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        if self._breaks(what):
+            raise GroupError(f"{what}: injected")
+        return [message]
+
+
+def test_a_group_that_breaks_costs_nothing(past: Past) -> None:
+    purposes: list[str] = []
+    Training().attach(Hierarchy.of(*past.again()), group=Breaking(lambda what: purposes.append(what) or False)).abort()
+    assert len(purposes) > 5
+    for purpose in purposes:
+        urls = past.again()
+        with pytest.raises(GroupError, match="injected"):
+            Training().attach(Hierarchy.of(*urls), group=Breaking(lambda what, fails=purpose: what == fails))
+        past.check(urls)
+
+
+def provider_methods() -> list[str]:
+    return [name for name in vars(ModuleProvider) if not name.startswith("_")]
+
+
+def test_an_error_of_the_provider_leaves_the_tiers_as_they_were(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its every call."""
+    calls: list[str] = []
+    fails_at = [-1]
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) - 1 == fails_at[0]:
+                raise ArithmeticError("injected")
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in provider_methods():
+        monkeypatch.setattr(ModuleProvider, name, counted(name, getattr(ModuleProvider, name)))
+    Training().attach(Hierarchy.of(*past.again())).abort()
+    # Most calls are reads of the same kind in a row: the first and the last one of each run stand for it.
+    ends = [n for n in range(len(calls)) if n in (0, len(calls) - 1) or not calls[n - 1] == calls[n] == calls[n + 1]]
+    for at in ends:
+        calls.clear()
+        fails_at[0] = at
+        urls = past.again()
+        before = asyncio.run(contents(urls))
+        training = Training()
+        with pytest.raises(ArithmeticError, match="injected"):
+            training.attach(Hierarchy.of(*urls))
+        fails_at[0] = -1
+        assert asyncio.run(contents(urls)) == before
+        assert not training.optimizer._optimizer_step_pre_hooks, "a hook of ours stays"
+        past.check(urls)
+
+
+def test_a_rank_that_fails_at_the_end_of_attach_tells_the_others(tmp_path: Path) -> None:
+    memories = [memory(), memory()]
+    durable = f"nvme://{tmp_path}/durable?survives=rack"
+
+    def life(rank: int, group: Any, plan: FaultPlan) -> int:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        first = Tier(memories[rank], wrap=lambda driver: FaultyDriver(driver, plan if rank else FaultPlan()))
+        config = CheckpointConfig(deadline_s=30)
+        checkpointer = Checkpointer(provider, Hierarchy.of(first, durable), group=group, config=config)
+        checkpointer.abort()
+        return checkpointer.generation
+
+    assert ranks(lambda rank, group: life(rank, group, FaultPlan())) == {0: 1, 1: 1}
+    before = asyncio.run(contents([*memories, durable]))
+    full = FaultPlan.fail_call("reserve", lambda: CapacityExceeded("no room"), times=9)
+    ended = ranks(lambda rank, group: life(rank, group, full))
+    assert isinstance(ended[1], TierCheckError)
+    assert isinstance(ended[0], RecoveryError)
+    assert "beginning to save: rank 1 reports: version 0 could not be saved: no room" in str(ended[0])
+    assert asyncio.run(contents([*memories, durable])) == before
+    assert ranks(lambda rank, group: life(rank, group, FaultPlan())) == {0: 2, 1: 2}
+
+
+class InSession:
+    """As :class:`tiercheck.agent.client.session.AgentSession`, with an agent that refuses rank 1's replication job."""
+
+    node = "node"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def endpoint(self, node: int) -> Any:
+        return SimpleNamespace(to_object=lambda: {})
+
+    def mover(self, job: Any, first: Any) -> Any:
+        return SimpleNamespace(conflict=None)
+
+    def register(self) -> None:
+        if self.rank == 1:
+            raise Transient("the agent has no room")
+
+    def end(self) -> None:
+        pass
+
+
+def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = [memory(), memory()]
+
+    def life(rank: int, group: Any, mover: str) -> int:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        config = CheckpointConfig(deadline_s=30, mover=mover)
+        checkpointer = Checkpointer(provider, Hierarchy.of(urls[rank]), group=group, config=config)
+        checkpointer.abort()
+        return checkpointer.version
+
+    monkeypatch.setattr(checkpointer_module.AgentSession, "of", lambda placed, rank, *_: InSession(rank))
+    ended = ranks(lambda rank, group: life(rank, group, "agent"))
+    assert isinstance(ended[1], Transient)
+    assert isinstance(ended[0], RecoveryError)
+    assert "handing the movers to the agents: rank 1 reports: the agent has no room" in str(ended[0])
+    assert ranks(lambda rank, group: life(rank, group, "trainer")) == {0: 0, 1: 0}, "the name is free"
+
+
+def test_a_failure_while_what_is_superseded_is_cleared_leaves_the_tiers_as_they_were(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> int:
+        raise RecoveryError("injected")
+
+    urls = past.again()
+    before = asyncio.run(contents(urls))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointer_module, "clear_tiers", fails)
+        with pytest.raises(RecoveryError, match="injected"):
+            Training().attach(Hierarchy.of(*urls))
+    assert asyncio.run(contents(urls)) == before
+    past.check(urls)

@@ -1,0 +1,71 @@
+"""What damaged copies cost, and when they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.unit.policy.test_placement import base, batch, committed, seen, single
+from tiercheck.keys import Key, ShardKey
+from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.watermark import Retention
+
+
+def going(memory: Iterable[Key], durable: Iterable[Key], *damaged: ShardKey) -> list[Key]:
+    return outlived(seen(memory, durable), Retention(keep_last=1), [(0, key) for key in damaged])[0]
+
+
+def snapshot(of: int, version: int) -> ShardKey:
+    return ShardKey.snapshot(1, of, version, 0)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "memory", "durable", "is_lost"),
+    [
+        (single(3), [base(0)], [], True),
+        (single(3), [base(0)], [batch(1, 5)], False),
+        (single(3), [base(0), base(2)], [], True),
+        (single(3), [base(0), base(3)], [], False),
+        (base(3), [base(0)], [], True),
+        (base(3), [base(0)], [base(3)], False),
+        (base(3), [base(0), base(4)], [], False),
+        (snapshot(0, 3), [base(0)], [], True),
+        (snapshot(0, 3), [base(0), snapshot(0, 4)], [], False),
+        (snapshot(0, 3), [base(0), base(3)], [], False),
+    ],
+)
+def test_what_another_copy_or_something_newer_makes_up_for_is_not_lost(
+    damaged: ShardKey, memory: list[Key], durable: list[Key], *, is_lost: bool
+) -> None:
+    assert lost(seen(memory, durable), [(0, damaged)]) == ([(0, damaged)] if is_lost else [])
+
+
+def test_the_next_base_comes_after_all_that_is_lost() -> None:
+    assert base_needed_after([]) is None
+    assert base_needed_after([(0, base(5)), (0, single(4)), (0, snapshot(5, 9))]) == 5
+    assert base_needed_after([(0, single(7)), (0, base(5))]) == 6
+    assert base_needed_after([(0, snapshot(5, 9))]) is None, "the next one makes up for it"
+
+
+def test_a_damaged_differential_goes_with_its_neighbours() -> None:
+    memory = [base(0), base(10), single(2), single(11)]
+    assert going(memory, committed(10), single(3)) == [], "a sound copy would still lead on from the older base"
+    assert going([*memory, base(20)], committed(20), single(3)) == [single(3)]
+    assert going([*memory, base(20)], committed(20), single(3), single(13)) == [single(3)]
+
+
+def test_of_bases_in_memory_no_more_than_two_stay_and_the_sound_ones_do() -> None:
+    assert going([base(0), base(10)], [], base(20)) == [base(20)]
+    assert going([base(0)], [], base(20)) == []
+    assert going([base(0)], [], base(10), base(20)) == [base(10)]
+    assert going([], [], base(0)) == [], "it tells that there was something"
+    assert going([], [], base(0), base(10), base(20)) == [base(0)]
+
+
+def test_a_damaged_base_of_a_shared_tier_goes_when_it_would_go_sound() -> None:
+    def gone(*durable: Key) -> list[Key]:
+        return outlived(seen([], durable), Retention(keep_last=1), [(1, base(10))])[1]
+
+    assert gone(*committed(10)[1:]) == []
+    assert gone(*committed(10)[1:], *committed(20)) == [base(10)]

@@ -1,0 +1,188 @@
+"""Training's own thread reserves and publishes where the first tier lets it, and awaits the tier where it does not.
+
+The memory of the next version is reserved right after a record was published, and when it is needed where that failed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import FULL, Training, memory, recovered
+from tiercheck.errors import CapacityExceeded, SaveError, Transient
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers import MeteredDriver
+
+VERSION_2 = "differential/000000000002"
+
+
+class Watched:
+    """A memory tier whose calls can be seen, by method, with the thread and the key of each; and be made to fail."""
+
+    def __init__(self, fails: Callable[[str, str], Exception | None] = lambda call, key: None) -> None:
+        self.url = memory()
+        self.seen: list[tuple[str, str, bool]] = []
+        self._fails = fails
+        self._training = threading.current_thread()
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        return Hierarchy((Tier(self.url, wrap=self._watch),))
+
+    def of(self, key: str) -> list[tuple[str, bool]]:
+        """The calls for keys that hold ``key``, and whether training's thread made each."""
+        return [(call, by_training) for call, of, by_training in self.seen if key in of]
+
+    def _watch(self, driver: TierDriver) -> TierDriver:
+        assert isinstance(driver, MemoryDriver)
+        self._replace(driver, "reserve_nowait", lambda key, nbytes: key)
+        return driver
+
+    def _replace(self, of: Any, name: str, key_of: Callable[..., str]) -> None:
+        original = getattr(of, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            key = key_of(*arguments, **options)
+            self.seen.append((name, key, threading.current_thread() is self._training))
+            if (error := self._fails(name, key)) is not None:
+                raise error
+            found = original(*arguments, **options)
+            if isinstance(found, Reservation):
+                self._replace(found, "publish_nowait", lambda *_, **__: key)
+                self._replace(found, "drop", lambda: key)
+            return found
+
+        setattr(of, name, watched)
+
+
+def failing(
+    call: str, error: Exception, *, of: str = VERSION_2, times: int = 1
+) -> Callable[[str, str], Exception | None]:
+    """The first such calls of version 2 fail."""
+    left = [error] * times
+    return lambda called, key: left.pop() if left and called == call and of in key else None
+
+
+def test_the_thread_that_trains_reserves_and_publishes() -> None:
+    tier, training = Watched(), Training()
+    with training.attach(tier.hierarchy) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert tier.of(VERSION_2) == [("reserve_nowait", True), ("publish_nowait", True)]
+        assert checkpointer.stats.differentials == 3
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+def test_a_tier_that_has_nothing_at_once_is_awaited() -> None:
+    url, training = memory(), Training()
+    with training.attach(Hierarchy((Tier(url, wrap=MeteredDriver),))) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert checkpointer.stats.differentials == 3
+    assert recovered(url) == (3, training.states[3])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_where_there_is_no_room_the_step_makes_some(times: int) -> None:
+    """It may be there by then (once), or the mover makes it (twice: ahead, and in the step)."""
+    tier, training = Watched(failing("reserve_nowait", CapacityExceeded(FULL), times=times)), Training()
+    with training.attach(tier.hierarchy) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        assert tier.of(VERSION_2) == [*[("reserve_nowait", True)] * (times + 1), ("publish_nowait", True)]
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 3)
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+def test_each_version_s_memory_is_reserved_when_the_one_before_is_published() -> None:
+    tier, training = Watched(), Training()
+    with training.attach(tier.hierarchy):
+        for version in (1, 2):
+            training.step(version)
+        calls = [(call, key.partition("differential/")[2][:12]) for call, key, _ in tier.seen if "differential" in key]
+        one, two, three = (f"{version:012d}" for version in (1, 2, 3))
+        assert calls == [
+            ("reserve_nowait", one),
+            ("publish_nowait", one),
+            ("reserve_nowait", two),
+            ("publish_nowait", two),
+            ("reserve_nowait", three),
+        ]
+    assert tier.of("differential/000000000003")[1:] == [("drop", True)], "nobody needs it any more"
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it(times: int) -> None:
+    """And where it cannot go back, it is not the version that suffers."""
+    tier, training = Watched(failing("drop", Transient("the tier is busy"), times=times)), Training()
+    with training.attach(tier.hierarchy) as checkpointer:
+        training.step(1)
+        training.model.register_buffer("table", torch.arange(2.0**18))
+        training.step(2)
+        assert tier.of(VERSION_2) == [
+            ("reserve_nowait", True),
+            ("drop", True),
+            ("reserve_nowait", True),
+            ("publish_nowait", True),
+        ]
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 2)
+
+
+def test_after_a_large_record_less_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: dict[str, int] = {}
+    original = MemoryDriver.reserve_nowait
+
+    def recording(driver: MemoryDriver, key: str, nbytes: int) -> Reservation | None:
+        if "differential" in key:
+            reserved[key.partition("differential/")[2][:12]] = nbytes
+        return original(driver, key, nbytes)
+
+    monkeypatch.setattr(MemoryDriver, "reserve_nowait", recording)
+    training = Training()
+    training.model.register_buffer("table", torch.arange(2.0**18))
+    with training.attach(Hierarchy.of(memory())) as checkpointer:
+        training.step(1)
+        del training.model.table
+        for version in (2, 3):
+            training.step(version)
+        assert checkpointer.stats.differentials == 3
+    one, two, three, four = (reserved[f"{version:012d}"] for version in (1, 2, 3, 4))
+    assert min(one, two) > 2**20 > max(three, four)
+
+
+def test_what_was_reserved_goes_back_where_a_base_finds_no_room() -> None:
+    tier, training = Watched(failing("reserve_nowait", CapacityExceeded(FULL), of="base/000000000002")), Training()
+    with training.attach(tier.hierarchy, base_every=2) as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        checkpointer.flush()
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials, checkpointer.stats.bases) == (
+            0,
+            3,
+            2,
+        )
+        ahead = [call for call, _ in tier.of("differential/000000000003")]
+        assert ahead == ["reserve_nowait", "drop", "reserve_nowait", "publish_nowait"]
+    assert recovered(tier.url) == (3, training.states[3])
+
+
+@pytest.mark.parametrize(("call", "times"), [("reserve_nowait", 2), ("publish_nowait", 1)])
+def test_what_fails_at_once_is_a_failed_save(call: str, times: int) -> None:
+    tier, training = Watched(failing(call, Transient("the tier is busy"), times=times)), Training()
+    with training.attach(tier.hierarchy, on_save_error="warn") as checkpointer:
+        for version in (1, 2, 3):
+            training.step(version)
+        checkpointer.flush()
+        assert checkpointer.stats.failed_saves == 1
+    assert recovered(tier.url) == (3, training.states[3])
+    tier, training = Watched(failing(call, Transient("the tier is busy"), times=times)), Training()
+    with training.attach(tier.hierarchy, on_save_error="fail"):
+        training.step(1)
+        with pytest.raises(SaveError, match="the tier is busy"):
+            training.step(2)

@@ -1,0 +1,483 @@
+"""What the ranks do with what they found: an error is no damage, damage costs what it hits, a past is no new job."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.failing import Failing
+from tests.unit.recovery.test_restorer import CONFIG, WORLD, Cluster, check, reference
+from tiercheck.errors import (
+    CapacityExceeded,
+    Mismatch,
+    NotFound,
+    NothingListens,
+    RecoveryError,
+    TierError,
+    Transient,
+    Unauthorized,
+)
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.keys import LineageKey, ShardKey
+from tiercheck.policy.lineage import Branch, Lineage, strangers
+from tiercheck.policy.observation import Role
+from tiercheck.policy.recovery import Source
+from tiercheck.recovery.past import Past
+from tiercheck.recovery.survey import Survey
+from tiercheck.replication.records import seal
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers.base import Call, Operation
+from tiercheck.types import Survives
+
+__all__ = ["reference"]
+
+SOON = replace(CONFIG, deadline_s=2)
+
+
+class Trouble:
+    """The durable tier's: what :attr:`says` returns is raised."""
+
+    def __init__(self) -> None:
+        self.says: Callable[[Call], Exception | None] = lambda call: None
+        self.raised = 0
+
+    def __call__(self, call: Call) -> Exception | None:
+        error = self.says(call)
+        self.raised += error is not None
+        return error
+
+
+@pytest.fixture
+def trouble() -> Trouble:
+    return Trouble()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, trouble: Trouble) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    memory, durable = cluster.hierarchy.tiers
+    cluster.hierarchy = Hierarchy.of(memory, replace(durable, wrap=lambda driver: Failing(driver, trouble)))
+    yield cluster
+    cluster.forget()
+
+
+def failing(operation: Operation, part: str, error: Callable[[], TierError], times: int = 10**9) -> Any:
+    left = [times]
+
+    def says(call: Call) -> Exception | None:
+        if call.operation is operation and part in (call.key or "") and left[0]:
+            left[0] -= 1
+            return error()
+        return None
+
+    return says
+
+
+ERRORS = [
+    lambda: Transient("503 slow down"),
+    lambda: Unauthorized("403 forbidden"),
+    lambda: TierError("the call took over 10 s"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("part", ["base/000000000004/r00001.safe", "-000000000006/r00001"], ids=["base", "batch"])
+def test_an_error_that_passes_costs_nothing(
+    cluster: Cluster, trouble: Trouble, reference: Any, part: str, error: Callable[[], TierError]
+) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.forget()
+    trouble.says = failing(Operation.GET, part, error, times=2)
+    outcome = cluster.run(10)
+    assert trouble.raised == 2
+    check(outcome, reference, 7)
+    assert [recovery.quarantined for recovery, _ in outcome] == [(), ()]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_that_stays_refuses_and_nothing_older_is_restored(
+    cluster: Cluster, trouble: Trouble, reference: Any, error: Callable[[], TierError]
+) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.forget()
+    cluster.config = SOON
+    trouble.says = failing(Operation.GET, "base/000000000004/r00001.safe", error)
+    first, second = cluster.run(10)
+    for outcome in (first, second):
+        assert isinstance(outcome, RecoveryError)
+        for word in ("rank 1", "tier nvme", "base/000000000004/r00001.safetensors", str(error())):
+            assert word in str(outcome)
+    assert not (cluster.root / "g000002").exists(), "nothing was begun"
+    trouble.says = lambda call: None
+    check(cluster.run(10), reference, 7)
+
+
+def test_another_copy_is_read_meanwhile(cluster: Cluster, trouble: Trouble, reference: Any) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.lose(1)
+    trouble.says = failing(Operation.GET, "r00000.safetensors", ERRORS[0])
+    check(cluster.run(10), reference, 7)
+
+
+def test_a_copy_not_found_once_is_asked_for_again(cluster: Cluster, trouble: Trouble, reference: Any) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.forget()
+    trouble.says = failing(Operation.GET, "base/000000000004/r00001.safe", lambda: NotFound("not yet"), times=1)
+    outcome = cluster.run(10)
+    check(outcome, reference, 7)
+    assert outcome[1][0].quarantined == ()
+
+
+def lineages(cluster: Cluster) -> list[Path]:
+    return sorted((cluster.root / "lineage").iterdir())
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"T" + content[1:]])
+def test_a_damaged_lineage_record_costs_nothing_that_another_copy_tells(
+    cluster: Cluster, reference: Any, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.run(5)
+    cluster.run(7)
+    for record in lineages(cluster):
+        record.write_bytes(damage(record.read_bytes()))
+    outcome = cluster.run(10)
+    check(outcome, reference, 7)
+    assert {(key, tier) for key, tier, _ in outcome[0][0].quarantined} == {
+        ("lineage/g000001", "nvme"),
+        ("lineage/g000002", "nvme"),
+    }
+    assert "lineage record is set aside" in caplog.text and "lineage/g000001" in caplog.text
+
+
+def test_a_damaged_record_that_nobody_needs_blocks_no_restart(cluster: Cluster, reference: Any) -> None:
+    """Its number counts as taken: the next generation passes it over."""
+    cluster.run(7)
+    for name, content in (("g000002", b"garbage"), ("g000005", seal(LineageKey(4), {}))):
+        (cluster.root / "lineage" / name).write_bytes(content)
+    outcome = cluster.run(10)
+    check(outcome, reference, 7)
+    assert (cluster.root / "g000006").is_dir() and (cluster.root / "lineage" / "g000006").is_file()
+
+
+def test_a_directory_under_a_records_name_is_passed_over(cluster: Cluster, reference: Any) -> None:
+    cluster.run(7)
+    (cluster.root / "lineage" / "g000002").mkdir()
+    (cluster.root / "lineage" / "g000003").mkdir()
+    (cluster.root / "lineage" / "g000003" / "foreign").write_text("what is this")
+    check(cluster.run(10), reference, 7)
+
+
+def test_two_histories_of_one_number_are_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    """The memory of one job, and the store of another."""
+    cluster.run(5)
+    other = Cluster(tmp_path / "other")
+    other.run(6)
+    shutil.rmtree(cluster.root)
+    other.root.rename(cluster.root)
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "two jobs have each opened a generation 1" in str(outcome)
+        assert "memory of rank 0" in str(outcome) and "nvme" in str(outcome)
+    other.forget()
+
+
+def test_a_shard_of_another_history_is_set_aside(cluster: Cluster, tmp_path: Path, reference: Any) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.forget()
+    other = Cluster(tmp_path / "other")
+    other.run(7, flush_at=7)
+    name = "base/000000000004/r00001.safetensors"
+    shutil.copy(other.root / "g000001" / name, cluster.root / "g000001" / name)
+    outcome = cluster.run(10)
+    check(outcome, reference, 7)
+    ((key, tier, reason),) = outcome[1][0].quarantined
+    assert (key, tier) == (f"g000001/{name}", "nvme")
+    assert "written by another job" in reason
+    other.forget()
+
+
+def swap_memories(cluster: Cluster) -> None:
+    """The nodes stay, and each rank comes back on the other one."""
+    first, second = (MemoryDriver(f"{cluster.memory}-{rank}").store for rank in range(2))
+    first.objects, second.objects = second.objects, first.objects
+
+
+@pytest.mark.parametrize("on_nothing_left", ["refuse", "restart"])
+def test_ranks_on_each_others_nodes_are_no_new_job(tmp_path: Path, on_nothing_left: str) -> None:
+    cluster = Cluster(tmp_path, replace(CONFIG, on_nothing_left=on_nothing_left))
+    cluster.hierarchy = Hierarchy.of(cluster.hierarchy.tiers[0])
+    cluster.run(7)
+    swap_memories(cluster)
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "rank 0: rank 1's up to 7 in memory" in str(outcome)
+        assert "rank 1: rank 0's up to 7 in memory" in str(outcome)
+        assert "start the ranks on the nodes where they were" in str(outcome)
+    swap_memories(cluster)
+    assert [recovery.version for recovery, _ in cluster.run(10)] == [7, 7]
+    cluster.forget()
+
+
+def test_a_lineage_that_had_versions_is_no_new_job(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.run(5, flush_at=5)
+    cluster.run(7)
+    cluster.forget()
+    for generation in cluster.root.glob("g*"):
+        shutil.rmtree(generation)
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "generation 2 left generation 1 at version 5" in str(outcome)
+    cluster.forget()
+
+
+def test_what_is_left_of_a_job_that_captured_nothing_is_a_new_job(cluster: Cluster) -> None:
+    cluster.run(0)
+    cluster.forget()
+    for generation in cluster.root.glob("g*"):
+        shutil.rmtree(generation)
+    assert [recovery for recovery, _ in cluster.run(3)] == [None, None]
+
+
+def test_where_nothing_is_left_a_job_may_begin_anew(
+    tmp_path: Path, reference: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node was lost before its first base had left it. The new lineage is the one that later recoveries know."""
+    cluster = Cluster(tmp_path, replace(CONFIG, base_every=100, batch=100))
+    memory = cluster.hierarchy.tiers[0]
+    cluster.hierarchy = Hierarchy.of(memory)
+    cluster.run(7)
+    cluster.lose(0)
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "rank 0: nothing; rank 1: memory" in str(outcome)
+        assert 'on_nothing_left="restart"' in str(outcome)
+    cluster.config = replace(cluster.config, on_nothing_left="restart")
+    for recovery, weights in cluster.run(4):
+        assert recovery is None
+        assert set(weights) == {1, 2, 3, 4}
+    assert "given up, and training begins anew at version 0" in caplog.text
+    outcome = cluster.run(10)
+    assert [recovery.point.generation for recovery, _ in outcome] == [2, 2]
+    check(outcome, reference, 4)
+    cluster.forget()
+
+
+def test_generations_of_another_history_are_found() -> None:
+    first, second = Branch(1, 0, 0, 1, "a" * 16), Branch(18, 1, 7, 1, "b" * 16)
+    lineage = Lineage.of([first, second])
+    assert strangers(lineage, recorded=[1, 2], captured=[1, 2]) == [2], "it went on without us"
+    assert strangers(lineage, recorded=[1, 2, 18], captured=[1, 2]) == [], "a start that failed before ours"
+    assert strangers(lineage, recorded=[1, 2], captured=[1]) == [], "nothing was captured in it"
+
+
+def test_a_job_of_another_size_is_a_mismatch(cluster: Cluster) -> None:
+    cluster.run(5)
+    record = LineageKey(1)
+    for path in lineages(cluster):
+        path.unlink()
+    cluster.forget()
+    (cluster.root / str(record)).write_bytes(seal(record, Branch(1, 0, 0, WORLD + 1, "a" * 16).to_object()))
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, Mismatch)
+
+
+class Away:
+    """A store that is down, for every call, opening included."""
+
+    def __init__(self, operations: set[Operation] | None = None) -> None:
+        self.operations = operations
+
+    def __call__(self, call: Call) -> Exception | None:
+        if self.operations is None or call.operation in self.operations:
+            return Transient("503 the store is down")
+        return None
+
+
+def test_a_first_start_fails_at_once_where_nothing_listens_at_the_stores_address(
+    cluster: Cluster, trouble: Trouble
+) -> None:
+    trouble.says = lambda call: NothingListens("the connection was refused", tier="s3://bucket")
+    for outcome in cluster.run(1):
+        assert isinstance(outcome, RecoveryError)
+        for words in ("tier nvme: the connection was refused (tier 's3://bucket')", "correct its address"):
+            assert words in str(outcome)
+    assert trouble.raised == 3 * WORLD, "to open it, to look into it, and once more when nobody found a past"
+
+
+class Hurried(asyncio.SelectorEventLoop):
+    """Its clock runs so many times as fast."""
+
+    SPEED = 20.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        select = self._selector.select
+        self._selector.select = lambda timeout=None: select(timeout and timeout / self.SPEED)
+
+    def time(self) -> float:
+        return self.SPEED * super().time()
+
+
+def test_a_first_start_waits_for_a_store_that_throttles_and_says_so(
+    cluster: Cluster, trouble: Trouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For 35 s every listing, and then every put for a while, is refused with an error that passes."""
+    monkeypatch.setattr("tiercheck.runtime.loop_thread.asyncio.new_event_loop", Hurried)
+    cluster.config = replace(CONFIG, deadline_s=300)
+    began = time.monotonic()
+
+    def slow_down(call: Call) -> Exception | None:
+        passed_s = Hurried.SPEED * (time.monotonic() - began)
+        until_s = {Operation.LIST: 35.0, Operation.PUT: 40.0}.get(call.operation, 0.0)
+        return Transient("503 SlowDown") if passed_s < until_s else None
+
+    trouble.says = slow_down
+    assert [recovery for recovery, _ in cluster.run(2)] == [None, None]
+    assert "tier nvme is waited for, for up to 300 s: 503 SlowDown" in caplog.text
+
+
+def test_a_store_where_nothing_listens_for_a_while_is_waited_for_where_there_is_a_past(
+    cluster: Cluster, trouble: Trouble, reference: Any
+) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.lose(1)
+    trouble.says = lambda call: NothingListens("the connection was refused") if trouble.raised < 4 * WORLD else None
+    check(cluster.run(10), reference, 7)
+
+
+def test_an_outage_of_the_store_does_not_keep_a_job_from_resuming_out_of_memory(
+    cluster: Cluster, trouble: Trouble, reference: Any
+) -> None:
+    cluster.run(7, flush_at=5)
+    cluster.config = replace(CONFIG, deadline_s=4)
+    trouble.says = Away()
+    outcome = cluster.run(8)
+    assert [recovery.version for recovery, _ in outcome] == [7, 7]
+    assert "tier nvme of rank 0 could not be asked what it holds (503" in outcome[0][0].notes[0]
+    assert not list(cluster.root.glob("lineage/g000018")), "what could not be seen was not written to"
+    trouble.says = lambda call: None
+    check(cluster.run(10, flush_at=10), reference, 8)
+    assert len(lineages(cluster)) == 2, "the generation that never reached the store left nothing there"
+
+
+def test_the_generation_is_recorded_before_anything_is_written(
+    cluster: Cluster, trouble: Trouble, reference: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.run(5, flush_at=5)
+    cluster.config = replace(CONFIG, deadline_s=10)
+    put: list[str] = []
+
+    def says(call: Call) -> Exception | None:
+        """The store is back once training is under way."""
+        if trouble.raised < 20 and call.operation in (Operation.LIST, Operation.PUT):
+            return Transient("503 the store is down")
+        if call.operation is Operation.PUT:
+            put.append(str(call.key))
+        return None
+
+    trouble.says = says
+    outcome = cluster.run(10, flush_at=10)
+    assert "generation 18 is recorded in tier nvme later" in caplog.text
+    check(outcome, reference, 5)
+    assert put[0] == "lineage/g000018", "fenced first"
+
+
+def test_another_job_that_went_on_in_the_store_meanwhile_has_won(cluster: Cluster, trouble: Trouble) -> None:
+    cluster.run(5, flush_at=5)
+    elsewhere = Cluster(cluster.root.parent)
+    elsewhere.run(7, flush_at=7)  # on other nodes, from the store
+    elsewhere.forget()
+    cluster.config = replace(CONFIG, deadline_s=4)
+    trouble.says = Away()
+    cluster.run(6)
+    trouble.says = lambda call: None
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "nvme holds versions of generation 2" in str(outcome)
+
+
+def test_what_memory_does_not_serve_waits_for_the_store_and_is_refused(cluster: Cluster, trouble: Trouble) -> None:
+    cluster.run(7, flush_at=7)
+    cluster.lose(1)
+    cluster.config = SOON
+    trouble.says = Away()
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        for word in ("tier nvme", "rank 1", "503 the store is down", "nothing is restored"):
+            assert word in str(outcome)
+
+
+def test_a_damaged_copy_in_memory_is_not_replaced_by_something_older_while_the_store_is_away(
+    cluster: Cluster, trouble: Trouble, reference: Any
+) -> None:
+    cluster.run(7, flush_at=7)
+    store = MemoryDriver(f"{cluster.memory}-1").store
+    (key,) = (key for key in store.objects if "000000000006-000000000006/r00001" in key)
+    whole = store.objects[key]
+    store.objects[key] = replace(whole, content=memoryview(bytes(whole.content)[:-1] + b"?"))
+    cluster.config = SOON
+    trouble.says = Away()
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError)
+        assert "it may hold something newer" in str(outcome)
+    trouble.says = lambda call: None
+    outcome = cluster.run(10)
+    check(outcome, reference, 7)
+    assert len(outcome[1][0].quarantined) == 1
+
+
+@pytest.mark.parametrize("error", [CapacityExceeded("no space left"), Unauthorized("read-only")])
+def test_a_full_or_read_only_store_does_not_stop_what_memory_can_serve(
+    cluster: Cluster, trouble: Trouble, reference: Any, error: TierError
+) -> None:
+    cluster.run(7, flush_at=7)
+    trouble.says = lambda call: error if call.operation is Operation.PUT else None
+
+    assert [recovery.version for recovery, _ in cluster.run(8)] == [7, 7]
+    cluster.forget()
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, RecoveryError | TierError), "memory did not serve it"
+        assert str(error) in str(outcome)
+
+
+def seen_by(rank: int, tier: int, base: int, last: int) -> Survey:
+    """A base and the differentials up to ``last``, in one tier; the durable one is away."""
+    shards = [ShardKey.base(1, base, rank), *(ShardKey.differential(1, v, v, rank) for v in range(base + 1, last + 1))]
+    found = frozenset(Source(tier, key) for key in shards)
+    return Survey(sources=found, branches=frozenset({(0, Branch(1, 0, 0, 2, "a" * 16))}), away=((2, "503"),))
+
+
+@pytest.mark.parametrize(("base", "last", "serves"), [(20, 24, True), (10, 15, False)])
+def test_a_neighbours_memory_serves_without_the_store_where_no_newer_base_can_be_committed_there(
+    base: int, last: int, serves: bool
+) -> None:
+    """A node is lost while the store is away. What its neighbour has may be behind a base that was committed."""
+    roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
+    whole = seen_by(0, 0, 20, 25)
+    old = frozenset(Source(0, key) for key in (source.key for source in seen_by(0, 0, 10, 19).sources))
+    past = Past([replace(whole, sources=whole.sources | old), seen_by(1, 1, base, last)], roles, "here")
+    points = past.points()
+    assert points is not None
+    assert points[0].last == last
+    assert not past.in_memory(points), "its own memory is lost: the store is asked until the deadline"
+    assert past.covers(points) is serves
+    assert "rank 0, tier s3: 503" in str(past.cannot_ask(points))
+
+
+def test_a_snapshot_tells_of_the_base_that_it_was_made_for() -> None:
+    """That base may have been committed in the store that is away."""
+    roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
+    survey = seen_by(0, 0, 10, 10)
+    past = Past([survey], roles, "here")
+    assert past.covers(past.points())
+    later = Source(0, ShardKey.snapshot(1, 20, 22, 0))
+    past = Past([replace(survey, sources=survey.sources | {later})], roles, "here")
+    assert not past.covers(past.points())

@@ -1,0 +1,181 @@
+"""Trouble belongs to an action; a tier has it only when several actions fail for no reason of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tiercheck.errors import CapacityExceeded, Corruption, JobConflict, TierError, Transient, Unauthorized
+from tiercheck.hierarchy import OpenTier
+from tiercheck.replication.backoff import RETRY_FIRST_S, RETRY_MAX_S, TROUBLES_MAX, Action, SourceError, TierBackoff
+from tiercheck.tiers.memory import MemoryDriver
+
+
+class Clock:
+    """The event loop's time, ahead of itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        real = loop.time
+        began = real()
+        monkeypatch.setattr(loop, "time", lambda: began + self.ahead_s)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class Store:
+    """Actions on it fail as ``errors`` says, by key."""
+
+    def __init__(self) -> None:
+        self.attempts = TierBackoff()
+        self.tier = OpenTier(1, "store", MemoryDriver())
+        self.errors: dict[str, BaseException] = {}
+        self.tried: list[str] = []
+
+    def action(self, key: str, *, kind: str = "copying") -> Action:
+        async def do() -> None:
+            self.tried.append(key)
+            if key in self.errors:
+                raise self.errors[key]
+
+        return Action(kind, key, do, into_tier=kind != "deleting")
+
+    async def look(self, *keys: str, kind: str = "copying") -> list[str]:
+        """The keys that were tried when these were wanted."""
+        self.tried = []
+        actions = [self.action(key, kind=kind) for key in keys]
+        self.attempts.keep(self.tier, [kind], actions)
+        for action in self.attempts.ordered(self.tier, actions):
+            await self.attempts.run(self.tier, action)
+        return self.tried
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    yield Store()
+
+
+async def test_what_fails_pauses_alone_and_longer_each_time(store: Store, clock: Clock) -> None:
+    store.errors["base"] = Corruption("its marker says otherwise")
+    assert await store.look("base", "next") == ["base", "next"]
+    pauses_s: list[float] = []
+    for _ in range(8):
+        began_s = clock.ahead_s
+        while "base" not in await store.look("base", "next"):
+            assert store.tried == ["next"]
+            clock.ahead_s += 0.25
+        pauses_s.append(clock.ahead_s - began_s)
+    assert pauses_s == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30], abs=0.3)
+    assert (RETRY_FIRST_S, RETRY_MAX_S) == (0.5, 30.0)
+
+
+async def test_what_has_failed_is_tried_after_what_has_not(store: Store, clock: Clock) -> None:
+    store.errors["a"] = store.errors["b"] = CapacityExceeded("no room")
+    assert await store.look("a") == ["a"]
+    clock.ahead_s += 0.1
+    assert await store.look("a", "b", "c") == ["b", "c"]
+    clock.ahead_s += 40
+    assert await store.look("a", "b", "c", "d") == ["c", "d", "a", "b"], "the longest pause is over first"
+
+
+async def test_a_failure_that_takes_long_is_repeated_half_of_the_time_at_most(store: Store, clock: Clock) -> None:
+    async def slow() -> None:
+        clock.ahead_s += 600.0
+        raise Transient("no answer")
+
+    action = Action("copying", "base", slow)
+    assert not await store.attempts.run(store.tier, action)
+    clock.ahead_s += 599.0
+    before_s = clock.ahead_s
+    assert not await store.attempts.run(store.tier, action)
+    assert clock.ahead_s == before_s, "it was not tried"
+    clock.ahead_s += 2.0
+    assert not await store.attempts.run(store.tier, action)
+    assert clock.ahead_s > before_s + 600
+
+
+@pytest.mark.parametrize("error", [Transient("no answer"), Unauthorized("not you")], ids=repr)
+async def test_a_tier_that_fails_whatever_is_put_is_asked_once_a_pause(
+    store: Store, clock: Clock, error: TierError
+) -> None:
+    names = [f"object-{number}" for number in range(9)]
+    store.errors = dict.fromkeys(names, error)
+    assert await store.look(*names) == names[:3]
+    clock.ahead_s += 0.1
+    assert await store.look(*names) == []
+    probed = set[str]()
+    for _ in range(6):
+        clock.ahead_s += 40.0
+        probes = await store.look(*names)
+        assert len(probes) == 1
+        probed.update(probes)
+    assert probed == set(names[3:]), "another one each time"
+    assert await store.look("record", kind="deleting") == ["record"], "room can be made all the same"
+    store.errors = {}
+    clock.ahead_s += 40.0
+    assert await store.look(*names) == names
+    assert store.attempts.errors == {}
+
+
+async def test_one_object_that_fails_for_the_tiers_reasons_is_not_the_tier(store: Store, clock: Clock) -> None:
+    store.errors["bad"] = Transient("no answer")
+    for _ in range(10):
+        clock.ahead_s += 40.0
+        assert sorted(await store.look("bad", "good")) == ["bad", "good"]
+
+
+@pytest.mark.parametrize("error", [CapacityExceeded("no room"), SourceError("it cannot be read")], ids=repr)
+async def test_objects_that_fail_for_reasons_of_their_own_are_not_the_tier(
+    store: Store, clock: Clock, error: TierError
+) -> None:
+    names = [f"object-{number}" for number in range(9)]
+    store.errors = dict.fromkeys(names, error)
+    assert await store.look(*names, "good") == [*names, "good"]
+    clock.ahead_s += 0.1
+    assert await store.look(*names, "good") == ["good"]
+
+
+async def test_what_is_remembered_of_a_tier_has_a_limit(store: Store, clock: Clock) -> None:
+    names = [f"object-{number}" for number in range(2 * TROUBLES_MAX)]
+    store.errors = dict.fromkeys(names, CapacityExceeded("no room" * 1000))
+    assert len(await store.look(*names)) == TROUBLES_MAX
+    clock.ahead_s += 40.0
+    assert len(await store.look(*names)) == 1
+    assert len(store.attempts.errors["store"]) < 1100
+    await store.look()
+    assert store.attempts.errors == {}, "what is wanted no more is forgotten"
+    store.errors = {}
+    assert len(await store.look(*names)) == 2 * TROUBLES_MAX
+
+
+async def test_the_trouble_that_lasts_longest_is_shown_with_its_object(store: Store, clock: Clock) -> None:
+    store.errors = {"base": Corruption("its marker says otherwise"), "later": CapacityExceeded("no room")}
+    await store.look("base")
+    clock.ahead_s += 10.0
+    await store.look("base", "later")
+    assert store.attempts.errors == {"store": "copying base: its marker says otherwise (and 1 more in trouble)"}
+    await store.look("later")
+    assert store.attempts.errors == {"store": "copying later: no room"}
+
+
+async def test_an_error_that_nobody_foresaw_is_the_actions_own_and_told_with_its_traceback(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.errors["odd"] = ValueError("a header of 80 MB")
+    assert await store.look("odd", "good") == ["odd", "good"]
+    assert store.attempts.errors == {"store": "copying odd: ValueError: a header of 80 MB"}
+    assert next(each.exc_info for each in caplog.records if each.levelno == logging.ERROR)
+
+
+async def test_a_newer_generation_is_no_trouble_but_the_end(store: Store, clock: Clock) -> None:
+    store.errors["record"] = JobConflict("generation 2 has opened")
+    with pytest.raises(JobConflict):
+        await store.look("record")
+    assert store.attempts.errors == {}

@@ -1,0 +1,132 @@
+"""Opening a generation where puts know no conditions: of two jobs at most one may win, whatever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from tiercheck.errors import JobConflict, Unsupported
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
+from tiercheck.keys import ClaimKey, LineageKey
+from tiercheck.policy.lineage import Branch
+from tiercheck.replication.generation import open_generation, propose
+from tiercheck.testing.faults import FaultPlan, FaultyDriver
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import Capabilities, ObjectInfo, Payload, PutMode, Survives
+
+STEPS = 3
+"""A claimant's operations: put the claim, list, then put the record (or withdraw the claim)."""
+
+
+class Turns:
+    """Lets one job's operations through one at a time."""
+
+    def __init__(self) -> None:
+        self._granted = asyncio.Semaphore(0)
+        self._finished = asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        await self._granted.acquire()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._finished.set()
+
+    async def grant(self, job: asyncio.Task[bool]) -> None:
+        """Let one operation of ``job`` run to its end; a job that is over needs none."""
+        self._finished.clear()
+        self._granted.release()
+        finished = asyncio.create_task(self._finished.wait())
+        await asyncio.wait({finished, job}, return_when=asyncio.FIRST_COMPLETED)
+        finished.cancel()
+
+
+class Unconditional(FaultyDriver):
+    """A shared store that knows no conditional puts, whose every operation waits for its turn."""
+
+    def __init__(self, inner: TierDriver, turns: Turns | None = None) -> None:
+        super().__init__(inner, FaultPlan())
+        self._turns = turns or nullcontext()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, conditional_put=False, survives=Survives.RACK)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        if mode.conditional:
+            raise Unsupported("no conditional puts here", tier=self.url, key=key)
+        async with self._turns:
+            return await super().put(key, payload)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async with self._turns:
+            found = [info async for info in super().list(prefix)]
+        for info in found:
+            yield info
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        async with self._turns:
+            await super().delete(keys)
+
+
+def branch(token: str, generation: int = 1) -> Branch:
+    return Branch(generation, 0, 0, 1, token * 16)
+
+
+def tiers(store: str, turns: Turns | None = None) -> OpenHierarchy:
+    return Hierarchy.of(Tier(f"memory://{store}", wrap=lambda driver: Unconditional(driver, turns))).open()
+
+
+async def claimants(schedule: tuple[int, ...]) -> list[bool]:
+    """Two jobs ask for generation 1; ``schedule`` says whose operation comes next. Returns who won."""
+    store = uuid.uuid4().hex
+    turns = [Turns(), Turns()]
+
+    async def ask(job: int) -> bool:
+        async with tiers(store, turns[job]) as hierarchy:
+            try:
+                await open_generation(hierarchy, branch("ab"[job]))
+            except JobConflict:
+                return False
+            return True
+
+    tasks = [asyncio.create_task(ask(job)) for job in range(2)]
+    for job in schedule:
+        await turns[job].grant(tasks[job])
+    return list(await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("schedule", sorted(set(itertools.permutations([0] * STEPS + [1] * STEPS))))
+async def test_two_claimants_never_both_win(schedule: tuple[int, ...]) -> None:
+    won = await claimants(schedule)
+    assert sum(won) <= 1
+    if schedule[:STEPS] in ((0, 0, 0), (1, 1, 1)):
+        assert won[schedule[0]], "who was done before the other began has won"
+
+
+async def test_all_ranks_of_a_job_share_a_claim() -> None:
+    store = uuid.uuid4().hex
+    for _ in range(3):
+        async with tiers(store) as hierarchy:
+            await open_generation(hierarchy, branch("a"))
+            held = [info.key async for info in hierarchy.first.driver.list()]
+    assert held == [str(LineageKey(1)), str(ClaimKey(1, "a" * 16))]
+
+
+async def test_what_a_crashed_claimant_left_is_passed_over() -> None:
+    store = uuid.uuid4().hex
+    stale = ClaimKey(1, "c" * 16)
+    async with tiers(store) as hierarchy:
+        await hierarchy.first.driver.put(str(stale), [b"claim"])
+        with pytest.raises(JobConflict):
+            await open_generation(hierarchy, branch("a"))
+        assert [info.key async for info in hierarchy.first.driver.list()] == [str(stale)]
+        again = propose(1, parent=0, left_at=0, world_size=1)
+        assert again.generation == 2
+        await open_generation(hierarchy, again)
+        assert str(LineageKey(2)) in [info.key async for info in hierarchy.first.driver.list()]

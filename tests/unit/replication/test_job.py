@@ -1,0 +1,57 @@
+"""The record that a replication job is: what it holds is bounded before anybody acts on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tiercheck.replication.job import JobTier, ReplicationJob
+from tiercheck.types import shown
+
+SOUND = ReplicationJob((JobTier("shm", "shm://x"), JobTier("nvme", "nvme:///y", "zstd")), "n", 1, 2, 3, 4, 5, 6)
+
+
+def test_a_nomination_comes_back_as_it_was() -> None:
+    assert ReplicationJob.from_object(SOUND.to_object()) == SOUND
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "generation", "batch", "keep_last", "keep_every"])
+@pytest.mark.parametrize("value", [-1, 10**13, 10**5000, True, 1.0, "1", None, [[10**5000]]], ids=shown)
+def test_numbers_are_bounded(name: str, value: object) -> None:
+    refused({name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"node": "\udc80"},
+        {"node": "n" * 256},
+        {"node": 10**5000},
+        {"tiers": []},
+        {"tiers": "shm"},
+        {"tiers": 10**5000},
+        {"tiers": [["shm", "shm://x", ""]] * 17},
+        {"tiers": [["shm", "shm://x"]]},
+        {"tiers": [["shm", "shm://\udc80", ""]]},
+        {"tiers": [["shm", "shm://" + "x" * 9000, ""]]},
+        {"tiers": [["s" * 256, "shm://x", ""]]},
+        {"tiers": [["shm", "shm://x", 10**5000]]},
+        {"more": 1},
+    ],
+    ids=shown,
+)
+def test_texts_and_tiers_are_bounded(changes: dict[str, object]) -> None:
+    refused(changes)
+
+
+@pytest.mark.parametrize("value", [None, [], 10**5000, {"tiers": []}], ids=shown)
+def test_anything_else_is_none(value: object) -> None:
+    with pytest.raises(ValueError, match="has the fields"):
+        ReplicationJob.from_object(value)
+
+
+def refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="replication job") as refusal:
+        ReplicationJob.from_object({**SOUND.to_object(), **changes})
+    assert len(str(refusal.value).encode()) < 300

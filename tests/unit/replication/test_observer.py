@@ -1,0 +1,240 @@
+"""What the tiers hold: known without listing more than it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.moving import base, capture, mover_of, shard
+from tiercheck import keys
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
+from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.watermark import Retention
+from tiercheck.replication.backoff import TierBackoff
+from tiercheck.replication.observer import Observer
+from tiercheck.testing.faults import FaultPlan, FaultyDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.types import Capabilities, ObjectInfo, Survives
+
+
+def observer_of(hierarchy: OpenHierarchy) -> Observer:
+    return Observer(hierarchy, TierBackoff(), rank=0, world_size=1, generation=1, lineage=Lineage(((1, None),)))
+
+
+async def test_a_listing_that_was_under_way_does_not_undo_what_was_done_meanwhile(tmp_path: Path) -> None:
+    """Else a base might be deleted of which the view does not know that it is committed."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(FaultyDriver):
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            found = [info async for info in super().list(prefix)]
+            begun.set()
+            await go_on.wait()
+            for info in found:
+                yield info
+
+    durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: Slow(driver, FaultPlan()))
+    async with Hierarchy.of(f"memory://mover-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        driver = hierarchy.tiers[1].driver
+        await driver.put(str(base(0)), shard(base(0)))
+        observer = observer_of(hierarchy)
+        looking = asyncio.create_task(observer.look())
+        await begun.wait()
+        observer.put(1, CommitKey(1, 0), 10)
+        observer.gone(1, [base(0)])
+        go_on.set()
+        assert list((await looking).contents[1].nbytes) == [CommitKey(1, 0)]
+        assert list((await observer.look([1])).contents[1].nbytes) == [base(0)], "the next one tells the truth again"
+
+
+class Shared(MemoryDriver):
+    """Memory that takes itself for a store that all ranks share."""
+
+    def __init__(self, crowd: Sequence[ObjectInfo] = ()) -> None:
+        super().__init__()
+        self.crowd = crowd
+        """Objects that are there beside those that were put."""
+        self.listings = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, survives=Survives.RACK, mappable=False)
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        if not prefix:
+            self.listings += 1
+            for info in self.crowd:
+                yield info
+        async for info in super().list(prefix):
+            yield info
+
+
+def shared(crowd: Sequence[ObjectInfo] = ()) -> Hierarchy:
+    durable = Tier("memory://", name="durable", wrap=lambda driver: Shared(crowd))
+    return Hierarchy.of(f"memory://observer-{uuid.uuid4().hex}", durable)
+
+
+def crowd(ranks: range, versions: range) -> list[ObjectInfo]:
+    """What other ranks of the job have brought: differentials, bases, and their markers."""
+    found: list[ObjectInfo] = []
+    for rank in ranks:
+        tail = f"r{rank:05d}"
+        for version in versions:
+            name = f"g000001/differential/{version:012d}-{version:012d}/{tail}.safetensors"
+            found.append(ObjectInfo(name, 1, "1"))
+        for version in (0, 10, 20):
+            name = f"g000001/base/{version:012d}/{tail}"
+            found += ObjectInfo(f"{name}.safetensors", 1, "1"), ObjectInfo(f"{name}.done", 1, "1")
+    return found
+
+
+async def test_among_400_000_objects_it_commits_and_deletes_and_looks_at_each_name_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed = [0]
+    parse = keys.parse
+
+    def counted(text: str) -> Key | None:
+        parsed[0] += 1
+        return parse(text)
+
+    monkeypatch.setattr(keys, "parse", counted)
+    others = crowd(range(1, 2001), range(1, 195))
+    assert len(others) == 400_000
+    async with shared(others).open() as hierarchy:
+        durable = hierarchy.tiers[1].driver
+        assert isinstance(durable, Shared)
+        mover = mover_of(hierarchy)
+        for versions in ((0, 10), (20,)):
+            await capture(hierarchy, *map(base, versions))
+            await mover.cycle()
+        assert mover.status.watermark == 20
+        expected = [base(10), base(20), MarkerKey(1, 10, 0), MarkerKey(1, 20, 0), CommitKey(1, 10), CommitKey(1, 20)]
+        assert set(durable.store.objects) == set(map(str, expected)), "base 0 is deleted, and nothing else"
+        assert durable.listings == 2
+        assert parsed[0] < 401_000
+
+
+async def test_a_look_at_a_tier_where_nothing_changed_makes_nothing_anew() -> None:
+    async with shared(crowd(range(1, 20), range(1, 20))).open() as hierarchy:
+        durable = hierarchy.tiers[1].driver
+        assert isinstance(durable, Shared)
+        observer = observer_of(hierarchy)
+        before = (await observer.look([1])).contents[1]
+        assert (await observer.look([1])).contents[1] is before
+        await durable.put(str(base(30)), shard(base(30)))
+        after = (await observer.look([1])).contents[1]
+        assert base(30) in after
+        assert after.differentials(7) is before.differentials(7)
+        await durable.delete([str(base(30))])
+        durable.crowd = [each for each in durable.crowd if each.key != str(ShardKey.differential(1, 3, 3, 7))]
+        after = (await observer.look([1])).contents[1]
+        assert base(30) not in after and len(after.differentials(7)) == len(before.differentials(7)) - 1
+
+
+async def test_foreign_names_are_known_and_count_for_nothing() -> None:
+    async with shared().open() as hierarchy:
+        durable = hierarchy.tiers[1].driver
+        await durable.put("notes.txt", [b"mine"])
+        observer = observer_of(hierarchy)
+        before = (await observer.look([1])).contents[1]
+        assert list(before) == []
+        assert (await observer.look([1])).contents[1] is before
+
+
+async def test_a_damaged_copy_is_absent_until_another_is_put_in_its_place() -> None:
+    async with shared().open() as hierarchy:
+        durable = hierarchy.tiers[1].driver
+        await durable.put(str(base(0)), shard(base(0)))
+        observer = observer_of(hierarchy)
+        assert base(0) in (await observer.look([1])).contents[1]
+        observer.found_damaged(1, base(0))
+        assert base(0) not in observer.seen().contents[1]
+        assert base(0) not in (await observer.look([1])).contents[1]
+        observer.put(1, base(0), 100)
+        assert base(0) in observer.seen().contents[1] and observer.damaged == set()
+        observer.found_damaged(1, base(0))
+        await durable.delete([str(base(0))])
+        await observer.look([1])
+        assert observer.damaged == set(), "what is gone is remembered no more"
+
+
+async def test_a_view_that_is_old_shows_from_the_begin_of_its_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    real, ahead_s = loop.time, [0.0]
+    monkeypatch.setattr(loop, "time", lambda: real() + ahead_s[0])
+
+    class Slow(Shared):
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            ahead_s[0] += 100.0
+            async for info in super().list(prefix):
+                yield info
+
+    durable = Tier("memory://", name="durable", wrap=lambda driver: Slow())
+    async with Hierarchy.of(f"memory://observer-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        observer = observer_of(hierarchy)
+        await observer.look()
+        assert observer.slow_views_s["durable"] == pytest.approx(100.0, abs=10.0)
+        tier = hierarchy.tiers[1]
+        await observer.refresh(tier)
+        ahead_s[0] += 90.0
+        await observer.refresh(tier)
+        assert ahead_s[0] < 200.0, "listing takes half of the time at most"
+        ahead_s[0] += 50.0
+        await observer.refresh(tier)
+        assert ahead_s[0] > 300.0
+
+
+async def test_what_has_opened_is_asked_again_of_the_durable_tier_after_each_commit() -> None:
+    async with shared().open() as hierarchy:
+        first, durable = hierarchy.tiers
+        observer = observer_of(hierarchy)
+        await observer.look()
+        await durable.driver.put(str(LineageKey(2)), [b"whatever"])
+        await observer.fence(first)
+        assert observer.seen().newest_generation == 0, "nothing in the first tier rests on anything there yet"
+        observer.put(1, CommitKey(1, 0), 10)
+        await observer.fence(first)
+        assert observer.seen().newest_generation == 2
+
+
+async def test_what_has_opened_is_asked_of_the_tier_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.replication.observer.FENCE_S", 0.0)
+    async with shared().open() as hierarchy:
+        observer = observer_of(hierarchy)
+        await observer.look()
+        for tier, generation in zip(hierarchy.tiers, (2, 3), strict=True):
+            await tier.driver.put(str(LineageKey(generation)), [b"whatever"])
+            await observer.fence(tier)
+            assert observer.seen().newest_generation == generation
+
+
+class Overtaken(Shared):
+    """Commits 10 and 20 come while it is listed: the listing has passed the place of the first one."""
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        async for info in super().list(prefix):
+            yield info
+        if not prefix and self.listings == 2:
+            for version in (10, 20):
+                info = await self.put(str(CommitKey(1, version)), [b"whatever"])
+            yield info
+
+
+async def test_a_base_whose_commit_a_listing_has_overtaken_is_not_taken_for_uncommitted() -> None:
+    durable = Tier("memory://", name="durable", wrap=lambda driver: Overtaken())
+    async with Hierarchy.of(f"memory://observer-{uuid.uuid4().hex}", durable).open() as hierarchy:
+        mover = mover_of(hierarchy, rank=1, world_size=2, retention=Retention(keep_last=1, keep_every=10))
+        for version in (10, 20):
+            await capture(hierarchy, base(version, rank=1))
+            await mover.cycle()
+        driver = hierarchy.tiers[1].driver
+        shards = {info.key async for info in driver.list("g000001/base") if info.key.endswith(".safetensors")}
+        assert shards == {str(base(10, rank=1)), str(base(20, rank=1))}
+        assert mover.status.watermark == 20

@@ -1,0 +1,194 @@
+"""Collectives: everyone gets everyone's message, and a wait that ends names whom it waited for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercheck.errors import DeadlineExceeded, GroupError, Mismatch, RecoveryError
+from tiercheck.recovery.restorer import gather
+from tiercheck.runtime.group import SimulatedGroup, SingleProcess, TorchGroup
+from tiercheck.runtime.loop_thread import LoopThread
+
+
+def on_all_ranks(world_size: int, act: Any) -> list[Any]:
+    """``act(group)`` on a thread a rank; the results, or the exceptions, in rank order."""
+    outcomes: list[Any] = [None] * world_size
+
+    def run(group: SimulatedGroup) -> None:
+        try:
+            outcomes[group.rank] = act(group)
+        except Exception as error:
+            outcomes[group.rank] = error
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in SimulatedGroup.of(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_everyone_gets_everyones_message() -> None:
+    def act(group: SimulatedGroup) -> list[bytes]:
+        first = group.all_gather(b"a" * group.rank, what="first", deadline_s=10)
+        return [*first, *group.all_gather(bytes([group.rank]), what="second", deadline_s=10)]
+
+    assert on_all_ranks(3, act) == [[b"", b"a", b"aa", b"\0", b"\1", b"\2"]] * 3
+    assert SingleProcess().all_gather(b"x", what="alone", deadline_s=1) == [b"x"]
+
+
+def test_the_late_ranks_are_named() -> None:
+    groups = SimulatedGroup.of(4)
+    errors = []
+
+    def wait(rank: int) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"the survey: rank \d waited 0.05 s for rank 1, 3") as caught:
+            groups[rank].all_gather(b"", what="the survey", deadline_s=0.05)
+        errors.append(caught.value.late)
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [(1, 3), (1, 3)]
+
+
+def test_a_rank_that_fails_tells_the_others() -> None:
+    def act(group: SimulatedGroup) -> list[Any]:
+        def produce() -> int:
+            if group.rank == 1:
+                raise Mismatch("another model")
+            return group.rank
+
+        return gather(group, "comparing", produce, deadline_s=10)
+
+    first, second, third = on_all_ranks(3, act)
+    assert isinstance(second, Mismatch)
+    assert str(second) == "another model"
+    for other in (first, third):
+        assert isinstance(other, Mismatch)
+        assert str(other) == "comparing: rank 1 reports: another model"
+
+
+def test_ranks_that_do_different_things_tell_each_other() -> None:
+    def act(group: SimulatedGroup) -> list[Any]:
+        return gather(group, ("the end of the job", "agreeing")[group.rank], dict, deadline_s=10)
+
+    first, second = on_all_ranks(2, act)
+    assert isinstance(first, GroupError)
+    assert isinstance(second, GroupError)
+    assert "the end of the job: rank 1 is at 'agreeing' instead" in str(first)
+    assert "agreeing: rank 0 is at 'the end of the job' instead" in str(second)
+
+
+def test_what_travels_comes_back_as_it_was() -> None:
+    value = {"a": [1, (2, b"3")], "b": None}
+    assert on_all_ranks(2, lambda group: gather(group, "x", lambda: value, deadline_s=10)) == [[value, value]] * 2
+
+
+def test_an_error_of_another_rank_is_a_recovery_error_unless_it_is_a_mismatch() -> None:
+    def act(group: SimulatedGroup) -> list[Any]:
+        def produce() -> None:
+            if group.rank == 0:
+                raise GroupError("lost")
+
+        return gather(group, "reading", produce, deadline_s=10)
+
+    first, second = on_all_ranks(2, act)
+    assert isinstance(first, GroupError)
+    assert isinstance(second, RecoveryError)
+
+
+def test_without_torch_distributed_the_message_says_what_to_do() -> None:
+    with pytest.raises(GroupError, match="init_process_group before attach"):
+        TorchGroup()
+
+
+WORKER = """
+import os, sys
+import torch.distributed as dist
+from tiercheck.errors import DeadlineExceeded, PeerLost
+from tiercheck.runtime.group import TorchGroup
+
+dist.init_process_group("gloo")
+group = TorchGroup(deadline_s=60)
+rank = group.rank
+messages = [bytes([each]) * each for each in range(3)]
+assert group.all_gather(messages[rank], what="first", deadline_s=30) == messages
+assert group.all_gather(b"", what="nothing", deadline_s=30) == [b""] * 3
+try:
+    if rank != 1:
+        group.all_gather(b"", what="second", deadline_s=1)
+except (DeadlineExceeded, PeerLost) as error:
+    open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(f"{type(error).__name__}|{error.late}|{error}")
+else:
+    open(os.path.join(sys.argv[1], f"r{rank}"), "w").write("none")
+# Rank 1 stays until the others have given up on it: nothing here breaks its connections.
+dist.get_rank() == 1 and dist.distributed_c10d._get_default_store().wait(["done0", "done2"])
+dist.distributed_c10d._get_default_store().set(f"done{rank}", "1")
+os._exit(0)
+"""
+
+
+@pytest.mark.cluster
+def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
+    done = subprocess.run(
+        [*command, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    kind, late, message = (tmp_path / "r0").read_text().split("|")
+    assert (kind, late) == ("DeadlineExceeded", "(1,)")
+    assert message == "second: rank 0 waited 1 s for rank 1"
+    kind, late, message = (tmp_path / "r2").read_text().split("|")
+    assert (kind, late) == ("DeadlineExceeded", "(0,)")
+    assert "its message names it" in message
+
+
+class TestBackgroundLoop:
+    def test_a_call_gives_the_result_or_the_error(self) -> None:
+        loop = LoopThread()
+
+        async def good() -> int:
+            return 7
+
+        async def bad() -> None:
+            raise TimeoutError("its own")
+
+        try:
+            assert loop.call(good(), what="it", deadline_s=10) == 7
+            with pytest.raises(TimeoutError, match="its own"):
+                loop.call(bad(), what="it", deadline_s=10)
+        finally:
+            loop.close()
+            loop.close()
+
+    def test_a_call_that_does_not_end_is_cancelled_and_named(self) -> None:
+        import asyncio
+
+        loop = LoopThread()
+        cancelled = threading.Event()
+
+        async def never() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        try:
+            with pytest.raises(DeadlineExceeded, match=r"the upload did not finish within 0.05 s"):
+                loop.call(never(), what="the upload", deadline_s=0.05)
+            assert cancelled.wait(10)
+        finally:
+            loop.close()

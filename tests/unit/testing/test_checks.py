@@ -1,0 +1,186 @@
+"""A place of one's own in a tier, and what a driver says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.diagnostics.test_doctor import examine
+from tiercheck.errors import ConfigurationError, Transient
+from tiercheck.testing.describe import Option, describe
+from tiercheck.testing.scratch import PAGE, opened, remove_all, scratch
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.shm.driver import ShmDriver
+from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
+from tiercheck.tiers.url import TierURL
+from tiercheck.types import Capabilities, ObjectInfo, Survives
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{secrets.token_hex(6)}"
+
+
+async def test_scratch_is_removed_and_nothing_else(name: str) -> None:
+    async with MemoryDriver(name) as driver:
+        await driver.put("tiercheck-bench-elsewhere/a", [b"kept"])
+        with pytest.raises(RuntimeError, match="mine"):
+            async with scratch(f"memory://{name}", "bench") as place:
+                for n in range(3):
+                    await place.driver.put(place.key(f"deep/er/{n}"), [b"x"])
+                assert place.prefix.startswith("tiercheck-bench-")
+                raise RuntimeError("mine")
+        assert [info.key async for info in driver.list()] == ["tiercheck-bench-elsewhere/a"]
+    MemoryDriver.forget(name)
+
+
+async def test_two_scratches_do_not_meet(name: str) -> None:
+    async with scratch(f"memory://{name}", "x") as one, scratch(f"memory://{name}", "x") as two:
+        assert one.prefix != two.prefix
+    MemoryDriver.forget(name)
+
+
+async def test_scratch_is_removed_when_its_task_is_cancelled(name: str) -> None:
+    began = asyncio.Event()
+
+    async def work() -> None:
+        async with scratch(f"memory://{name}", "x") as place:
+            await place.driver.put(place.key("a"), [b"x"])
+            began.set()
+            await asyncio.Event().wait()
+
+    working = asyncio.create_task(work())
+    await began.wait()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    async with MemoryDriver(name) as driver:
+        assert [info.key async for info in driver.list()] == []
+    MemoryDriver.forget(name)
+
+
+async def test_more_than_a_page_is_removed(name: str) -> None:
+    async with opened(MemoryDriver(name), "x") as place:
+        for n in range(PAGE + 1):
+            await place.driver.put(place.key(str(n)), [b""])
+        await remove_all(place.driver, place.prefix)
+        assert [info async for info in place.driver.list()] == []
+    MemoryDriver.forget(name)
+
+
+async def test_a_base_that_a_job_put_meanwhile_stays(name: str) -> None:
+    """The job opens a namespace that the scratch has made, puts its only base there and dies."""
+    try:
+        async with scratch(f"shm://{name}?size=64MiB", "x") as place:
+            await place.driver.put(place.key("a"), [bytes(1 << 20)])
+            async with ShmDriver(name, size=64 << 20) as job:
+                await job.put("g000001/base", [b"precious"])
+        async with ShmDriver(name, size=64 << 20) as job:
+            assert [info.key async for info in job.list()] == ["g000001/base"]
+            assert bytes(await job.get("g000001/base")) == b"precious"
+    finally:
+        remove_namespace(name)
+
+
+async def test_a_namespace_that_a_job_has_open_stays_although_it_is_empty(name: str) -> None:
+    job = ShmDriver(name, size=64 << 20)
+    try:
+        async with scratch(f"shm://{name}?size=64MiB", "x"):
+            await job.open()
+        assert name in {info.name for info in namespaces()}
+        await job.put("a", [b"x"])
+    finally:
+        await job.close()
+        remove_namespace(name)
+
+
+@pytest.mark.parametrize("call", ["open", "list", "close"])
+async def test_a_tier_that_does_not_answer_is_given_up(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class SilentDriver(MemoryDriver):
+        async def open(self) -> None:
+            await self.silent("open")
+            await super().open()
+
+        async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+            await self.silent("list")
+            async for info in super().list(prefix):
+                yield info
+
+        async def close(self) -> None:
+            await super().close()
+            await self.silent("close")
+
+        async def silent(self, where: str) -> None:
+            if where == call:
+                await asyncio.Event().wait()
+
+    for deadline in ("OPEN_S", "REMOVAL_S", "CLOSE_S"):
+        monkeypatch.setattr(f"tiercheck.testing.scratch.{deadline}", 0.05)
+    with pytest.raises(Transient, match=r"(opening it|removing what lies under tiercheck-x-\w+/|closing it) took over"):
+        async with opened(SilentDriver(name), "x") as place:
+            await place.driver.put(place.key("a"), [b"x"])
+    MemoryDriver.forget(name)
+
+
+async def test_an_unusable_url_opens_nothing() -> None:
+    with pytest.raises(ConfigurationError):
+        async with scratch("shm://", "x"):
+            pytest.fail("it was opened")
+    assert not (await examine("shm://")).healthy
+
+
+class Documented(MemoryDriver):
+    """``doc://place[?colour=red][&size=1GiB]``: a driver with options. It is for this test.
+
+    - ``colour``: what it looks like,
+      from all sides.
+    - ``strict``: whether unusual things are refused.
+    """
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> Documented:
+        options = url.reader()
+        options.take("colour", str, "blue")
+        options.take("strict", Survives.parse, Survives.NODE)
+        options.finish()
+        return cls(url.location)
+
+
+class Demanding(MemoryDriver):
+    """Wants more than the form says: ``demanding://[place]``, such as ``demanding://here``.
+
+    It is not at ``elsewhere://``.
+    """
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> Demanding:
+        options = url.reader()
+        options.take("seen", int, 3)
+        if not url.location:
+            raise ConfigurationError("a place is needed")
+        return cls(url.location)
+
+
+def test_a_driver_is_described_by_its_docstring_and_its_reading_of_a_url() -> None:
+    found = describe(Documented.from_url)
+    assert found.summary == "a driver with options"
+    assert found.url_form == "doc://place[?colour=red][&size=1GiB]"
+    assert found.options == (
+        Option("colour", "blue", "what it looks like, from all sides."),
+        Option("strict", "node", "whether unusual things are refused."),
+    )
+    assert found.capabilities == Capabilities(Survives.NOTHING, mappable=True, conditional_put=True)
+    assert found.options_table().splitlines()[2] == "| `colour` | `blue` | what it looks like, from all sides. |"
+    assert "| `survives` | `NOTHING` |" in found.capabilities_table()
+
+
+def test_a_driver_that_needs_more_than_its_form_is_described_as_far_as_it_goes() -> None:
+    found = describe(Demanding.from_url)
+    assert (found.summary, found.url_form) == ("Wants more than the form says", "demanding://[place]")
+    assert [option.name for option in found.options] == ["seen"]
+    assert found.capabilities is None
+    with pytest.raises(ValueError, match="demanding"):
+        found.capabilities_table()

@@ -1,0 +1,120 @@
+"""A tier whose store may be away passes the kit, and opens as soon as the store is back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.test_wrappers_conformance import AroundMemory
+from tiercheck.errors import Closed, ConfigurationError, NothingListens, TierError, Transient
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.posix.nvme import NvmeDriver
+from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
+
+
+class TestPatient(AroundMemory):
+    def wrapped(self, driver: TierDriver) -> TierDriver:
+        return LazyOpenDriver(driver)
+
+
+async def test_a_store_that_comes_back_is_used(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("in the way")
+    async with LazyOpenDriver(NvmeDriver(tmp_path / "x" / "tier")) as driver:
+        with pytest.raises(TierError, match="cannot be made"):
+            await driver.put("a", [b"1"])
+        with pytest.raises(TierError, match="cannot be made"):
+            [info async for info in driver.list()]
+        (tmp_path / "x").unlink()
+        await driver.put("a", [b"1"])
+        assert [info.key async for info in driver.list()] == ["a"]
+    with pytest.raises(Closed):
+        await driver.inner.get("a")
+
+
+class Slow(MemoryDriver):
+    """Opens when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.may_open = asyncio.Event()
+        self.attempts = 0
+        self.error: Exception | None = None
+
+    async def open(self) -> None:
+        self.attempts += 1
+        await self.may_open.wait()
+        if self.error is not None:
+            raise self.error
+        await super().open()
+
+
+@pytest.fixture
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.tiers.wrappers.lazy_open.OPEN_S", 0.02)
+    monkeypatch.setattr("tiercheck.tiers.wrappers.lazy_open.CALL_S", 0.02)
+
+
+async def test_a_store_that_says_nothing_keeps_nobody_waiting(brisk: None) -> None:
+    slow = Slow()
+    async with LazyOpenDriver(slow) as driver:
+        for _ in range(3):
+            with pytest.raises(Transient, match="has not answered yet"):
+                await driver.usage()
+        assert slow.attempts == 1, "one attempt goes on"
+        slow.may_open.set()
+        puts = await asyncio.gather(*(driver.put(str(n), [b"x"]) for n in range(4)))
+        assert len(puts) == 4
+        assert slow.attempts == 1
+
+
+async def test_who_waits_in_vain_is_told_what_the_last_attempt_met(brisk: None) -> None:
+    slow = Slow()
+    slow.may_open.set()
+    slow.error = Transient("the connection was refused")
+    async with LazyOpenDriver(slow) as driver:
+        assert driver.facts() == {"trouble": "the connection was refused"}
+        slow.may_open.clear()
+        with pytest.raises(Transient, match="has not answered yet: the connection was refused"):
+            await driver.usage()
+        slow.error = None
+        slow.may_open.set()
+        await driver.usage()
+        assert driver.facts() == {}
+
+
+async def test_where_nothing_has_listened_the_next_attempt_is_not_waited_for_to_say_so(brisk: None) -> None:
+    slow = Slow()
+    slow.may_open.set()
+    slow.error = NothingListens("the connection was refused")
+    async with LazyOpenDriver(slow) as driver:
+        slow.may_open.clear()
+        with pytest.raises(NothingListens, match="the connection was refused"):
+            await driver.usage()
+        assert slow.attempts == 2
+
+
+async def test_an_attempt_that_is_under_way_ends_with_the_driver(brisk: None) -> None:
+    slow = Slow()
+    async with LazyOpenDriver(slow):
+        pass
+    slow.may_open.set()
+    await asyncio.sleep(0)
+    with pytest.raises(Closed):
+        await slow.usage()
+
+
+async def test_what_no_patience_mends_is_said_at_once(brisk: None) -> None:
+    slow = Slow()
+    slow.error = ConfigurationError("no such region")
+    slow.may_open.set()
+    with pytest.raises(ConfigurationError, match="no such region"):
+        await LazyOpenDriver(slow).open()
+    later = Slow()
+    async with LazyOpenDriver(later) as driver:
+        later.error = ConfigurationError("no such region")
+        later.may_open.set()
+        with pytest.raises(Transient, match="no such region"):
+            await driver.usage()

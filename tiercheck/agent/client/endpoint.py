@@ -1,0 +1,100 @@
+"""How ranks tell one another where their agents are, so that each finds its peer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.policy.peers import Place, peer_of
+from tiercheck.types import shown
+
+__all__ = ["RankEndpoint", "peer_address"]
+
+EVERY_INTERFACE = ("0.0.0.0", "::", "*")
+
+
+@dataclass(frozen=True)
+class RankEndpoint:
+    """One rank's node, and the peer server there."""
+
+    node: str
+    domain: str
+    host: str
+    """The machine's name: a loopback address means nothing on another one."""
+    endpoint: str
+    """``HOST:PORT``, or the socket of an agent that serves its own machine alone: ``ipc:///PATH``."""
+    server_key: str | None
+
+    @classmethod
+    def of(cls, node: str, endpoint: str, server_key: str | None) -> RankEndpoint:
+        """This process's own, from the environment: ``TIERCHECK_FAILURE_DOMAIN`` (without it all nodes are in one), and
+        ``TIERCHECK_HOST``, the name others reach this machine by where its agent listens on all interfaces."""
+        domain, host = os.environ.get("TIERCHECK_FAILURE_DOMAIN", ""), socket.gethostname()
+        listens, _, port = endpoint.rpartition(":")
+        if listens.strip("[]") in EVERY_INTERFACE:
+            endpoint = f"{os.environ.get('TIERCHECK_HOST') or host}:{port}"
+        return cls(node, domain, host, endpoint, server_key)
+
+    @property
+    def only_here(self) -> bool:
+        """Whether nobody but its own machine can reach it."""
+        if self.endpoint.startswith("ipc://"):
+            return True
+        host = self.endpoint.rpartition(":")[0].strip("[]")
+        return host.startswith("127.") or host in ("::1", "localhost")
+
+    def to_object(self) -> dict[str, Any]:
+        return {
+            "node": self.node,
+            "domain": self.domain,
+            "host": self.host,
+            "endpoint": self.endpoint,
+            "server_key": self.server_key,
+        }
+
+    @classmethod
+    def from_object(cls, value: Any) -> RankEndpoint:
+        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
+        match value:
+            case {
+                "node": str(node),
+                "domain": str(domain),
+                "host": str(host),
+                "endpoint": str(endpoint),
+                "server_key": str() | None as server_key,
+            } if len(value) == 5:
+                return cls(node, domain, host, endpoint, server_key)
+        raise ValueError(f"{shown(value, 200)} introduces nobody")
+
+
+def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | None]:
+    """``HOST:PORT`` and public key of the peer server that keeps the objects of ``rank``; ``ranks`` in rank order.
+
+    Errors: ``ConfigurationError`` where all ranks are on one node, or nobody but its own machine can reach the peer.
+    """
+    own = ranks[rank]
+    peer = peer_of(rank, [Place(each.node, each.domain) for each in ranks])
+    if peer is None:
+        raise ConfigurationError(
+            f"the hierarchy has a peer:// tier, but all {len(ranks)} ranks are on one node ({own.node}): there is no "
+            "neighbour. Leave the tier out, or start the job on more nodes (TIERCHECK_NODE tells nodes apart that "
+            "share a machine)"
+        )
+    chosen = ranks[peer]
+    if (chosen.host, chosen.endpoint) == (own.host, own.endpoint):
+        raise ConfigurationError(
+            f"ranks {rank} and {peer} are on two nodes, {own.node} and {chosen.node}, with one agent, {own.endpoint}: "
+            "a copy there would be lost together with the original. Give each node an agent of its own: set "
+            "TIERCHECK_AGENT_NODE to another name on each"
+        )
+    if chosen.only_here and chosen.host != own.host:
+        raise ConfigurationError(
+            f"the peer of rank {rank} is rank {peer} on {chosen.host}, whose agent listens on {chosen.endpoint}, which "
+            f"{own.host} cannot reach. Without keys an agent serves its own machine only: make some with "
+            "'tiercheck keys DIRECTORY', bring them to every node, and set TIERCHECK_KEYS=DIRECTORY there"
+        )
+    return chosen.endpoint, chosen.server_key

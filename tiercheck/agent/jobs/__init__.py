@@ -1,0 +1,1 @@
+"""The jobs that an agent replicates: one replicator a rank."""

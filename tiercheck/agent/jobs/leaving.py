@@ -1,0 +1,48 @@
+"""After a job's clean end: what its neighbours kept for it goes, where a tier that outlives more has everything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tiercheck.errors import TierCheckError
+from tiercheck.hierarchy import OpenTier
+from tiercheck.keys import MarkerKey, ShardKey, parse
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.tiers.url import TierURL
+
+__all__ = ["free_copies"]
+
+log = logging.getLogger(__name__)
+
+FREE_S_MAX = 10.0
+PEER = "peer"
+
+
+async def free_copies(job: ReplicationJob) -> None:
+    """Delete this rank's objects from the neighbour's memory. Called once everything captured is where policy wants it;
+    the first tier keeps what it has until its namespace is removed.
+
+    A neighbour that cannot be reached is left as it is: what it keeps goes with its namespace.
+    """
+    hierarchy = job.hierarchy.open()
+    outlives = hierarchy.survives
+    schemes = [TierURL.parse(tier.url).scheme for tier in job.tiers]
+    for tier, scheme in zip(hierarchy.tiers, schemes, strict=True):
+        if scheme == PEER and outlives > tier.capabilities.survives:
+            try:
+                async with asyncio.timeout(FREE_S_MAX):
+                    await free(tier, job.rank)
+            except (TierCheckError, TimeoutError) as error:
+                log.info("rank %d: what %s keeps stays there: %s", job.rank, tier.driver.url, error)
+
+
+async def free(tier: OpenTier, rank: int) -> None:
+    async with tier.driver as driver:
+        found = [info.key async for info in driver.list("g")]
+        await driver.delete([key for key in found if is_of(key, rank)])
+
+
+def is_of(text: str, rank: int) -> bool:
+    key = parse(text)
+    return isinstance(key, ShardKey | MarkerKey) and key.rank == rank

@@ -1,0 +1,62 @@
+"""What an agent opens for a replication job: its tiers, though some may be away, and the lineage that they tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tiercheck.agent.jobs.job_store import as_agent_opens
+from tiercheck.errors import NotFound, TierError
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy
+from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.replication.lineage_records import read_branches
+from tiercheck.tiers.shm.namespaces import SHM, is_to_be_left, namespace_path
+from tiercheck.tiers.url import TierURL
+from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay, LazyOpenDriver
+
+__all__ = ["FirstTierGone", "is_leaving", "lineage_of", "patient"]
+
+
+class FirstTierGone(NotFound):
+    """The memory that a rank's objects were captured in was removed."""
+
+
+def is_leaving(url: str) -> bool:
+    """Whether the first tier, where it is shared memory, was removed, or waits for its users to let go."""
+    whole = TierURL.parse(url)
+    if whole.scheme != "shm":
+        return False
+    root = namespace_path(whole.location, Path(whole.options.get("mount", SHM)))
+    return not root.is_dir() or is_to_be_left(root)
+
+
+def patient(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:
+    """The same, that opens even if a store is away; not the first tier, without which there is nothing to move.
+    ``calls`` knows then what is asked of the others."""
+    first, *others = hierarchy.tiers
+    first = replace(first, url=as_agent_opens(first.url))
+    wrap = partial(LazyOpenDriver, calls=calls)
+    return replace(hierarchy, tiers=(first, *(replace(tier, wrap=wrap) for tier in others)))
+
+
+async def lineage_of(hierarchy: OpenHierarchy, registered: int) -> Lineage:
+    """The chain that ends in the registered generation, as the tiers tell it.
+
+    A tier that is away may be done without if the others know the chain to its beginning. Errors: that tier's if they
+    do not.
+    """
+    branches: dict[int, Branch] = {}
+    away: list[TierError] = []
+    for tier in hierarchy.tiers:
+        try:
+            for branch in (await read_branches(tier))[0]:
+                branches.setdefault(branch.generation, branch)
+        except TierError as error:
+            away.append(error)
+    generation = registered
+    while generation in branches:
+        generation = branches[generation].parent
+    if away and generation != 0:
+        raise away[0]
+    return Lineage.of(each for each in branches.values() if each.generation <= registered)

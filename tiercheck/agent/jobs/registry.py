@@ -1,0 +1,244 @@
+"""All replication jobs an agent has taken up, by first tier and rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+from tiercheck import keys
+from tiercheck.agent.client.trainer_lock import trainer_of
+from tiercheck.agent.jobs.job_store import check_newest, first_tier, read_job, remove_job
+from tiercheck.agent.jobs.leaving import free_copies
+from tiercheck.agent.jobs.replicator import RankReplicator
+from tiercheck.agent.protocol.rundir import RunDirectory
+from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
+from tiercheck.keys import JobKey
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.shm.namespaces import SHM, NamespaceKind, kind_of, namespace_names, namespace_path
+
+__all__ = ["JobRegistry"]
+
+log = logging.getLogger(__name__)
+
+ASSIGNMENTS_MAX = 4096
+FORGET_S = 86400.0
+MOUNTS = Path("/proc/self/mounts")
+
+Place = tuple[str, int]
+"""A first tier (its driver's URL, the same however the options were given) and a rank."""
+
+
+class JobRegistry:
+    """The assignments of one agent. Errors of one never reach another."""
+
+    def __init__(self, node: str, *, rest_s: float, abandon_s: float = math.inf) -> None:
+        """``rest_s`` and ``abandon_s``: as for :class:`RankReplicator`."""
+        self.node = node
+        self.unreadable: dict[str, str] = {}
+        """Where a replication job was found or looked for, and could not be taken up, and why."""
+        self._rest_s = rest_s
+        self._abandon_s = abandon_s
+        self._replicators: dict[Place, RankReplicator] = {}
+        self._changing: dict[Place, asyncio.Lock] = {}
+
+    def __iter__(self) -> Iterator[RankReplicator]:
+        """By rank."""
+        places = sorted(self._replicators, key=lambda place: (place[1], place[0]))
+        return iter([self._replicators[place] for place in places])
+
+    def __len__(self) -> int:
+        return len(self._replicators)
+
+    def get(self, namespace: str, rank: int, generation: int | None = None) -> RankReplicator:
+        """The assignment for a first tier's URL and a rank; its trainer is heard of thereby. ``generation``: of whoever
+        asks; ``None`` before it has one.
+
+        Errors: ``NotFound``: this agent has taken up no such replication job. ``JobConflict``: it has, of a newer one.
+        """
+        replicator = self._replicators.get(place_of(namespace, rank))
+        if replicator is None or (generation is not None and generation > replicator.job.generation):
+            what = "" if generation is None else f", generation {generation}"
+            raise NotFound(
+                f"the agent of node {self.node!r} knows no replication job of rank {rank}{what}", tier=namespace
+            )
+        if generation is not None:
+            self._check_not_older(replicator, generation)
+        replicator.heard()
+        return replicator
+
+    async def register(self, namespace: str, rank: int, generation: int) -> RankReplicator:
+        """Take up the replication job that lies in the first tier, instead of an older one. Ends a pause. Idempotent.
+
+        Errors: ``NotFound`` without a record of that generation there; ``ConfigurationError`` for one that is meant
+        for another agent or contradicts itself; ``JobConflict`` where a newer generation is registered; ``TierError``.
+        """
+        place = place_of(namespace, rank)
+        async with self._alone_with(place), first_tier(namespace) as first:
+            job = await read_job(first, rank)
+            if job.generation < generation:
+                raise NotFound(f"only generation {job.generation} of rank {rank} is registered", tier=namespace)
+            if job.generation > generation:
+                raise JobConflict(
+                    f"generation {job.generation} of rank {rank} is registered in {namespace}, and generation "
+                    f"{generation} is older; this one stops saving"
+                )
+            if job.node != self.node:
+                raise ConfigurationError(
+                    f"the replication job of rank {rank} in {namespace} is for the agent {job.node!r}, not for "
+                    f"{self.node!r}"
+                )
+            job.hierarchy.open()  # refuses what can never be opened, before anything is replaced
+            if (known := self._replicators.get(place)) is not None:
+                await check_newest(first, known.job, job)
+            replicator = await self._take_up(place, job)
+            replicator.resume()
+            return replicator
+
+    async def withdraw(self, namespace: str, rank: int, generation: int) -> None:
+        """Forget the replication job of that generation, and delete its record. Errors: ``JobConflict`` where a newer one
+        is registered, which stays; ``TierError``."""
+        place = place_of(namespace, rank)
+        async with self._alone_with(place):
+            known = self._replicators.get(place)
+            if known is not None:
+                self._check_not_older(known, generation)
+            with contextlib.suppress(NotFound):  # its memory was removed, and the record with it
+                async with first_tier(namespace) as first:
+                    await remove_job(first, rank, generation)
+            if known is not None and known.job.generation == generation:
+                await self._drop(place)
+                await free_copies(known.job)
+
+    async def take_up_all(self) -> None:
+        """Look through this user's namespaces on this node for replication jobs to this agent: what a restart begins with.
+
+        What cannot be read is in :attr:`unreadable` afterwards. What is known already is left as it is.
+        """
+        self.unreadable = {}
+        for namespace in await asyncio.to_thread(namespaces_with_jobs):
+            for rank in await self._ranks_in(namespace):
+                with self._noting(f"{namespace} rank {rank}"):
+                    async with first_tier(namespace) as first:
+                        job = await read_job(first, rank)
+                    # By the URL that the replication job gives: it has the options that the trainer chose.
+                    place = place_of(job.tiers[0][1], rank)
+                    if job.node == self.node and place not in self._replicators:
+                        await self._take_up(place, job)
+
+    async def tidy(self) -> None:
+        """Forget what nobody has needed for long, and what has lost its memory: a trainer that comes back registers
+        again."""
+        for place, replicator in list(self._replicators.items()):
+            if replicator.gone or (not replicator.needed and replicator.silent_s > FORGET_S):
+                async with self._alone_with(place):
+                    if self._replicators.get(place) is replicator:
+                        await self._drop(place)
+
+    async def close(self) -> None:
+        """Stop all movers and close their tiers."""
+        await asyncio.gather(*(replicator.close() for replicator in self))
+        self._replicators.clear()
+
+    def _check_not_older(self, replicator: RankReplicator, generation: int) -> None:
+        newest = replicator.job
+        if generation < newest.generation:
+            raise JobConflict(
+                f"the agent of node {self.node!r} has taken up generation {newest.generation} of rank {newest.rank}, "
+                f"while generation {generation} is still running; this one stops saving. Two jobs must not share a "
+                "hierarchy: end one of them, or give it a name of its own"
+            )
+
+    async def _ranks_in(self, namespace: str) -> list[int]:
+        """The ranks that have registered in this namespace, to whatever agent."""
+        ranks: list[int] = []
+        with self._noting(namespace):
+            async with first_tier(namespace) as first:
+                async for info in first.list("nominations/"):
+                    key = keys.parse(info.key)
+                    if isinstance(key, JobKey):
+                        ranks.append(key.rank)
+        return ranks
+
+    @contextlib.asynccontextmanager
+    async def _alone_with(self, place: Place) -> AsyncIterator[None]:
+        """Inside, nobody else changes what is assigned there."""
+        lock = self._changing.setdefault(place, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and place not in self._replicators:
+                self._changing.pop(place, None)
+
+    @contextlib.contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """What goes wrong inside is logged and shown, and the others go on. What vanishes meanwhile is no error."""
+        try:
+            yield
+        except NotFound as error:
+            log.info("%s: %s", what, error)
+        except TierCheckError as error:
+            log.warning("%s: %s", what, error)
+            self.unreadable[what] = str(error)
+        except Exception as error:
+            # Whatever one record makes a driver do: it keeps no other rank from its mover.
+            log.exception("%s cannot be taken up", what)
+            self.unreadable[what] = f"{type(error).__name__}: {error}"
+
+    async def _take_up(self, place: Place, job: ReplicationJob) -> RankReplicator:
+        known = self._replicators.get(place)
+        if known is not None and known.job == job and not known.gone:
+            known.heard()
+            return known
+        if known is None and len(self._replicators) >= ASSIGNMENTS_MAX:
+            raise CapacityExceeded(f"the agent of node {self.node!r} moves for {ASSIGNMENTS_MAX} ranks already")
+        await self._drop(place)
+        replicator = self._replicators[place] = RankReplicator(
+            job,
+            rest_s=self._rest_s,
+            abandon_s=self._abandon_s,
+            trainer=partial(trainer_of, RunDirectory.of(self.node), *place),
+        )
+        replicator.start()
+        log.info("rank %d of %s: generation %d taken up", job.rank, place[0], job.generation)
+        return replicator
+
+    async def _drop(self, place: Place) -> None:
+        known = self._replicators.pop(place, None)
+        if known is not None:
+            await known.close()
+
+
+def place_of(namespace: str, rank: int) -> Place:
+    """Errors: ``ConfigurationError`` for a URL that cannot be."""
+    return make_driver(namespace).url, rank
+
+
+def namespaces_with_jobs() -> list[str]:
+    """URLs of the namespaces of this user's jobs that hold replication jobs, on whatever tmpfs of this node.
+
+    What a peer server keeps is none of them: there a neighbour could register.
+    """
+    urls: list[str] = []
+    for mount in tmpfs_mounts():
+        option = "" if mount == SHM else f"?mount={quote(str(mount))}"
+        with contextlib.suppress(PermissionError, Transient):
+            for name in namespace_names(mount):
+                root = namespace_path(name, mount)
+                if (root / "nominations").is_dir() and kind_of(root) is NamespaceKind.OWN:
+                    urls.append(f"shm://{name}{option}")
+    return urls
+
+
+def tmpfs_mounts() -> list[Path]:
+    """Where memory is mounted as a file system."""
+    lines = [line.split() for line in MOUNTS.read_text().splitlines()]
+    found = {Path(fields[1].encode().decode("unicode_escape")) for fields in lines if fields[2] in ("tmpfs", "ramfs")}
+    return sorted(found | {SHM})

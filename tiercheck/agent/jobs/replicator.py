@@ -1,0 +1,465 @@
+"""One replication job taken up: its tiers open, its mover running, whatever becomes of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from tiercheck.agent.client.trainer_lock import Trainer
+from tiercheck.agent.jobs.opening import FirstTierGone, is_leaving, lineage_of, patient
+from tiercheck.agent.status.throughput import Throughput
+from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.observation import Observation
+from tiercheck.policy.placement import Placement
+from tiercheck.policy.watermark import Retention
+from tiercheck.replication.backoff import TierBackoff
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.replication.mover import Mover, MoverStatus
+from tiercheck.replication.observer import Observer
+from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
+
+__all__ = ["RankReplicator", "State"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TICK_S = 1.0
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
+SILENT_S = 15.0
+"""A trainer that has said nothing for so long is taken for dead, and what it left behind goes out as it is. One that
+was only slow loses nothing by it: a batch arrives in two pieces."""
+OPEN_S_MAX = 120.0
+CLOSE_S_MAX = 10.0
+
+
+class State(StrEnum):
+    OPENING = "opening"
+    MOVING = "moving"
+    PAUSED = "paused"
+    RESTING = "resting"
+    """Its trainer is gone and nothing is left to move, or not within any reasonable time: the tiers are closed until
+    somebody asks for it."""
+    SUPERSEDED = "superseded"
+    GONE = "gone"
+    """The memory that it was to move from was removed: nothing is left to do."""
+
+
+class RankReplicator:
+    """Moves one rank's objects until it is closed. All methods run on one event loop.
+
+    ``rest_s``: a trainer silent for so long, with nothing left to move, puts it to rest. ``abandon_s``: one silent for
+    so long does so whatever is left, as where a neighbour never comes back; the next agent goes on with that.
+    """
+
+    def __init__(
+        self,
+        job: ReplicationJob,
+        *,
+        rest_s: float,
+        abandon_s: float = math.inf,
+        trainer: Callable[[], Trainer | None] = lambda: None,
+    ) -> None:
+        """``trainer``: who holds the rank now."""
+        self.job = job
+        self.conflict: JobConflict | None = None
+        self.gone = False
+        """The first tier was removed, and with it all there was to move."""
+        self.trouble: str | None = None
+        """Why the tiers cannot be opened, until they are."""
+        self.throughput = Throughput()
+        self._rest_s = rest_s
+        self._abandon_s = abandon_s
+        self._mark: int | None = None
+        """What the ranks have agreed on, as far as this agent was told."""
+        self._mover: Mover | None = None
+        self._observer: Observer | None = None
+        self._last_status = MoverStatus()
+        self._before = MoverStatus()
+        """What the movers counted that this one replaces."""
+        self._heard_at = _now()
+        self._trainer = trainer
+        self._registered = False
+        """The trainer that recovers has registered this: its pause is over."""
+        self._calls = CallsUnderWay()
+        self._brought_home_at: float | None = None
+        """Since when what a silent trainer left has all gone out."""
+        self._changed = asyncio.Event()
+        self._active = False
+        """The mover is running."""
+        self._operations: set[asyncio.Future[Any]] = set()
+        self._life: asyncio.Task[None] | None = None
+
+    # What others see
+
+    @property
+    def state(self) -> State:
+        if self.conflict is not None:
+            return State.SUPERSEDED
+        if self.gone:
+            return State.GONE
+        if self._paused:
+            return State.PAUSED
+        if self._resting:
+            return State.RESTING
+        return State.OPENING if self._mover is None else State.MOVING
+
+    @property
+    def status(self) -> MoverStatus:
+        """The mover's, with the trouble of opening it among its errors, and counts that go on from mover to mover."""
+        now = self._last_status if self._mover is None else self._mover.status
+        errors = now.errors if self.trouble is None else {**now.errors, "agent": self.trouble}
+        return replace(
+            now,
+            idle=now.idle and not self._paused and self.trouble is None,
+            errors=errors,
+            copied_bytes=now.copied_bytes + self._before.copied_bytes,
+            copied_objects=now.copied_objects + self._before.copied_objects,
+            deleted_objects=now.deleted_objects + self._before.deleted_objects,
+        )
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its trainer was last heard of."""
+        return _now() - self._heard_at
+
+    @property
+    def needed(self) -> bool:
+        """Whether ending the agent now would leave something undone, or a trainer without its mover."""
+        if self.conflict is not None or self.gone:
+            return False
+        return self._paused or self.silent_s < self._rest_s or not self._finished
+
+    @property
+    def needed_at(self) -> float:
+        """When its trainer was last heard of, or something was left to move (loop time, seconds)."""
+        if self.conflict is not None or self.gone or self._abandoned:
+            return self._heard_at
+        return _now() if self._paused or self._brought_home_at is None else max(self._heard_at, self._brought_home_at)
+
+    async def observe(self) -> Observation | None:
+        """What its tiers hold, listed seldom enough; ``None`` while they are not open."""
+        return None if self._observer is None else await self._observer.look()
+
+    # What its trainer asks
+
+    def heard(self) -> None:
+        """The trainer lives."""
+        woken = self._resting
+        self._heard_at = _now()
+        self._brought_home_at = None
+        if woken:
+            self._wake()
+
+    def nudge(self) -> None:
+        if self._mover is not None:
+            self._mover.nudge()
+
+    async def pause(self, deadline_s: float) -> None:
+        """Stop moving for as long as the rank's trainer recovers: on return nothing moves. What was being done is
+        broken off, and nothing is left half done; what a store is doing just then is waited for.
+
+        Errors: ``DeadlineExceeded`` naming the store.
+        """
+        self._registered = False
+        if self._paused:
+            for operation in self._operations:
+                operation.cancel()
+        self._wake()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._until(lambda: not self._paused or not (self._active or self._operations))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._where}: what was being moved could not be broken off within {deadline_s:g} s "
+                f"({self._calls or 'nothing is asked of a tier any more'})"
+            ) from None
+
+    def resume(self) -> None:
+        self._registered = True
+        self._wake()
+
+    async def make_room(self, deadline_s: float) -> None:
+        """Errors: as :meth:`Mover.make_room`, and ``DeadlineExceeded``."""
+        what = "making room in the first tier"
+        await self._perform(lambda mover, left_s: _within(left_s, mover.make_room(), what), deadline_s, what)
+
+    async def agree(self, deadline_s: float, mark: int) -> None:
+        """Errors: as :meth:`Mover.agree`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        self._mark = mark
+        await self._perform(lambda mover, left_s: mover.agree(mark), deadline_s, "telling what the ranks agree on")
+
+    async def room_for_base(self, deadline_s: float) -> None:
+        """Errors: as :meth:`Mover.room_for_base`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        await self._perform(lambda mover, left_s: mover.room_for_base(left_s), deadline_s, "making room for a base")
+
+    async def drain(self, deadline_s: float, *, closing: bool) -> None:
+        """Errors: as :meth:`Mover.drain`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        await self._perform(
+            lambda mover, left_s: mover.drain(left_s, closing=closing), deadline_s, "bringing everything to its tiers"
+        )
+
+    async def cycle(self, deadline_s: float, *, closing: bool) -> bool:
+        """Errors: as :meth:`Mover.cycle`, and ``DeadlineExceeded``."""
+        return await self._perform(
+            lambda mover, left_s: _within(left_s, mover.cycle(closing=closing), "a cycle of the mover"),
+            deadline_s,
+            "a cycle of the mover",
+        )
+
+    # Its life
+
+    def start(self) -> None:
+        if self._life is None:
+            self._life = asyncio.create_task(self._live(), name=f"rank {self.job.rank}")
+
+    async def close(self) -> None:
+        """Stop moving and close the tiers. Idempotent. What was captured stays where it is.
+
+        A store that does not answer is not waited for: what was asked of it may still be done, and nothing more.
+        """
+        for operation in self._operations:
+            operation.cancel()
+        life, self._life = self._life, None
+        if life is not None:
+            life.cancel()
+            await asyncio.wait([life], timeout=CLOSE_S_MAX)
+            if not life.done():
+                log.warning("%s: a tier has not answered for %g s; it is left open", self._where, CLOSE_S_MAX)
+
+    async def _live(self) -> None:
+        failures = 0
+        while self.conflict is None and not self.gone:
+            await self._until(lambda: not self._resting and not self._paused)
+            try:
+                await self._open_and_move()
+                failures = 0
+                continue
+            except FirstTierGone as error:
+                log.info("%s: %s; nothing is left to move", self._where, error)
+                self.gone = True
+                self._wake()
+                return
+            except TierCheckError as error:
+                self._note_trouble(str(error))
+            except Exception as error:
+                # A driver's bug is this rank's trouble alone: the other ranks' movers go on.
+                log.exception("%s cannot be moved", self._where)
+                self._note_trouble(f"{type(error).__name__}: {error}")
+            failures += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(failures - 1, 10))):
+                    await self._until(lambda: False)
+
+    async def _open_and_move(self) -> None:
+        job = self.job
+        hierarchy = patient(job.hierarchy, self._calls).open()
+        await self._opened(hierarchy)
+        try:
+            reading = lineage_of(hierarchy, job.generation)
+            lineage = await _within(OPEN_S_MAX, reading, f"reading the lineage of {self._where}")
+            self._begin(hierarchy, lineage)
+            await self._keep_moving()
+        finally:
+            self._end_mover()
+            await _unbroken(hierarchy.__aexit__(None, None, None))
+
+    async def _opened(self, hierarchy: OpenHierarchy) -> None:
+        opening = asyncio.ensure_future(hierarchy.__aenter__())
+        try:
+            await _within(OPEN_S_MAX, asyncio.shield(opening), f"opening the tiers of {self._where}")
+        except NotFound as error:  # of the first tier: the others open whether they are there or not
+            raise FirstTierGone(error.message, tier=error.tier) from None
+        except BaseException:
+            # Not broken off half way, where a driver would stay open, unless its store does not answer at all.
+            await asyncio.wait([opening], timeout=CLOSE_S_MAX)
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                await _unbroken(hierarchy.__aexit__(None, None, None))
+            opening.cancel()
+            raise
+
+    def _begin(self, hierarchy: OpenHierarchy, lineage: Lineage) -> None:
+        job = self.job
+        self._mover = Mover(
+            hierarchy,
+            rank=job.rank,
+            world_size=job.world_size,
+            generation=job.generation,
+            placement=Placement(job.batch),
+            retention=Retention(job.keep_last, job.keep_every, job.batch),
+            lineage=lineage,
+            mark=self._mark,
+        )
+        self._observer = Observer(
+            hierarchy,
+            TierBackoff(),
+            rank=job.rank,
+            world_size=job.world_size,
+            generation=job.generation,
+            lineage=lineage,
+        )
+        if self.trouble is not None:
+            log.info("%s: its tiers are open", self._where)
+        self.trouble = None
+        self._wake()
+
+    def _end_mover(self) -> None:
+        for operation in self._operations:
+            operation.cancel()
+        if self._mover is not None:
+            counts = self.status
+            self._last_status = replace(self._mover.status, copied_bytes=0, copied_objects=0, deleted_objects=0)
+            self._before = counts
+        self._mover = None
+        self._observer = None
+
+    async def _keep_moving(self) -> None:
+        """Let the mover run, except while paused, until it is superseded or has come to rest."""
+        mover = self._mover
+        assert mover is not None
+        while mover.conflict is None and not self._resting:
+            if self._paused:
+                await self._until(lambda: not self._paused)
+                continue
+            running = asyncio.ensure_future(mover.run())
+            running.add_done_callback(lambda _: self._wake())
+            self._active = True
+            try:
+                await self._attend(running)
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
+                self._active = False
+                self._wake()
+            if not running.cancelled():
+                running.result()
+        if mover.conflict is not None:
+            self.conflict = mover.conflict
+
+    async def _attend(self, running: asyncio.Future[None]) -> None:
+        """Look after a running mover until it ends, pauses or rests."""
+        while not (running.done() or self._paused or self._resting):
+            if is_leaving(self.job.tiers[0][1]) and self._trainer() is None:
+                raise FirstTierGone("it is being removed", tier=self.job.tiers[0][1])
+            self.throughput.note(_now(), self.status.copied_bytes)
+            if self.silent_s > min(SILENT_S, self._rest_s) and self._brought_home_at is None:
+                await self._bring_home()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._until(lambda: running.done() or self._paused)
+
+    async def _bring_home(self) -> None:
+        """The trainer is gone: no further version will join an incomplete batch."""
+        heard_at = self._heard_at
+        try:
+            done = await self.cycle(OPEN_S_MAX, closing=True)
+        except JobConflict:
+            return  # the running mover finds it too
+        except TierCheckError as error:
+            log.debug("%s: %s", self._where, error)
+            return
+        if done and self._heard_at == heard_at:
+            self._brought_home_at = _now()
+
+    async def _perform(self, work: Callable[[Mover, float], Awaitable[T]], deadline_s: float, what: str) -> T:
+        """``work``, which is given the open mover and the seconds that are left."""
+        until = _now() + deadline_s
+        if self._resting:
+            self.heard()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._until(
+                    lambda: self.conflict is not None or self.gone or (self._mover is not None and not self._paused)
+                )
+        except TimeoutError:
+            reason = self.trouble or f"its replication job is {self.state}"
+            raise DeadlineExceeded(f"{what} within {deadline_s:g} s: {self._where}: {reason}") from None
+        if self.conflict is not None:
+            raise self.conflict
+        if self._mover is None:
+            raise NotFound(f"{what}: the memory of {self._where} was removed")
+        operation: asyncio.Future[T] = asyncio.ensure_future(work(self._mover, max(0.0, until - _now())))
+        self._operations.add(operation)
+        try:
+            await asyncio.wait([operation])
+            if operation.cancelled():
+                raise Transient(f"{what} was broken off: {self._where} is {self.state}")
+            return operation.result()
+        finally:
+            operation.cancel()
+            self._operations.discard(operation)
+            self._wake()
+
+    # Waiting
+
+    @property
+    def _paused(self) -> bool:
+        if self._registered:
+            return False
+        trainer = self._trainer()
+        return trainer is not None and trainer.recovering
+
+    @property
+    def _resting(self) -> bool:
+        return self._finished and self.silent_s >= self._rest_s
+
+    @property
+    def _finished(self) -> bool:
+        return self._brought_home_at is not None or self._abandoned
+
+    @property
+    def _abandoned(self) -> bool:
+        return self.silent_s >= self._abandon_s
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.job.rank} of {self.job.tiers[0][1]}"
+
+    def _note_trouble(self, text: str) -> None:
+        level = logging.WARNING if text != self.trouble else logging.DEBUG
+        log.log(level, "%s: %s; trying again, every %g s at most", self._where, text, RETRY_MAX_S)
+        self.trouble = text
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits looks again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition``; it is looked at again after each change, and once a tick, since time passes."""
+        while not condition():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._changed.wait()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _unbroken(closing: Coroutine[Any, Any, None]) -> None:
+    """Wait for the end of ``closing`` even where the caller is cancelled meanwhile, but not for ever."""
+    task = asyncio.ensure_future(closing)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=CLOSE_S_MAX)
+        raise
+
+
+async def _within(deadline_s: float, work: Awaitable[T], what: str) -> T:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None

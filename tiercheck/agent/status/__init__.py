@@ -1,0 +1,1 @@
+"""What an agent shows of itself: a page, metrics, and a snapshot of both."""

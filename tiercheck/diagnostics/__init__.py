@@ -1,0 +1,1 @@
+"""What a tier is found to be, do and bring."""

@@ -1,0 +1,1 @@
+"""The shard file: container, header, and host state as msgpack."""

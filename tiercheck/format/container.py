@@ -1,0 +1,475 @@
+"""The shard file: one valid safetensors file, streamed out and verified on the way back.
+
+Tensors lie contiguously, each at a multiple of 64 bytes from the file's start (the gaps are named U8 tensors,
+since safetensors refuses holes). Host state is msgpack (:mod:`tiercheck.format.host_state`) in U8 tensors. The header
+(:mod:`tiercheck.format.header`) comes first in the file and is written last, into room reserved for it, so that
+tensors stream while objects are still being packed, and a half-written shard is never taken for a whole one.
+
+Three ways in and out:
+
+- :func:`payload` makes the buffers for a driver's ``put`` from tensors that are in memory already;
+- :class:`ShardWriter` lays a shard out in memory that a tier has reserved, and hands out where tensors go;
+- :func:`parse` verifies a shard's header and gives :class:`Shard`, whose tensors are views of the file's bytes,
+  each verified when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck import keys
+from tiercheck.errors import CapacityExceeded, Corruption
+from tiercheck.format import header as shard_header
+from tiercheck.format import host_state as objects
+from tiercheck.format.header import (
+    ALIGNMENT,
+    DTYPES,
+    LENGTH_NBYTES,
+    OBJECT_PREFIX,
+    PADDING_PREFIX,
+    Extent,
+    HeaderTooLarge,
+    RunningChecksum,
+    ShardHeader,
+    ShardMetadata,
+    TensorSpec,
+    checksum_of,
+    copy_with_checksum,
+    decode_header,
+    encode_header,
+    round_up,
+    worst_case_nbytes,
+)
+from tiercheck.types import Buffer
+
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "HeaderTooLarge",
+    "PackedObject",
+    "RunningChecksum",
+    "Shard",
+    "ShardHeader",
+    "ShardMetadata",
+    "ShardWriter",
+    "TensorEntry",
+    "TensorSpec",
+    "checksum_of",
+    "copy_with_checksum",
+    "header_length",
+    "header_room",
+    "parse",
+    "parse_header",
+    "payload",
+    "shard_nbytes",
+]
+
+_ZEROS = bytes(ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor's bytes: C-contiguous, little-endian, ``prod(shape) * DTYPES[dtype]`` of them.
+
+    ``checksum`` (XXH3-64, 16 hexadecimal digits) is taken on trust where given, and computed where not.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+    checksum: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", bytes_of(self.data))
+        object.__setattr__(self, "shape", self.spec.shape)
+        if self.spec.nbytes != len(self.data):
+            raise ValueError(
+                f"tensor {self.name!r} of {self.dtype} {list(self.shape)} has {self.spec.nbytes} bytes, "
+                f"and its data {len(self.data)}"
+            )
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class PackedObject:
+    """What :func:`tiercheck.format.host_state.pack` returned, on its way into a shard without being decoded.
+
+    ``checksum`` is taken on trust where given, and computed where not.
+    """
+
+    data: Buffer
+    checksum: str | None = None
+
+
+def payload(
+    metadata: ShardMetadata, tensors: Iterable[TensorEntry], objects: Mapping[str, object] | None = None
+) -> list[Buffer]:
+    """A shard as the buffers for :meth:`TierDriver.put`: header, tensors, padding between them, packed objects.
+
+    The tensors' memory itself is handed through, neither joined nor copied: it must not change until the put
+    has returned. Values of ``objects`` are packed, but for a :class:`PackedObject`, which is taken as it is.
+    Errors: ``ValueError`` for a name that is reserved or there twice, :class:`HeaderTooLarge` for too much for one
+    shard; :class:`tiercheck.format.host_state.Unstorable`.
+    """
+    layout = Layout()
+    checksums: dict[str, str] = {}
+    buffers: list[Buffer] = []
+    for entry in tensors:
+        _, gap = layout.append(tensor_spec(entry.name, entry.dtype, entry.shape))
+        checksums[entry.name] = entry.checksum or checksum_of(entry.data)
+        buffers += [memoryview(_ZEROS)[:gap], entry.data]
+    for name, value in (objects or {}).items():
+        packed = packed_object(name, value)
+        extent, _ = layout.append(object_spec(name, len(packed.data)))
+        checksums[extent.spec.name] = packed.checksum or checksum_of(packed.data)
+        buffers.append(packed.data)
+    header = encode_header(metadata, layout.with_checksums(checksums))
+    return [header, *(buffer for buffer in buffers if len(buffer))]
+
+
+def header_room(
+    tensors: Iterable[TensorSpec], objects: Iterable[str] = (), notes: Mapping[str, str] | None = None
+) -> int:
+    """Bytes to reserve for the header of a shard with these tensors, object names and notes, whatever its
+    version, the order of its tensors and their offsets, and however they are shrunk later."""
+    return worst_case_nbytes(tensors, objects, notes or {})
+
+
+def shard_nbytes(
+    tensors: Iterable[TensorSpec],
+    object_nbytes: Mapping[str, int] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> int:
+    """Bytes to reserve for a whole shard, header room included: an upper bound for tensors of at most these
+    shapes and objects that pack into at most ``object_nbytes`` (bytes by name), in any order."""
+    specs = list(tensors)
+    sizes = [spec.nbytes for spec in specs] + list((object_nbytes or {}).values())
+    return header_room(specs, object_nbytes or {}, notes) + sum(round_up(nbytes) for nbytes in sizes)
+
+
+class ShardWriter:
+    """Lays a shard out in ``buffer``, writable memory that a tier has reserved.
+
+    The first ``header_nbytes`` bytes (from :func:`header_room`) are kept for the header. Ask for a slot for each
+    tensor, fill the slots in any order and from any thread, add objects, then ``finish``. Until then the
+    buffer's beginning parses as no shard, whatever was in the memory before. One thread calls the methods.
+    """
+
+    def __init__(self, buffer: memoryview, header_nbytes: int) -> None:
+        if buffer.readonly or buffer.format != "B" or not buffer.contiguous or buffer.ndim != 1:
+            raise ValueError("a shard is written into writable contiguous memory of format 'B'")
+        if header_nbytes % ALIGNMENT or header_nbytes <= 0:
+            raise ValueError(f"the header's room is a positive multiple of {ALIGNMENT} bytes, not {header_nbytes}")
+        if header_nbytes > len(buffer):
+            raise CapacityExceeded(f"the header needs {header_nbytes} bytes, and {len(buffer)} are reserved")
+        self._buffer = buffer
+        self._header_nbytes = header_nbytes
+        self._layout = Layout()
+        self._object_checksums: dict[str, str] = {}
+        self._finished = False
+        self._buffer[:LENGTH_NBYTES] = bytes(LENGTH_NBYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file so far, header room included."""
+        return self._header_nbytes + self._layout.nbytes
+
+    def slot(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
+        """The writable bytes of the next tensor; fill them before ``finish``.
+
+        Errors: ``ValueError`` for a name that is reserved or there twice; ``CapacityExceeded`` where the
+        reservation ends first. Either leaves the writer as it was.
+        """
+        return self._place(tensor_spec(name, dtype, shape))
+
+    def shrink(self, name: str, shape: tuple[int, ...]) -> memoryview:
+        """Cut the last slot down to ``shape``, no dimension of which may grow; its bytes so far are kept.
+
+        For codecs whose output size is known only afterwards: reserve the worst case, encode, shrink. The part
+        cut off belongs to the next slot at once. Errors: ``ValueError``.
+        """
+        self._check_open()
+        return self._view(self._layout.shrink_last(tensor_name(name), tuple(shape)))
+
+    def add_object(self, name: str, value: object) -> None:
+        """Pack ``value`` (a :class:`PackedObject` is taken as it is) behind what is there.
+
+        Errors: :class:`tiercheck.format.host_state.Unstorable`, and those of :meth:`slot`.
+        """
+        packed = packed_object(name, value)
+        spec = object_spec(name, len(packed.data))
+        self._place(spec)[:] = packed.data
+        self._object_checksums[spec.name] = packed.checksum or checksum_of(packed.data)
+
+    def finish(self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None) -> int:
+        """Write the header; the file is the first so many bytes of the buffer.
+
+        Checksums of tensors (XXH3-64, 16 hexadecimal digits, by name) are taken on trust from ``checksums``,
+        and computed where it has none. The length bytes, without which nothing parses, are written last.
+        Errors: ``ValueError`` where the header passes its room, or a checksum is of no tensor; the shard can
+        then still be finished properly.
+        """
+        self._check_open()
+        tensors = {extent.spec.name: extent for extent in self._layout.tensors()}
+        known = {**(checksums or {}), **self._object_checksums}
+        for name in known.keys() - tensors.keys():
+            raise ValueError(f"a checksum was given for {name!r}, which is no tensor of the shard")
+        for name in tensors.keys() - known.keys():
+            known[name] = checksum_of(self._view(tensors[name]))
+        header = memoryview(encode_header(metadata, self._layout.with_checksums(known), nbytes=self._header_nbytes))
+        self._buffer[LENGTH_NBYTES : len(header)] = header[LENGTH_NBYTES:]
+        self._buffer[:LENGTH_NBYTES] = header[:LENGTH_NBYTES]
+        self._finished = True
+        return self.nbytes
+
+    def _place(self, spec: TensorSpec) -> memoryview:
+        self._check_open()
+        gap = self._layout.gap_before(spec)
+        stop = self.nbytes + gap + spec.nbytes
+        if stop > len(self._buffer):
+            raise CapacityExceeded(
+                f"with {spec.name!r} the shard takes {stop} bytes, and {len(self._buffer)} are reserved for it: "
+                "compute the reservation with shard_nbytes over all it holds"
+            )
+        start = self.nbytes
+        extent, gap = self._layout.append(spec)
+        self._buffer[start : start + gap] = _ZEROS[:gap]
+        return self._view(extent)
+
+    def _view(self, extent: Extent) -> memoryview:
+        return self._buffer[self._header_nbytes + extent.start : self._header_nbytes + extent.stop]
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise ValueError("the shard is finished; nothing can be added to it")
+
+
+class Shard:
+    """A shard whose header was verified by :func:`parse`. Its tensors are views of the buffer that was parsed."""
+
+    def __init__(self, header: ShardHeader, buffer: memoryview, *, key: str | None, tier: str | None) -> None:
+        self.metadata = header.metadata
+        self.key = key
+        self.tier = tier
+        self._header = header
+        self._buffer = buffer
+        self._verified: set[str] = set()
+        named = {extent.spec.name: extent for extent in header.extents if not extent.is_padding}
+        self._tensors = {name: extent for name, extent in named.items() if not name.startswith(OBJECT_PREFIX)}
+        self._objects = {
+            name[len(OBJECT_PREFIX) :]: extent for name, extent in named.items() if name not in self._tensors
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._header.file_nbytes
+
+    @property
+    def digest(self) -> str:
+        """XXH3-64 of the header, 16 hexadecimal digits: the header holds the checksum of every tensor, so two
+        shards of one digest are the same."""
+        return checksum_of(self._buffer[: self._header.nbytes])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names in file order, neither padding nor packed objects among them."""
+        return tuple(self._tensors)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors' names, dtypes and shapes in file order."""
+        return tuple(extent.spec for extent in self._tensors.values())
+
+    @property
+    def object_names(self) -> tuple[str, ...]:
+        return tuple(self._objects)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def entry(self, name: str) -> TensorEntry:
+        """The tensor, its bytes verified (once) against their checksum. Errors: ``KeyError``; ``Corruption``."""
+        extent = self._tensors[name]
+        self._verify(extent, f"the tensor {name!r}")
+        return self._entry(extent)
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """Every tensor in file order, verified as by :meth:`entry`."""
+        return map(self.entry, self._tensors)
+
+    def raw_entries(self) -> Iterator[TensorEntry]:
+        """Every tensor in file order, **unverified**, with the checksum the header gives.
+
+        For merging shards without hashing again: what was damaged before stays detectable afterwards.
+        """
+        return map(self._entry, self._tensors.values())
+
+    def object(self, name: str) -> Any:
+        """The host object, verified, then unpacked. Errors: ``KeyError``; ``Corruption``."""
+        extent = self._objects[name]
+        self._verify(extent, f"the packed object {name!r}")
+        try:
+            return objects.unpack(self._view(extent))
+        except Corruption as error:
+            message = f"the packed object {name!r} cannot be read: {error.message}"
+            raise Corruption(message, tier=self.tier, key=self.key) from error
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """Every host object by name, verified and unpacked anew. Errors: ``Corruption``."""
+        return {name: self.object(name) for name in self._objects}
+
+    def raw_objects(self) -> dict[str, PackedObject]:
+        """Every host object as it lies in the file, **unverified**, with the checksum the header gives."""
+        return {name: PackedObject(self._view(extent), extent.checksum) for name, extent in self._objects.items()}
+
+    def verify(self) -> None:
+        """Check every byte, padding included; raise ``Corruption`` naming the first tensor that fails."""
+        for name, extent in self._tensors.items():
+            self._verify(extent, f"the tensor {name!r}")
+        for name, extent in self._objects.items():
+            self._verify(extent, f"the packed object {name!r}")
+        for extent in self._header.extents:
+            if extent.is_padding and self._view(extent) != _ZEROS[: extent.spec.nbytes]:
+                message = f"the padding {extent.spec.name!r} is not zeros"
+                raise Corruption(message, tier=self.tier, key=self.key)
+
+    def _verify(self, extent: Extent, what: str) -> None:
+        if extent.spec.name in self._verified:
+            return
+        found = checksum_of(self._view(extent))
+        if found != extent.checksum:
+            message = (
+                f"{what} fails its checksum (its bytes have {found}, the header says {extent.checksum}): "
+                "restore it from another copy"
+            )
+            raise Corruption(message, tier=self.tier, key=self.key)
+        self._verified.add(extent.spec.name)
+
+    def _view(self, extent: Extent) -> memoryview:
+        return self._buffer[self._header.nbytes + extent.start : self._header.nbytes + extent.stop]
+
+    def _entry(self, extent: Extent) -> TensorEntry:
+        spec = extent.spec
+        return TensorEntry(spec.name, spec.dtype, spec.shape, self._view(extent), extent.checksum)
+
+
+def parse(buffer: Buffer, *, key: str | None = None, tier: str | None = None) -> Shard:
+    """The shard in ``buffer``, exactly one file; nothing is copied, and only the header is verified yet.
+
+    ``key`` and ``tier`` say in messages where the bytes came from. A ``key`` in TierCheck's naming must be that
+    of the shard inside. Errors: ``Corruption`` for anything that a TierCheck writer did not write whole.
+    """
+    view = bytes_of(buffer)
+    return Shard(parse_header(view, len(view), key=key, tier=tier), view, key=key, tier=tier)
+
+
+def parse_header(buffer: Buffer, file_nbytes: int, *, key: str | None = None, tier: str | None = None) -> ShardHeader:
+    """The verified header of a file of ``file_nbytes``, of which ``buffer`` is the beginning.
+
+    For looking into a shard, or fetching some of its tensors, without fetching the rest: how long the beginning
+    must be, :func:`header_length` tells from the first eight bytes. ``key``, ``tier``, errors: as for :func:`parse`.
+    """
+    try:
+        header = decode_header(bytes_of(buffer), file_nbytes)
+    except ValueError as error:
+        raise Corruption(f"this is no whole shard: {error}", tier=tier, key=key) from error
+    named = keys.parse(key) if key is not None else None
+    if named is not None and named != header.metadata.key:
+        raise Corruption(f"the shard under this key is another, {str(header.metadata.key)!r}", tier=tier, key=key)
+    return header
+
+
+def header_length(beginning: Buffer, *, key: str | None = None, tier: str | None = None) -> int:
+    """Bytes of a shard's header, from the first eight bytes of the file or more. Errors: ``Corruption``."""
+    try:
+        return shard_header.header_length(bytes_of(beginning))
+    except ValueError as error:
+        raise Corruption(f"this is no whole shard: {error}", tier=tier, key=key) from error
+
+
+class Layout:
+    """Where the tensors of a shard lie while it is being put together; offsets count from the header's end."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._extents: list[Extent] = []
+        self._names: set[str] = set()
+        self._paddings = 0
+
+    def gap_before(self, spec: TensorSpec) -> int:
+        """Bytes of padding that ``spec`` needs in front of it; ``ValueError`` where its name is taken."""
+        if spec.name in self._names:
+            raise ValueError(f"the shard has {spec.name!r} already; names are unique in a shard")
+        aligned = spec.name.startswith(OBJECT_PREFIX) or not spec.nbytes
+        return 0 if aligned else round_up(self.nbytes) - self.nbytes
+
+    def append(self, spec: TensorSpec) -> tuple[Extent, int]:
+        """The extent of the next tensor, and the bytes of padding put in front of it."""
+        gap = self.gap_before(spec)
+        if gap:
+            self._extents.append(Extent.padding(self._paddings, self.nbytes, gap))
+            self._paddings += 1
+        extent = Extent(spec, self.nbytes + gap, None)
+        self._names.add(spec.name)
+        self._extents.append(extent)
+        self.nbytes = extent.stop
+        return extent, gap
+
+    def tensors(self) -> Iterator[Extent]:
+        """All but the padding, in file order."""
+        return (extent for extent in self._extents if not extent.is_padding)
+
+    def shrink_last(self, name: str, shape: tuple[int, ...]) -> Extent:
+        """Shrink the last tensor, which must be ``name``, to ``shape``."""
+        last = self._extents[-1] if self._extents else None
+        if last is None or last.spec.name != name:
+            raise ValueError(f"only the last slot can be shrunk, and that is not {name!r}")
+        old = last.spec.shape
+        if len(old) != len(shape) or any(new > dimension for new, dimension in zip(shape, old, strict=True)):
+            raise ValueError(f"the slot {name!r} of shape {list(old)} cannot be shrunk to {list(shape)}")
+        extent = Extent(TensorSpec(name, last.spec.dtype, shape), last.start, None)
+        self._extents[-1] = extent
+        self.nbytes = extent.stop
+        return extent
+
+    def with_checksums(self, checksums: Mapping[str, str]) -> list[Extent]:
+        return [Extent(each.spec, each.start, checksums.get(each.spec.name)) for each in self._extents]
+
+
+def tensor_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(tensor_name(name), dtype, tuple(shape))
+
+
+def tensor_name(name: str) -> str:
+    if name.startswith((OBJECT_PREFIX, PADDING_PREFIX)):
+        raise ValueError(f"the tensor name {name[:80]!r} begins with a prefix that the file format keeps for itself")
+    return name
+
+
+def object_spec(name: str, nbytes: int) -> TensorSpec:
+    return TensorSpec(OBJECT_PREFIX + name, "U8", (nbytes,))
+
+
+def packed_object(name: str, value: object) -> PackedObject:
+    if isinstance(value, PackedObject):
+        return PackedObject(bytes_of(value.data), value.checksum)
+    return PackedObject(objects.pack(value, name=name))
+
+
+def bytes_of(data: Buffer) -> memoryview:
+    """``data`` as a flat view of bytes, without a copy; ``ValueError`` where it is not C-contiguous."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("a tensor's data must be C-contiguous")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return view.cast("B") if math.prod(view.shape or (1,)) else memoryview(b"")

@@ -1,0 +1,198 @@
+"""DeepSpeed: ZeRO 0 to 3 in fp32, bf16 and fp16, pipelines included, by one line after ``deepspeed.initialize``.
+
+::
+
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    checkpointer = attach(engine, Hierarchy.of("shm://my-run", "nvme:///shared/my-run?survives=rack"))
+    while engine.global_steps < steps:
+        ...                      # the loop stays as it is
+
+or by a block in the DeepSpeed JSON, when ``attach(engine)`` is enough::
+
+    "tiercheck": {"tiers": ["shm://my-run", "nvme:///shared/my-run?survives=rack"], "base_every": 100}
+
+A version is DeepSpeed's ``global_steps``. It is published before ``engine.step()`` returns, or, with ``stateful`` or
+``after_step``, at the end of its iteration: when the loop calls ``checkpointer.end_iteration()``, or else when the next
+forward pass of training begins (:mod:`tiercheck.streams.beside`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.hooks import StepHooks, attach_hooks
+from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.runtime.group import Group, TorchGroup
+from tiercheck.streams.beside import Beside, End
+
+try:
+    from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
+    from tiercheck.integrations.deepspeed.support import refuse_ranks_that_share_parameters
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "deepspeed":
+        raise
+    raise ModuleNotFoundError(
+        "tiercheck.integrations.deepspeed needs DeepSpeed: pip install 'tiercheck[deepspeed]'", name="deepspeed"
+    ) from error
+
+__all__ = ["attach"]
+
+BLOCK = "tiercheck"
+
+
+def attach(
+    engine: Any,
+    hierarchy: Hierarchy | None = None,
+    *,
+    stateful: Mapping[str, Any] | None = None,
+    after_step: Mapping[str, Any] | None = None,
+    config: CheckpointConfig | None = None,
+    group: Group | None = None,
+) -> Checkpointer:
+    """Restore the newest version into the engine, then save every one that follows. Collective.
+
+    Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (fastest first,
+    each a URL, or an object with the fields ``url``, ``name`` and ``codec`` of a :class:`~tiercheck.hierarchy.Tier`),
+    ``must_survive``, and the fields of :class:`CheckpointConfig`. ``stateful`` and ``after_step`` are as for
+    :func:`tiercheck.integrations.torch.attach`: data loaders, averages, counters. Errors: ``UnsupportedSetup`` for an
+    engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose ranks share parameters (tensor
+    parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
+    """
+    if hierarchy is None:
+        if config is not None:
+            raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
+        hierarchy, config = read_block(engine.config)
+
+    def hook() -> _Hooks:
+        beside = Beside(after_step, stateful)
+        provider = DeepSpeedProvider(engine, beside)
+        refuse_forgotten_scheduler((provider.optimizer,), engine.lr_scheduler, beside)
+        if config is not None and config.train_on_compressed:
+            refuse_ranks_that_share_parameters(engine)
+        return _Hooks(provider, in_step=stateful is None and after_step is None)
+
+    return attach_hooks(hook, hierarchy, group or TorchGroup(), config)
+
+
+def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
+    """The hierarchy and configuration in the ``"tiercheck"`` block of a DeepSpeed configuration or of its file.
+
+    Errors: ``ConfigurationError`` where the block is missing, or has an unknown key or a wrong type.
+    """
+    if not isinstance(config, Mapping):
+        config = json.loads(Path(config).read_text())
+    block = config.get(BLOCK) if isinstance(config, Mapping) else None
+    if not isinstance(block, Mapping):
+        raise ConfigurationError(
+            f'attach needs hierarchy=, or a "{BLOCK}" block in the DeepSpeed configuration, such as '
+            f'"{BLOCK}": {{"tiers": ["shm://my-run", "nvme:///shared/my-run?survives=rack"]}}'
+        )
+    options = dict(block)
+    tiers = options.pop("tiers", None)
+    if not isinstance(tiers, list):
+        raise ConfigurationError(f'"tiers" in the "{BLOCK}" block must be a list of tier URLs, not {tiers!r}')
+    must_survive = options.pop("must_survive", "nothing")
+    if not isinstance(must_survive, str):
+        raise ConfigurationError(f'"must_survive" in the "{BLOCK}" block must be a string, not {must_survive!r}')
+    hierarchy = Hierarchy.of(*map(_tier_of, tiers), must_survive=must_survive)
+    return hierarchy, CheckpointConfig.from_mapping(options)
+
+
+def _tier_of(given: object) -> Tier:
+    """One of the ``tiers`` in the block: a URL, or an object with the fields of a :class:`Tier`."""
+    fields = {"url": given} if isinstance(given, str) else given
+    strings = isinstance(fields, Mapping) and all(isinstance(each, str) for pair in fields.items() for each in pair)
+    if (
+        not isinstance(fields, Mapping)
+        or not strings
+        or "url" not in fields
+        or fields.keys() - {"url", "name", "codec"}
+    ):
+        raise ConfigurationError(
+            f'each of the "tiers" in the "{BLOCK}" block must be a URL, or an object with the fields "url", "name" and '
+            f'"codec", of which "url" must be there; not {given!r}'
+        )
+    return Tier(**fields)
+
+
+class _Hooks:
+    """From the hooks of the inner optimizer to the checkpointer. One iteration may step it in several calls."""
+
+    def __init__(self, provider: DeepSpeedProvider, *, in_step: bool) -> None:
+        self.provider = provider
+        self._in_step = in_step
+        self._checkpointer: Checkpointer | None = None
+        self._iterations: Iterations | None = None
+        self._visited: set[str] = set()
+        self._skipped_steps = 0
+        self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
+        self._forward_hook = provider.called.register_forward_pre_hook(self._before_forward)
+
+    def caveats(self) -> list[str]:
+        return self.provider.beside.caveats()
+
+    def serve(self, checkpointer: Checkpointer) -> None:
+        self._iterations = Iterations(self.provider, checkpointer, in_step=self._in_step)
+        checkpointer.on_end_iteration(self._said)
+        checkpointer.on_close(self._iterations.over)
+        checkpointer.on_close(self._record_skipped)
+        checkpointer.on_end(self.remove)
+        self._skipped_steps = self.provider.skipped_steps()
+        self._checkpointer = checkpointer
+
+    def remove(self) -> None:
+        self._step_hooks.remove()
+        self._forward_hook.remove()
+        self.provider.beside.let_go()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._checkpointer is None or self._iterations is None or self.provider.replaying:
+            return
+        self._step_hooks.check()
+        if not self._visited:
+            with self.provider.between_iterations():
+                self._iterations.over()
+            self._record_skipped()
+        self._visited |= self.provider.visited_in_hook(optimizer)
+        self._checkpointer.capture(self.provider.version, self.provider.gradients_in_hook(optimizer))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._iterations is not None and self._visited and self._visited >= self.provider.expected():
+            self._visited.clear()
+            self._iterations.stepped(self.provider.version)
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._step_hooks.stand_next_to_the_step()
+        if self._iterations is None or self._visited:
+            return
+        if self.provider.training:
+            self._iterations.over(End.FORWARD)
+            self._record_skipped()
+            self._iterations.forward()
+
+    def _said(self) -> None:
+        """The loop says that its iteration is over."""
+        if self._iterations is not None:
+            self._iterations.said()
+            self._record_skipped(End.SAID)
+
+    def _record_skipped(self, end: End = End.UNSEEN) -> None:
+        """Versions whose gradients were not finite end without a step, and no hook sees them."""
+        if self._checkpointer is None:
+            return
+        for version in self.provider.skipped_after(self._checkpointer.version, self._skipped_steps):
+            if end is not End.SAID:
+                self.provider.beside.skipped()
+            with self.provider.between_iterations():
+                self._checkpointer.skip(version)
+            self.provider.published()
+        self._skipped_steps = self.provider.skipped_steps()

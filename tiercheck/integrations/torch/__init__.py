@@ -1,0 +1,6 @@
+"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process or under DDP, through public step hooks."""
+
+from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
+from tiercheck.integrations.torch.attaching import attach
+
+__all__ = ["Compression", "attach", "compressed_all_reduce"]

@@ -1,0 +1,160 @@
+"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process or under DDP, through public step hooks.
+
+::
+
+    checkpointer = attach(model, optimizer, Hierarchy.of("shm://my-run", "nvme:///shared/my-run?survives=rack"))
+    for step in range(checkpointer.version, steps):
+        ...                             # the loop stays as it is
+        checkpointer.end_iteration()    # or not: see below
+
+``attach`` restores the newest version there is, and from then on every ``optimizer.step()`` is a version.
+
+A version is published at the end of its iteration, with everything as of then: when the loop calls ``end_iteration``,
+or else when the next forward pass of training begins. A failure before that costs the iteration, which is trained again
+to the same bits. Without ``end_iteration`` the random generators, and whatever of ``stateful`` batches are drawn from,
+are saved as of the end of ``optimizer.step()``, before the next batch is drawn from them
+(:mod:`tiercheck.streams.beside`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError, UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.hooks import StepHooks, attach_hooks
+from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
+from tiercheck.integrations.torch.bucket_order import BucketOrder
+from tiercheck.integrations.wrapped import bare_optimizer
+from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
+from tiercheck.streams.beside import Beside
+from tiercheck.streams.provider import ModuleProvider
+
+__all__ = ["Compression", "attach", "compressed_all_reduce"]
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    hierarchy: Hierarchy,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    stateful: Mapping[str, Any] | None = None,
+    after_step: Mapping[str, Any] | None = None,
+    config: CheckpointConfig | None = None,
+    group: Group | None = None,
+) -> Checkpointer:
+    """Restore the newest version, then save every one that follows. Collective where ``torch.distributed`` runs.
+
+    ``scheduler``, ``scaler`` and each of ``stateful`` and ``after_step`` have ``state_dict`` and ``load_state_dict``.
+    Batches must be a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
+    (A step that a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a
+    counter.) ``after_step`` is what the loop changes after ``optimizer.step()``, such as an average or a best metric: a
+    loop that calls ``end_iteration`` may pass that as ``stateful`` as well.
+    Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    if group is None and not distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before attach()"
+        )
+    ranks = group or (TorchGroup() if distributed else SingleProcess())
+    own = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
+
+    def hook() -> _Hooks:
+        if clash := sorted(own.keys() & {*(stateful or {}), *(after_step or {})}):
+            raise ConfigurationError(f"{clash[0]!r} is the name of an argument of its own: give it another one")
+        bare = bare_optimizer(optimizer)
+        order = BucketOrder(model)
+        beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
+        refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
+        provider = ModuleProvider(model, bare, world_size=ranks.world_size, beside=beside)
+        return _Hooks(provider, model, bare, order, scheduler)
+
+    return attach_hooks(hook, hierarchy, ranks, config)
+
+
+class _Hooks:
+    """From the optimizer's hooks to the checkpointer, once there is one."""
+
+    def __init__(
+        self,
+        provider: ModuleProvider,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        order: BucketOrder,
+        scheduler: Any,
+    ) -> None:
+        self.provider = provider
+        self._order = order
+        self._scheduler = scheduler
+        self._checkpointer: Checkpointer | None = None
+        self._iterations: Iterations | None = None
+        self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
+        self._forward_hooks = [
+            module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)
+        ]
+
+    def caveats(self) -> list[str]:
+        return [*self.provider.beside.caveats(), *self._order.caveats()]
+
+    def serve(self, checkpointer: Checkpointer) -> None:
+        self._order.prime()
+        self._iterations = Iterations(self.provider, checkpointer)
+        checkpointer.on_end_iteration(self._iterations.said)
+        checkpointer.on_close(self._iterations.over)
+        checkpointer.on_end(self.remove)
+        self._checkpointer = checkpointer
+
+    def remove(self) -> None:
+        self._order.remove()
+        self._step_hooks.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
+        self.provider.beside.let_go()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._checkpointer is None or self._iterations is None:
+            return  # a step that is replayed
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise UnsupportedSetup(
+                "optimizer.step(closure) computes gradients inside the step, where they cannot be seen; supported is "
+                "loss.backward() followed by optimizer.step()"
+            )
+        if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None:
+            raise UnsupportedSetup(
+                "under a GradScaler a fused optimizer unscales gradients, and skips, inside its step, where neither "
+                "can be seen; supported is an optimizer with fused=False"
+            )
+        refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
+        self._step_hooks.check()
+        self._iterations.over()
+        self._checkpointer.capture(self._checkpointer.version + 1, self.provider.gradients())
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._checkpointer is not None and self._iterations is not None:
+            self._iterations.stepped(self._checkpointer.version + 1)
+
+    def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._step_hooks.stand_next_to_the_step()
+        if self._iterations is not None and model.training:
+            self._iterations.forward()
+
+
+def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules whose call begins a forward pass: the model, or where it is a mere container, those in it."""
+    if hasattr(type(model), "forward") and type(model).forward is not torch.nn.Module.forward:
+        yield model
+    else:
+        for child in model.children():
+            yield from called_modules(child)

@@ -1,0 +1,197 @@
+"""The order in which DDP sums gradients, kept over a restart.
+
+DDP reduces gradients in buckets. A process begins with one layout of them, and after its first iteration makes another
+one, for good: by the order in which the gradients came. When three ranks or more add up, each layout rounds otherwise.
+So the first step of a resumed process would not have the bits of the run that went on.
+
+Hence the order is recorded in the first iteration, and is part of the state. A resumed process first runs DDP on a
+stand-in for the model, whose gradients are zeros and come in that order; its next iteration has the layout that
+the interrupted process had. That costs one reduction of all gradients a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from tiercheck.integrations.torch.all_reduce import compressed_all_reduce
+
+__all__ = ["BucketOrder"]
+
+RANKS_MIN = 3
+"""The sum of two numbers does not depend on their order."""
+
+
+class BucketOrder:
+    """Of every ``DistributedDataParallel`` in a model. Saved and restored as ``stateful`` are."""
+
+    NAME = "tiercheck.bucket_order"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        wrapped = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        self._buckets = [_Buckets(each) for each in wrapped if dist.get_world_size(each.process_group) >= RANKS_MIN]
+
+    @property
+    def stateful(self) -> dict[str, BucketOrder]:
+        """What the provider is to save. It depends on nothing that a job may change when it resumes."""
+        return {self.NAME: self} if self._buckets else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"orders": [each.order for each in self._buckets]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for each, order in zip(self._buckets, state["orders"], strict=False):
+            each.order = None if order is None else list(order)
+
+    def caveats(self) -> list[str]:
+        """Why the next step has not the bits of an uninterrupted run; asked once the state is restored."""
+        return [why for each in self._buckets if (why := each.why_another_order())]
+
+    def prime(self) -> None:
+        """Give DDP the order that was restored; where there is none, record it. Collective."""
+        for each in self._buckets:
+            each.prime()
+
+    def remove(self) -> None:
+        """Record nothing any more."""
+        for each in self._buckets:
+            each.remove()
+
+
+def depends_on_order(ddp: DistributedDataParallel) -> bool:
+    """Whether its layout changes, and with it the sums of more than two."""
+    hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
+    by_rank = bool(hooks) and all(hook is compressed_all_reduce for hook in hooks)  # it adds in the order of the ranks
+    return (ddp.static_graph or not ddp.find_unused_parameters) and not by_rank
+
+
+class _Buckets:
+    """Of one wrapper."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.order: list[str] | None = None
+        """The parameters' names as their gradients came; ``None`` before the first iteration."""
+        self._ddp = ddp
+        self._coming: list[str] = []
+        self._handles: list[RemovableHandle] = []
+
+    def prime(self) -> None:
+        if not depends_on_order(self._ddp) or self.obstacle() is not None:
+            return
+        if self.order is None or not self._is_of_these(self.order):
+            self._record()
+        elif not self._rebuilt():
+            self._run_stand_in(self.order)
+
+    def why_another_order(self) -> str | None:
+        if not depends_on_order(self._ddp) or self._rebuilt():
+            return None
+        obstacle = self.obstacle()
+        if obstacle is None and self.order is not None and self._is_of_these(self.order):
+            return None
+        because = obstacle or "and in which order the interrupted process did was not recorded"
+        return f"DDP sums the gradients of the first step after a restart in another order, {because}"
+
+    def obstacle(self) -> str | None:
+        """What may tell the stand-in from the model, or change by it."""
+        ddp = self._ddp
+        if ddp.static_graph:
+            return "which static_graph=True leaves no way around; static_graph=False does"
+        if ddp.mixed_precision is not None:
+            return "which mixed_precision= leaves no way around; torch.autocast does"
+        if getattr(ddp, "_comm_hooks", ()):
+            return "which a communication hook with a state of its own leaves no way around"
+        hooked = [name for name, each in self._parameters().items() if has_hooks(each) and not self._handles]
+        if hooked:
+            return f"which hooks on parameters, such as that on {hooked[0]}, leave no way around"
+        return None
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _rebuilt(self) -> bool:
+        """Whether this process has made its layout before."""
+        return bool(getattr(self._ddp, "_has_rebuilt_buckets", False))
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        ignored = self._ddp.parameters_to_ignore
+        return {
+            name: each
+            for name, each in self._ddp.module.named_parameters()
+            if each.requires_grad and name not in ignored
+        }
+
+    def _is_of_these(self, order: Sequence[str]) -> bool:
+        """Whether it names the parameters that are trained now: others may have been when it was saved."""
+        return sorted(order) == sorted(self._parameters())
+
+    def _record(self) -> None:
+        self.order = None
+        self._handles.append(self._ddp.register_forward_pre_hook(lambda module, args: self._coming.clear()))
+        parameters: Mapping[str, Any] = self._parameters()  # torch's method has no types
+        count = len(parameters)
+        for name, each in parameters.items():
+            self._handles.append(each.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name, count)))
+
+    def _came(self, name: str, count: int) -> None:
+        if not self._ddp.require_backward_grad_sync:
+            return  # under no_sync nothing is reduced yet
+        self._coming.append(name)
+        if len(self._coming) == count:
+            self.order = list(self._coming)
+            self.remove()
+
+    def _run_stand_in(self, order: Sequence[str]) -> None:
+        ddp: Any = self._ddp  # nor has its forward
+        parameters = self._parameters()
+        gradients = {name: each.grad for name, each in parameters.items()}
+        model = ddp.module
+        for each in parameters.values():
+            each.grad = None
+        try:
+            ddp.module = _InTurn([parameters[name] for name in order])
+            ddp.require_forward_param_sync = False  # buffers are none of the stand-in's
+            with torch.enable_grad():
+                ddp.forward(torch.zeros((), device=parameters[order[0]].device)).backward()
+        finally:
+            ddp.module = model
+            for name, each in parameters.items():
+                each.grad = gradients[name]
+
+
+def has_hooks(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class _InTurn(torch.nn.Module):
+    """A stand-in for a model: gradients of zero, that come in the order of ``parameters``."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self._order = list(parameters)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        link: Any = _Link  # nor its apply
+        for each in reversed(self._order):
+            value = link.apply(value, each)
+        return value
+
+
+class _Link(torch.autograd.Function):
+    """Hands a value on; on the way back the parameter's gradient comes before anything else."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (parameter,) = ctx.saved_tensors
+        return gradient, torch.zeros_like(parameter)

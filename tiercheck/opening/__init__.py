@@ -1,0 +1,1 @@
+"""Opening a job: what its ranks do together between the recovery and the first step."""

@@ -1,0 +1,148 @@
+"""What the ranks settle together: what goes when a generation opens, and the mark while they train."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tiercheck import keys
+from tiercheck.errors import DeadlineExceeded, TierError
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import ShardKey
+from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement
+from tiercheck.policy.opening import Reach, anew, superseded_at_opening
+from tiercheck.policy.recovery import Source
+from tiercheck.recovery.restorer import Restorer, gather
+from tiercheck.replication.mover import MoverHandle
+from tiercheck.runtime.group import Group
+from tiercheck.runtime.loop_thread import LoopThread
+
+__all__ = ["Agreement", "clear_tiers"]
+
+log = logging.getLogger(__name__)
+
+RANKS_NAMED_MAX = 8
+TOLD_S = 2.0
+"""What a wait may take beyond its deadline, whose error says more."""
+AGAIN_S = 0.2
+"""How long the ranks wait before they look again whether their bases have arrived."""
+
+
+def clear_tiers(restorer: Restorer, generation: int, version: int) -> int:
+    """Delete what nothing needs any more, from the tiers inside the node, before ``generation`` captures anything.
+    Collective, after all ranks have recovered ``version``. Returns the mark that the generation begins with.
+
+    A tier that cannot be cleared just now is left as it is, and so is one that was away at the survey. Errors:
+    ``RecoveryError``; ``GroupError``.
+    """
+    roles, group, lineage = restorer.hierarchy.roles, restorer.group, restorer.past.lineage
+    sound = restorer.sound
+    deadline_s = restorer.deadline_s
+    answers = gather(
+        group, "what each rank can come to", Reach.of(sound, roles, lineage).to_object, deadline_s=deadline_s
+    )
+    known = anew([Reach.from_object(answer) for answer in answers], version)
+    surveys = restorer.past.surveys
+    owned = {source for survey in surveys for source in survey.sources}
+    absent = {tier for tier, _ in surveys[group.rank].away}
+    # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
+    unsure = {rank for rank, survey in enumerate(surveys) if any(not roles[tier].shared for tier, _ in survey.away)}
+
+    async def clear(tier: OpenTier) -> None:
+        try:
+            held = await visible(tier, generation)
+            held = {source for source in held if source.key.rank == group.rank or source.key.rank not in unsure}
+            gone = superseded_at_opening(held, group.rank, roles, lineage, known.versions, sound, owned)
+            if gone:
+                await tier.driver.delete([str(source.key) for source in gone])
+                log.info("tier %s: %d objects of older generations are deleted", tier.name, len(gone))
+        except TierError as error:
+            log.warning("what is superseded is not deleted from tier %s yet: %s", tier.name, error)
+
+    async def clear_all() -> None:
+        tiers = restorer.hierarchy.tiers
+        inside = [tier for tier in tiers if not tier.role.shared and tier.index not in absent]
+        await asyncio.gather(*map(clear, inside))
+
+    def clear_in_time() -> None:
+        try:
+            restorer.loop.call(clear_all(), what="deleting what is superseded", deadline_s=deadline_s)
+        except DeadlineExceeded as error:
+            log.warning("what is superseded is not deleted yet: %s", error)
+
+    # Nobody captures anything before all have: the ranks of a node share its memory.
+    gather(group, "deleting what is superseded", clear_in_time, deadline_s=deadline_s)
+    return known.mark
+
+
+async def visible(tier: OpenTier, generation: int) -> set[Source]:
+    """The shards of generations before this one, of all ranks, in the tier. Errors: ``TierError``."""
+    found = [keys.parse(info.key) async for info in tier.driver.list()]
+    return {Source(tier.index, key) for key in found if isinstance(key, ShardKey) and key.generation < generation}
+
+
+@dataclass
+class Agreement:
+    """The mark of a job without a shared tier, while it trains. All ranks call the same methods in the same order."""
+
+    group: Group
+    mover: MoverHandle
+    loop: LoopThread
+    deadline_s: float
+    mark: int = NO_MARK
+    """The version that the ranks have agreed on last."""
+
+    @staticmethod
+    def needed(hierarchy: OpenHierarchy, group: Group) -> bool:
+        return needs_agreement(hierarchy.roles, group.world_size)
+
+    def begin(self) -> None:
+        """Tell the mover the mark that the generation begins with. Not a collective. Errors: as :meth:`settle`."""
+        self._tell()
+
+    def settle(self, version: int) -> None:
+        """Base ``version`` is due on every rank: agree on a mark, and wait until every rank has room for the base.
+
+        Errors: ``DeadlineExceeded`` naming the ranks whose bases have not arrived; ``RecoveryError``; ``GroupError``.
+        """
+        what = f"agreeing on what is whole before base {version}"
+        until = time.monotonic() + self.deadline_s
+        while True:
+            answers = gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
+            reaches = [[(first, last) for first, last in answer["reach"]] for answer in answers]
+            mark = agreed(reaches)
+            if mark != self.mark:
+                self.mark = mark
+                continue  # the movers are told within the collective: one that does not answer is heard of by all
+            if all(answer["has_room"] for answer in answers):
+                return
+            if any(answer["over"] for answer in answers):
+                newest = [max((last for _, last in reach), default=NO_MARK) for reach in reaches]
+                late = [rank for rank, version in enumerate(newest) if version == min(newest)]
+                raise DeadlineExceeded(self._late(late, [answer["errors"] for answer in answers]), late=late)
+            time.sleep(AGAIN_S)
+
+    def _said(self, until: float) -> dict[str, object]:
+        self._tell()
+        status = self.mover.status
+        return {
+            "reach": [list(span) for span in status.reach],
+            "has_room": status.has_room,
+            "errors": "; ".join(f"{tier}: {error}" for tier, error in sorted(status.errors.items())),
+            "over": time.monotonic() >= until,
+        }
+
+    def _tell(self) -> None:
+        deadline_s = self.deadline_s + TOLD_S
+        self.loop.call(self.mover.agree(self.mark), what="telling the mover what is whole", deadline_s=deadline_s)
+
+    def _late(self, late: Collection[int], errors: list[str]) -> str:
+        named = list(late)[:RANKS_NAMED_MAX]
+        said = "; ".join(f"rank {rank}" + (f" ({errors[rank]})" if errors[rank] else "") for rank in named)
+        return (
+            "the first tier has no room for another base before those in it have arrived on every rank, and within "
+            f"{self.deadline_s:g} s they did not: furthest behind is {said}{'; ...' if len(late) > len(named) else ''}"
+        )

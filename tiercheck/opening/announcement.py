@@ -1,0 +1,97 @@
+"""What attaching says in the log: in one line what was resumed, and in a line each what a user may not have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.recovery.restorer import Recovery
+from tiercheck.types import Fidelity, Survives, Usage, bytes_text
+
+__all__ = ["begun", "doubtful_tiers", "nothing_outlives_a_node", "overruled_options", "too_little_room"]
+
+
+def begun(
+    recovery: Recovery | None, read_from: Iterable[str], tiers: OpenHierarchy, generation: int, base_nbytes: int
+) -> str:
+    """Where the job goes on. ``read_from``: the tiers that any rank read its state from; ``base_nbytes``: of a rank."""
+    goes_on = f"this is generation {generation}, and what it saves outlives the failure of {what_fails(tiers.survives)}"
+    if recovery is None and tiers.survives > Survives.PROCESS:
+        last = tiers.tiers[-1].name
+        goes_on += f", once each rank's first base (about {bytes_text(base_nbytes)}) has reached {last}"
+    if recovery is None:
+        places = ", ".join(tier.driver.url for tier in tiers.tiers)
+        return f"nothing to resume from was found in {places}: training begins at version 0; {goes_on}"
+    why = "" if recovery.fidelity is Fidelity.EXACT else f" ({'; '.join(recovery.notes)})"
+    return (
+        f"resumed after version {recovery.version}, {recovery.fidelity}{why}: base {recovery.point.anchor} of "
+        f"generation {recovery.point.generation} and what follows it, from {', '.join(read_from)}; {goes_on}"
+    )
+
+
+def what_fails(survives: Survives) -> str:
+    return "nothing, not even this process" if survives is Survives.NOTHING else f"a {survives.name.lower()}"
+
+
+def nothing_outlives_a_node(tiers: OpenHierarchy, world_size: int) -> str | None:
+    """A job of one process is told so in the line above, and who has said what must survive knows it."""
+    if world_size == 1 or tiers.must_survive > Survives.NOTHING or tiers.survives >= Survives.NODE:
+        return None
+    held = ", ".join(tier.name for tier in tiers.tiers)
+    return (
+        f"no tier outlives the failure of a node ({held}): it would cost the run; add a neighbour's memory "
+        '(peer://NAME) or storage that all nodes reach, or say must_survive="process"'
+    )
+
+
+def doubtful_tiers(tiers: OpenHierarchy) -> str | None:
+    """What drivers see that speaks against what their URLs claim."""
+    doubts = [f"{tier.name}: {doubt}" for tier in tiers.tiers for doubt in tier.driver.doubts()]
+    return "; ".join(doubts) or None
+
+
+def overruled_options(
+    given: Sequence[Mapping[str, Any]], restored: Sequence[Mapping[str, Any]], *, scheduled: bool
+) -> str | None:
+    """The optimizer's options that the script gave otherwise than the checkpoint has them.
+
+    A scheduler moves ``lr``: what it began with is compared then, or nothing (``scheduled``), where it does not tell.
+    """
+    differing: list[str] = []
+    for index, (before, after) in enumerate(zip(given, restored, strict=False)):
+        for name in before.keys() & after.keys() - {"initial_lr"}:
+            compared = name
+            if name == "lr":
+                if scheduled or ("initial_lr" in before) != ("initial_lr" in after):
+                    continue
+                compared = "initial_lr" if "initial_lr" in before else "lr"
+            if plain(before[compared]) != plain(after[compared]):
+                differing.append(f"{name}={after[compared]} instead of {before[compared]} (group {index})")
+    if not differing:
+        return None
+    return (
+        f"the checkpoint overrules the script: {', '.join(sorted(differing))}; to change an option, set it in "
+        "optimizer.param_groups after attach"
+    )
+
+
+def plain(value: object) -> object:
+    """For comparison: what was read from a checkpoint may be a list where the optimizer has a tuple."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def too_little_room(
+    tiers: OpenHierarchy, usage: Usage, base_nbytes: int, world_size: int, config: CheckpointConfig
+) -> str | None:
+    """``usage``: of the last tier. One base is written before the oldest goes."""
+    if usage.limit_bytes is None:
+        return None
+    needed = (config.keep_last + 1) * base_nbytes * world_size
+    if needed <= usage.limit_bytes:
+        return None
+    return (
+        f"{tiers.tiers[-1].name} has room for {bytes_text(usage.limit_bytes)}, but to keep the last {config.keep_last} "
+        f"bases takes {bytes_text(needed)}: give it more, or lower keep_last"
+    )

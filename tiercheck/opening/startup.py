@@ -1,0 +1,135 @@
+"""What all ranks of a job do together when it starts: open its generation, and take it back where one of them fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from tiercheck.errors import CapacityExceeded, DeadlineExceeded, GroupError, RecoveryError, TierCheckError
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.opening.admission import Demand
+from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.lineage import Branch
+from tiercheck.recovery.restorer import Restorer, gather
+from tiercheck.replication.generation import (
+    UNSEEN,
+    Opening,
+    open_generation,
+    propose,
+    withdraw_captures,
+    withdraw_records,
+)
+from tiercheck.runtime.group import Group
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.types import Usage
+
+__all__ = ["Ranks", "open_job", "prepare_memory", "room_at_the_end", "take_back"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+USAGE_S_MAX = 5.0
+"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
+NUMBERS_TRIED = 16
+"""Numbers for a generation, one after the other, until one is free in every tier."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of the job, as one of them sees them, and the event loop on which it calls its tiers."""
+
+    group: Group
+    loop: LoopThread
+    deadline_s: float
+
+    def gather(self, what: str, produce: Callable[[], Any]) -> list[Any]:
+        """As :func:`tiercheck.recovery.restorer.gather`."""
+        return gather(self.group, what, produce, deadline_s=self.deadline_s)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """As :meth:`LoopThread.call`."""
+        return self.loop.call(coroutine, what=what, deadline_s=self.deadline_s)
+
+
+def open_job(ranks: Ranks, tiers: OpenHierarchy, restorer: Restorer, point: RecoveryPoint | None) -> Branch:
+    """The generation that begins at ``point``, recorded in every rank's tiers; in those that cannot be written to
+    just now later, where each rank's memory has served the recovery.
+
+    Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
+    """
+    taken = restorer.past.taken + (UNSEEN if restorer.past.away else 0)
+    for _ in range(NUMBERS_TRIED):
+        proposal = propose(
+            taken,
+            parent=restorer.parent,
+            left_at=point.last if point else 0,
+            world_size=ranks.group.world_size,
+        )
+        branch = Branch.from_object(ranks.gather("choosing the generation", proposal.to_object)[0])
+
+        def open_it(branch: Branch = branch) -> dict[str, Any]:
+            retry_s = 0.9 * ranks.deadline_s  # the error names the tier
+            opening = open_generation(tiers, branch, may_wait=restorer.in_memory, retry_s=retry_s)
+            return asdict(ranks.call(opening, f"opening generation {branch.generation}"))
+
+        try:
+            openings = [Opening(**each) for each in ranks.gather("opening the generation", open_it)]
+        except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
+            raise
+        except Exception:
+            take_back(ranks, tiers, branch)
+            raise
+        if not any(opening.occupied for opening in openings):
+            for tier, error in openings[ranks.group.rank].later.items():
+                log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
+            return branch
+        take_back(ranks, tiers, branch)
+        taken = branch.generation
+    raise RecoveryError(
+        f"{NUMBERS_TRIED} numbers of generations up to {taken} are occupied by what is no lineage record: remove "
+        f"what is foreign under lineage/ in {', '.join(tier.driver.url for tier in tiers.tiers)}"
+    )
+
+
+def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
+    """Take the generation back, of which nobody has moved or trained anything: first what ranks captured, then, once
+    all have, its records. Where that fails it stays, and is superseded by the next one."""
+    doing = f"taking back generation {branch.generation}"
+    try:
+        ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.group.rank), doing))
+        ranks.gather(doing, lambda: ranks.call(withdraw_records(tiers, branch), doing))
+    except TierCheckError as error:
+        log.warning("%s: %s; it stays, without a version of its own, until the job starts again", doing, error)
+
+
+def prepare_memory(ranks: Ranks, tiers: OpenHierarchy, demand: Demand, usage: Usage) -> None:
+    """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the tier
+    keeps ready. What is not ready costs its first use more."""
+    assert usage.free_bytes is not None and usage.limit_bytes is not None
+
+    def prepare(room: int) -> None:
+        preparing = tiers.first.driver.prepare_reservations(demand.reservations(room))
+        ranks.call(preparing, f"preparing the memory of {tiers.first.name}")
+
+    try:
+        try:
+            prepare(usage.free_bytes)
+        except CapacityExceeded:  # it keeps less than that beside its objects
+            prepare(usage.limit_bytes // 2)
+    except (CapacityExceeded, DeadlineExceeded) as error:
+        log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
+
+
+def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:
+    """What the last tier holds and may hold, where all ranks share it and it says so soon."""
+    last = tiers.tiers[-1]
+    if not last.role.shared:
+        return None
+    try:
+        return ranks.loop.call(last.driver.usage(), what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
+    except TierCheckError as error:
+        log.debug("%s", error)
+        return None

@@ -1,0 +1,1 @@
+"""Writing the streams into the first tier, while training goes on."""

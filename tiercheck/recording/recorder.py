@@ -1,0 +1,481 @@
+"""The writing side of a checkpointer: one rank's streams, into the first tier, while training goes on.
+
+Per iteration a differential, whole or not at all; now and then a base, copied while the next forward and backward
+pass run. What cannot be recorded as a differential gets a base instead, since a chain with a gap would restore
+another state than the one that was.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import (
+    DeadlineExceeded,
+    GroupError,
+    JobConflict,
+    NotFound,
+    RecoveryError,
+    SaveError,
+    TierCheckError,
+    TierError,
+)
+from tiercheck.format import container
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import ShardKey
+from tiercheck.policy.placement import Placement
+from tiercheck.recording.base_copier import BaseCopier, BaseInFlight
+from tiercheck.recording.reservations import Reservations
+from tiercheck.recording.stats import Stats
+from tiercheck.replication.mover import MoverHandle
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.streams.base import BaseCapture
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.iteration import IterationCapture, IterationStream
+from tiercheck.tiers.driver import Reservation
+
+__all__ = ["Recorder"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TOLD_S = 5.0
+"""What the mover may take beyond its own deadline, whose error names the tier that it waits for."""
+
+
+@dataclass
+class _OpenRecord:
+    capture: IterationCapture
+    reservation: Reservation
+    nbytes: int
+    """Needed at most; what is reserved may be more."""
+
+
+class _Saving:
+    """See :meth:`Recorder._saving`."""
+
+    def __init__(self, recorder: Recorder, version: int, *, records: bool) -> None:
+        self._recorder = recorder
+        self._version = version
+        self._records = records
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return error is not None and self._recorder.failed(self._version, error, records=self._records)
+
+
+class Recorder:
+    """Captures versions of one rank, of one generation, from ``version`` on. One thread, the training's, calls it."""
+
+    def __init__(
+        self,
+        stream: IterationStream,
+        hierarchy: OpenHierarchy,
+        mover: MoverHandle,
+        loop: LoopThread,
+        *,
+        placement: Placement,
+        config: CheckpointConfig,
+        rank: int,
+        generation: int,
+        version: int,
+        settle: Callable[[int], None] | None = None,
+    ) -> None:
+        """``settle``: called on every rank at the versions at which all of them make a base."""
+        self.version = version
+        """The newest version captured."""
+        self.trained = version
+        """The newest version whose step is done: the next one, while its iteration goes on."""
+        self.stats = Stats()
+        self.failure: str | None = None
+        """Why the newest version could not be saved, where that was raised."""
+        self._stream = stream
+        self._first = hierarchy.first
+        self._roles = hierarchy.roles
+        self._mover = mover
+        self._loop = loop
+        self._placement = placement
+        self._config = config
+        self._rank = rank
+        self._generation = generation
+        self._settle = settle
+        self._open_differential: _OpenRecord | None = None
+        self._memory = Reservations(
+            hierarchy.first,
+            loop,
+            lambda: self._call_mover(mover.make_room(), "making room in the first tier"),
+            deadline_s=config.deadline_s,
+        )
+        self._unrecorded: int | None = None
+        """The version of which a part could not be recorded: what is left of it is worth nothing."""
+        self._base: BaseInFlight | None = None
+        self._newest: ShardKey | None = None
+        """The newest base in the first tier; ``None`` where the newest one failed."""
+        self._reference: ShardKey | None = None
+        """The base that the stream knows of."""
+        self._base_due = False
+        self._begun = -1
+        """The version of the newest base that was begun."""
+        self._anchor: int | None = None
+        """The version of the newest base that is in the first tier."""
+        self._written = False
+        """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
+        self._durable_is_full = False
+        """A base has waited in vain for its predecessors to drain: until they do, none waits again."""
+        self._copier = BaseCopier(self._memory, self._nudge)
+
+    def begin(self) -> None:
+        """Capture the base that the generation opens with. Errors: ``SaveError`` (see ``on_save_error``)."""
+        self._stream.mark_stepped()
+        with self._saving(self.version):
+            self._begin_base(self.version, opening=True)
+
+    def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients of the coming step, or of a part of it, before it changes anything.
+
+        ``gradients``: by the provider's names, in their own dtype and shape; their memory is free again on
+        return. With ``train_on_compressed`` they are written to, and the step must use them as they are then.
+        Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version that is not the
+        next one.
+        """
+        self._check_next(version)
+        self._finish_copy()
+        began = time.perf_counter()
+        with self._recording(version):
+            if self._open_differential is None and version != self._unrecorded:
+                if self._stream.masters_written():
+                    self._leave_out(version)
+                else:
+                    self._begin_differential(version)
+        with self._recording(version):
+            if self._open_differential is not None:
+                self._open_differential.capture.add(gradients)
+            else:  # the whole version or nothing of it
+                self._stream.leave_out(gradients, version)
+        self._count(differential_stall_s=time.perf_counter() - began)
+
+    def complete(self, version: int) -> None:
+        """The step is done: publish the differential, and begin a base where one is due. Errors: as :meth:`capture`."""
+        self._check_next(version)
+        began = time.perf_counter()
+        # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
+        if self.trained != version:  # nobody has said when the step was done
+            self._stream.mark_stepped()
+        written = self._stream.masters_written() or self._rewritten()
+        self._publish_differential(version, began, skipped=False, written=written)
+
+    def stepped(self, version: int) -> None:
+        """The optimizer has stepped, and :meth:`complete` follows: what else is written to the parameters from here on
+        is no part of the step."""
+        self.trained = version
+        began = time.perf_counter()
+        self._stream.mark_stepped(every_bit=self._is_base_due(version))
+        self._count(base_stall_s=time.perf_counter() - began)
+
+    def begin_iteration(self) -> None:
+        """A forward pass begins. The newest version was published when its iteration was said to be over.
+
+        If something has written to the state since then, no version holds that write. Later versions say so. The first
+        time, the newest version is captured again, as a base with the write in it, which says so, too. If that version
+        is a base already, it stays as it is, and a recovery of it cannot tell. Errors: ``SaveError`` (see
+        ``on_save_error``).
+        """
+        if not (names := self._stream.written()):
+            return
+        if self._doubt(self._stream.doubts.with_late(names)):
+            self.recapture()
+
+    def recapture(self) -> bool:
+        """Capture the newest version as a base, as it is now, if something was written to since it was published, and
+        it is no base yet; returns whether something was. Errors: as :meth:`begin_iteration`."""
+        if not self._stream.written():
+            return False
+        version = self.version
+        with self._saving(version):
+            self._finish_copy()
+            self.finish_base()
+            if self._anchor != version:
+                self._written = True
+                self._stream.mark_stepped()
+                self._begin_base(version)
+                self.finish_base()
+        return True
+
+    def _rewritten(self) -> bool:
+        """Whether the masters have other bits than the step left there, without anybody having seen a write."""
+        began = time.perf_counter()
+        names = self._stream.masters_rewritten()
+        self._doubt(self._stream.doubts.with_unseen(names))
+        self._count(base_stall_s=time.perf_counter() - began)
+        return bool(names)
+
+    def _doubt(self, doubts: Doubts) -> bool:
+        """From here on versions say so; returns whether that is new."""
+        if doubts == self._stream.doubts:
+            return False
+        self._stream.doubts = doubts
+        log.warning("versions from here on are approximate: %s", "; ".join(doubts.notes(replayed=True)))
+        return True
+
+    def skip(self, version: int) -> None:
+        """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
+        self._check_next(version)
+        self._finish_copy()
+        with self._recording(version):
+            if self._open_differential is None and version != self._unrecorded:
+                self._begin_differential(version)
+        self.trained = version
+        self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
+
+    def flush(self) -> None:
+        """Bring everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
+        self.finish_base()
+        self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
+
+    def close(self) -> None:
+        """Wait for the copy of a base that still runs, and give back memory that no record needs. Idempotent."""
+        self._copier.close()
+        self._memory.drop_ahead()
+
+    def _set_reference_base(self) -> bool:
+        """Let the stream know the newest base, once it is in the first tier; ``False`` where there is none."""
+        self.finish_base()
+        if self._newest is None:
+            return False
+        if self._newest != self._reference:
+            self._stream.set_reference_base(None)  # its memory can be used again
+            key, tier = str(self._newest), self._first
+            try:
+                content = self._call(tier.driver.get(key), f"mapping {key}")
+            except NotFound:  # it was damaged, and has gone: another base is due
+                self._newest = None
+                return False
+            self._stream.set_reference_base(container.parse(content, key=key, tier=tier.name))
+            self._reference = self._newest
+        return True
+
+    def _begin_differential(self, version: int) -> None:
+        """Open the version's record; what can be no change since a base is given up."""
+        if self._stream.supersedes and not self._set_reference_base():
+            self._give_up(version)
+            return
+        key, nbytes = self._stream.key(self._generation, version, self._rank), self._stream.nbytes_max
+        reservation = self._memory.take_ahead(key, nbytes) or self._memory.reserve(key, nbytes)
+        self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation, nbytes)
+
+    def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
+        """``written``: whether something else than the optimizer has written to a master since its step."""
+        if version != self._unrecorded and (written or self._stream.frozen_changed()):
+            self._leave_out(version)
+        self._stream.mark_published()
+        captured: dict[str, int] = {}
+        try:
+            if (opened := self._open_differential) is not None:
+                with self._recording(version):
+                    nbytes = opened.capture.finish(skipped=skipped)
+                    self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
+                    captured = {"differentials": 1, "captured_bytes": nbytes}
+        finally:
+            # The optimizer has stepped, recorded or not: the next step must not take this version's place.
+            self._open_differential = None
+            self.version = self.trained = version
+        if opened is not None and version != self._unrecorded:
+            self._memory.reserve_ahead(self._stream.key(self._generation, version + 1, self._rank), opened.nbytes)
+        self._count(**captured, differential_stall_s=time.perf_counter() - began)
+        if self._placement.completes(version, self._roles):
+            self._nudge()
+        if not self._is_anchored():
+            self.finish_base()  # until then nothing leads to this version; and that base may have to be given up
+        if self._is_base_due(version) or self._lost():
+            with self._saving(version):
+                if version % self._config.base_every == 0:
+                    self._settle_with_others(version)
+                self._begin_base(version)
+            if not self._is_anchored():
+                self.finish_base()
+        self.failure = None
+
+    def _is_base_due(self, version: int) -> bool:
+        return self._base_due or version % self._config.base_every == 0
+
+    def _is_anchored(self) -> bool:
+        """Whether the newest version can be reached from a base that is in the first tier."""
+        return self._anchor is not None and (self._unrecorded is None or self._anchor >= self._unrecorded)
+
+    def _lost(self) -> bool:
+        """Whether something was damaged in the first tier before it was copied on, that no base since makes up for."""
+        after = self._mover.status.base_needed_after
+        if after is None or after < self._begun:
+            return False
+        log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
+        return True
+
+    def _settle_with_others(self, version: int) -> None:
+        """All ranks are here. Errors: ``SaveError``; ``GroupError``."""
+        if self._settle is None:
+            return
+        self.finish_base()
+        began = time.perf_counter()
+        try:
+            self._settle(version)
+        except RecoveryError as error:  # of another rank, in words
+            raise SaveError(str(error)) from error
+        finally:
+            self._count(drain_stall_s=time.perf_counter() - began)
+
+    def _begin_base(self, version: int, *, opening: bool = False) -> None:
+        """Reserve memory and start the lazy copy. Waits where the bases before have not drained; the one that opens a
+        generation has none before it."""
+        self.finish_base()
+        if not opening:
+            self._wait_for_room(version)
+        began = time.perf_counter()
+        key = ShardKey.base(self._generation, version, self._rank)
+        residuals = self._stream.saved_with_bases()
+        capture = BaseCapture(
+            self._stream.provider,
+            key,
+            self._stream.world_size,
+            residuals,
+            token=self._stream.token,
+            host_state=self._stream.host_state(),
+            expected=self._stream.contents,
+        )
+        reservation = self._memory.reserve(key, capture.nbytes_max)
+        self._base = self._copier.begin(version, capture, reservation, lazily=not self._written)
+        self._base_due = False
+        self._begun = version
+        self._stream.mark_recorded()
+        self._count(base_stall_s=time.perf_counter() - began)
+        if self._written:
+            self._finish_copy()
+
+    def _wait_for_room(self, version: int) -> None:
+        """Wait until the bases before have drained: once. With a durable tier that takes nothing for hours, training
+        that goes on all the same (``on_save_error``) must not stand still for the deadline at every iteration."""
+        deadline_s = 0.0 if self._durable_is_full else self._config.deadline_s
+        self._durable_is_full = True
+        began = time.perf_counter()
+        try:
+            self._call_mover(self._mover.room_for_base(deadline_s), f"room for base {version}")
+        finally:
+            self._count(drain_stall_s=time.perf_counter() - began)
+        self._durable_is_full = False
+
+    def _finish_copy(self) -> None:
+        """Wait until the state may change: the lazy copy of a base has read it."""
+        if self._base is None:
+            return
+        began = time.perf_counter()
+        try:
+            if self._base.copied.result(timeout=self._config.deadline_s):
+                self._written = True  # told once the base is given up, and not again for the version that comes now
+        except concurrent.futures.TimeoutError:
+            raise SaveError(f"base {self._base.version} was not copied within {self._config.deadline_s:g} s") from None
+        self._count(base_stall_s=time.perf_counter() - began)
+        if self._base.published.done():
+            self.finish_base()
+
+    def finish_base(self) -> None:
+        """Wait until the base in flight, if any, is in the first tier. Errors: as :meth:`capture`."""
+        base, self._base = self._base, None
+        if base is None:
+            return
+        self._newest = None
+        with self._saving(base.version):
+            try:
+                result = base.published.result(timeout=self._config.deadline_s)
+            except concurrent.futures.TimeoutError:
+                if base.published.done():  # the copier's own error, not ours
+                    raise
+                raise DeadlineExceeded(f"base {base.version} was not published in time") from None
+            # It tells of writes that nothing else has seen: no differential holds such.
+            self._doubt(self._stream.doubts.with_unseen(result.unexpected))
+            if result.nbytes is None:
+                log.warning("base %d is given up, since its state was written to while it was copied", base.version)
+                self._written = self._base_due = True
+                return
+            self._newest = ShardKey.base(self._generation, base.version, self._rank)
+            self._anchor = base.version
+            self._count(bases=1, captured_bytes=result.nbytes)
+
+    def _give_up(self, version: int) -> None:
+        self._unrecorded = version
+        self._base_due = True  # the chain has a gap: only a base makes what follows reachable
+        opened, self._open_differential = self._open_differential, None
+        if opened is not None:
+            self._memory.drop(opened.reservation, f"dropping differential {version}")
+        self._memory.drop_ahead()  # the base needs room, and perhaps the next version is no differential either
+
+    def _leave_out(self, version: int) -> None:
+        """No differential leads to this version: it gets a base instead."""
+        if not self._written:
+            log.warning(
+                "before version %d something other than the attached optimizer's step wrote to parameters: "
+                "a version after such a write gets a base instead of a differential, which takes longer",
+                version,
+            )
+        self._written = True
+        self._give_up(version)
+
+    def _saving(self, version: int) -> _Saving:
+        """What runs in it is a save: where it fails, ``on_save_error`` says what happens."""
+        return _Saving(self, version, records=False)
+
+    def _recording(self, version: int) -> _Saving:
+        """The same, of a part of a differential, which is given up as a whole where any part of it fails, for whatever
+        reason: published without that part it would be replayed as if it were all."""
+        return _Saving(self, version, records=True)
+
+    def failed(self, version: int, error: BaseException, *, records: bool) -> bool:
+        """A save, of a part of a differential where it ``records``, has failed. Whether training goes on all the same.
+
+        Errors: ``SaveError``.
+        """
+        if records:
+            self._give_up(version)
+        if not isinstance(error, TierError | GroupError | SaveError):
+            return False
+        self._base_due = True
+        self._count(failed_saves=1)
+        message = f"version {version} could not be saved: {error}"
+        if self._config.on_save_error == "fail":
+            self.failure = message
+            raise SaveError(message) from error
+        log.error("%s; training goes on, and the next version gets a base", message)
+        return True
+
+    def _check_next(self, version: int) -> None:
+        if version != self.version + 1:
+            raise ValueError(f"version {version} cannot follow version {self.version}: versions are consecutive")
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return self._loop.call(coroutine, what=what, deadline_s=self._config.deadline_s)
+
+    def _call_mover(self, coroutine: Coroutine[Any, Any, object], what: str) -> None:
+        try:
+            self._loop.call(coroutine, what=what, deadline_s=self._config.deadline_s + TOLD_S)
+        except JobConflict:
+            raise
+        except TierCheckError as error:
+            raise SaveError(f"{what}: {error}") from error
+
+    def _nudge(self) -> None:
+        self._loop.submit(_nudge(self._mover))
+
+    def _count(self, **more: float) -> None:
+        self.stats = self.stats.plus(**more)
+
+
+async def _nudge(mover: MoverHandle) -> None:
+    mover.nudge()

@@ -1,0 +1,88 @@
+"""Memory in the first tier for what a recorder writes: asked for, reserved ahead, published, given back.
+
+A driver is asynchronous; what it can do at once is done in the thread that asks, and the rest in the event loop's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tiercheck.errors import CapacityExceeded, TierCheckError, TierError
+from tiercheck.hierarchy import OpenTier
+from tiercheck.keys import ShardKey
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.tiers.driver import Reservation
+
+__all__ = ["Reservations"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Reservations:
+    """Of one first tier. ``make_room`` has the mover delete what may go. Each call waits ``deadline_s`` at most."""
+
+    def __init__(self, tier: OpenTier, loop: LoopThread, make_room: Callable[[], None], *, deadline_s: float) -> None:
+        self._tier = tier
+        self._loop = loop
+        self._make_room = make_room
+        self._deadline_s = deadline_s
+        self._ahead: Reservation | None = None
+        """Memory for the next version's record, where the driver gives it at once."""
+
+    def reserve(self, key: ShardKey, nbytes: int) -> Reservation:
+        """Memory; where the tier is full, after the mover has deleted what may go."""
+        try:
+            return self._reserved(key, nbytes)
+        except CapacityExceeded:
+            self.drop_ahead()
+            self._make_room()
+            return self._reserved(key, nbytes)
+
+    def reserve_ahead(self, key: ShardKey, nbytes: int) -> None:
+        """Reserve memory for the next version's record; ``nbytes``: what the last record needed.
+
+        Call it right after that record was published. The code and data of a reservation are in the processor's caches
+        then. After the next forward and backward pass they are not.
+        """
+        try:
+            self._ahead = self._tier.driver.reserve_nowait(str(key), nbytes)
+        except TierError as error:
+            log.debug("%s finds no memory yet: %s", key, error)  # it asks again, and tells
+
+    def take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
+        """What was reserved ahead for this record, if it still suffices."""
+        if self._ahead is not None and self._ahead.key == str(key) and len(self._ahead.buffer) >= nbytes:
+            ahead, self._ahead = self._ahead, None
+            return ahead
+        self.drop_ahead()
+        return None
+
+    def drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.drop(ahead, f"giving back the memory for {ahead.key}")
+
+    def drop(self, reservation: Reservation, what: str) -> None:
+        """Nothing is lost where that fails, but memory until the tier is closed."""
+        try:
+            self._call(reservation.drop(), what)
+        except TierCheckError as error:
+            log.warning("%s: %s", what, error)
+
+    def publish(self, reservation: Reservation, nbytes: int, what: str) -> None:
+        if reservation.publish_nowait(nbytes) is None:
+            self._call(reservation.publish(nbytes), what)
+
+    def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
+        driver = self._tier.driver
+        found = driver.reserve_nowait(str(key), nbytes)
+        if found is None:
+            found = self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+        return found
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return self._loop.call(coroutine, what=what, deadline_s=self._deadline_s)

@@ -1,0 +1,40 @@
+"""What checkpointing costs, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tiercheck.replication.mover import MoverStatus
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What checkpointing has done and cost on this rank since it was attached."""
+
+    differentials: int = 0
+    bases: int = 0
+    captured_bytes: int = 0
+    differential_stall_s: float = 0.0
+    """Seconds training stood still for encoding and copying gradients."""
+    base_stall_s: float = 0.0
+    """Seconds it stood still for preparing a base, or for the end of its lazy copy."""
+    drain_stall_s: float = 0.0
+    """Seconds it waited because the durable tier had not taken the bases before."""
+    failed_saves: int = 0
+    mover: MoverStatus = field(default_factory=MoverStatus)
+
+    @property
+    def stall_s(self) -> float:
+        return self.differential_stall_s + self.base_stall_s + self.drain_stall_s
+
+    def to_object(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "stall_s": self.stall_s}
+
+    def plus(self, **more: float) -> Stats:
+        """With so much more of some."""
+        counts = vars(self)
+        return Stats(**{**counts, **{name: counts[name] + value for name, value in more.items()}})

@@ -1,0 +1,463 @@
+"""Reading one rank's part of a recovery point: once to verify all of it, and once more to replay it.
+
+A copy that turns out to be damaged in the middle of a replay would leave the ranks at different versions, some of
+them in no version at all. So nothing of the live state may change before every rank is known to be able to read *all*
+of its part. There are three ways to know:
+
+- Keep what was verified in memory until it is replayed. With it grow the memory, by a gradient a version, and the risk
+  that the recovery of a long chain is killed for it.
+- Verify while replaying, and go back to the base where a copy is damaged. Nothing is read twice, but a recovery that
+  ends in an error leaves a state behind that never was.
+- Verify everything and keep what fits, then replay, reading the rest again. That is what is done here. The second
+  read costs nothing where a tier maps its objects (shared memory), and little where the page cache has them; it is
+  made while the versions before are being replayed.
+
+What is in memory beside the base and the live state is bounded by two *batches*, whatever the chain's length: a batch
+is one object, or several that together hold no more versions than are replayed at a time. The chain is verified from
+its end to its beginning, two batches at a time, so that the two that are verified last stay where they are: the
+replay begins with them, and a chain of two batches is read once.
+
+A copy may still go bad between the two reads. Every byte is therefore verified again in the second, and must be of
+the same shard as in the first. A copy that fails is quarantined, and other sources of the versions that are still due
+are taken. Only where there is none is the part :class:`Lost`: then the ranks agree to load the base again, and to
+replay up to an older version, :mod:`tiercheck.recovery.restorer`.
+
+Only damage (``Corruption``) and an object that is not there, asked for twice, cost a copy; and its form does, where the
+checksums hold and this job cannot use it (``Unusable``): nothing older is restored in its place. Every other error may
+pass: other copies are read meanwhile, where there are any, and else this one is tried again with growing pauses until
+the deadline. Then the recovery is refused, naming tier, rank and error: the copy may be whole, so nothing older is
+restored in its place.
+
+Reads have deadlines. An object that another tier holds too may take half of the time that is left; where nothing has
+come by then, its tier counts as silent, and is asked only for what no other one has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
+from tiercheck.format import container
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import Stream
+from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.recovery import Plan, Source, Unreachable, batches, grouped, plan
+from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
+from tiercheck.replication.asking import asked_twice
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.streams.base import BaseState, read_base
+from tiercheck.streams.differential import Differential, read_differentials
+from tiercheck.streams.expected import Expected, ill_formed_is_corrupt
+from tiercheck.streams.replay.replay import STEPS_AT_ONCE
+from tiercheck.streams.replay.runs import Run, Undecodable, check_fits, decode_run
+from tiercheck.streams.snapshot import advanced
+
+__all__ = ["Lost", "OutOfReach", "Part", "Reader"]
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+"""A coroutine that gives up at the deadline has so long to say why."""
+BATCHES_AT_ONCE = 2
+"""Batches in memory: one that is being replayed, and the next."""
+OBJECTS_AT_ONCE = 4
+"""Objects of a batch that are being read at a time."""
+
+
+class Lost(RecoveryError):
+    """In the middle of a replay the last copy of a version turned out to be damaged."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a recovery point, all of which was read and verified."""
+
+    plan: Plan
+    base: BaseState
+    """Over memory that is kept as long as this is."""
+    start: BaseState
+    """What is loaded: the base, or where a snapshot leads from it to the point, the state that comes of the two."""
+
+    @property
+    def point(self) -> RecoveryPoint:
+        return self.plan.point
+
+
+@dataclass
+class Reader:
+    """Reads what one rank needs of the copies it has, ``own``.
+
+    ``deadline_s`` bounds the time spent waiting for tiers: once while verifying, and once while replaying. At most
+    ``threads`` threads verify, and decode.
+    """
+
+    hierarchy: OpenHierarchy
+    rank: int
+    loop: LoopThread
+    deadline_s: float
+    threads: int
+    lineage: Lineage
+    """The job's own past: what another job wrote is no copy of it."""
+    expected: Expected | None = None
+    """The state that copies must be of."""
+    copies: Copies = field(init=False)
+    used: list[Source] = field(default_factory=list)
+    """The sources of what was handed out last, in order."""
+    read_bytes: int = 0
+    """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
+    _base: tuple[Source, BaseState] | None = None
+    _digests: dict[Source, str] = field(default_factory=dict)
+    """What was verified, and the digest of its header, which holds the checksums of all the rest."""
+    _held: dict[Source, memoryview] = field(default_factory=dict)
+    """What need not be read again."""
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.hierarchy, self.rank, self.deadline_s)
+
+    @property
+    def quarantined(self) -> dict[Source, str]:
+        """Copies that failed, and why."""
+        return self.copies.quarantined
+
+    def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
+        """Read and verify all that the rank needs to get to ``point``; ``None`` where some version has no good copy
+        left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
+        within_s = self.deadline_s + ANSWER_S
+        return self.loop.call(self._verify(point, own), what="reading the checkpoint", deadline_s=within_s)
+
+    def runs(self, part: Part, own: Collection[Source], *, threads: int) -> Generator[Run, None, None]:
+        """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
+        decoded when it is asked for, by at most ``threads`` threads. None where a snapshot stands for them.
+
+        Errors: ``Lost`` where the last copy of a version has gone bad since it was verified; ``OutOfReach``;
+        ``DeadlineExceeded``.
+        """
+        if part.point.by_snapshot:
+            self.used = list(part.plan.sources)
+            return
+        self.used = [part.plan.anchor]
+        left_s = self.deadline_s
+        due = part.point.anchor + 1
+        chosen: tuple[Source, ...] | Unreachable = part.plan.batches
+        self.copies.troubled.clear()
+        while not isinstance(chosen, Unreachable):
+            stream = _Stream(self, part, own, deque(grouped(chosen, STEPS_AT_ONCE)), due, left_s)
+            try:
+                while stream.due <= part.point.last:
+                    yield stream.run(threads)  # not named here: what is replayed is to be let go
+                return
+            except Undecodable as error:
+                source = stream.source_of(error.version)
+                self.copies.quarantine(source, self._unusable(source, error.message) if error.whole else error)
+            except Failed as failed:
+                self.copies.note(failed)
+            finally:
+                stream.close()
+            due, left_s = stream.due, stream.left_s
+            following = partial(batches, part.point, due, self.rank)
+            if pause_s := self.copies.pause(own, following, left_s):
+                time.sleep(pause_s)
+                left_s -= pause_s
+            chosen = self.copies.choose(own, following)
+        raise Lost(
+            f"rank {self.rank} has no good copy of differential {chosen.version} any more: the last one went bad "
+            "after it was verified"
+        )
+
+    def doubt(self, part: Part, own: Collection[Source], error: Exception) -> bool:
+        """The state that the part's base leads to was refused: whether there is another copy of the base to try."""
+        anchor = part.plan.anchor
+        others = [source for source in self.copies.usable(own) if source.key == anchor.key and source != anchor]
+        if others:
+            why = f"it cannot be loaded: {type(error).__name__}: {error}"
+            self.copies.quarantine(anchor, self._unusable(anchor, why))
+            self._base = None
+        return bool(others)
+
+    async def _verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
+        until = asyncio.get_running_loop().time() + self.deadline_s
+        while True:
+            chosen = self.copies.choose(own, partial(plan, point, self.rank))
+            if isinstance(chosen, Unreachable):
+                log.warning("rank %d has no good copy of %s %d", self.rank, chosen.stream, chosen.version)
+                self._let_go()
+                return None
+            try:
+                base = await self._verified_base(chosen, own, until)
+                await self._verify_batches(chosen, base, own, until)
+                led = point.by_snapshot  # else the base is the point itself, or where a replay begins
+                start = await self._advanced(chosen.batches[0], base, own, until) if led else base
+                return Part(chosen, base, start)
+            except Failed as failed:
+                self.copies.note(failed)
+                self._let_go()
+            left_s = until - asyncio.get_running_loop().time()
+            if pause_s := self.copies.pause(own, partial(plan, point, self.rank), left_s):
+                await asyncio.sleep(pause_s)
+
+    async def _verified_base(self, chosen: Plan, own: Collection[Source], until: float) -> BaseState:
+        source = chosen.anchor
+        if self._base is not None and self._base[0] == source:
+            return self._base[1]
+        self._base = None  # before the next one is read
+        try:
+            shard = self._parsed(source, await self._get(source, own, until))
+            await asyncio.to_thread(shard.verify)
+            base = await asyncio.to_thread(self._decoded_base, source, shard)
+        except TierError as error:
+            raise Failed(source, error) from error
+        self._base = source, base
+        return base
+
+    def _decoded_base(self, source: Source, shard: container.Shard) -> BaseState:
+        """Errors: ``Corruption``; ``Unusable``."""
+        with self._form(source, shard):
+            base = read_base(shard, tier=self.copies.name(source))
+            if self.expected is not None:
+                self.expected.check_identity(base, self._places)
+                self.expected.check_base(base)
+        return base
+
+    @contextmanager
+    def _form(self, source: Source, shard: container.Shard) -> Iterator[None]:
+        """What a reader inside trips over is the copy's form where its checksums hold. Errors: ``Corruption``;
+        ``Unusable``."""
+        try:
+            with ill_formed_is_corrupt(tier=self.copies.name(source), key=str(source.key)):
+                yield
+        except (Corruption, ConfigurationError) as error:
+            shard.verify()
+            raise self._unusable(source, error.message if isinstance(error, Corruption) else str(error)) from error
+
+    def _unusable(self, source: Source, why: str) -> Unusable:
+        return Unusable(why, tier=self.copies.name(source), key=str(source.key))
+
+    def _led_on(self, source: Source, base: BaseState, shard: container.Shard) -> BaseState:
+        """What a snapshot leads to. Errors: ``Corruption``; ``Unusable``."""
+        with self._form(source, shard):
+            state = advanced(base, shard, tier=self.copies.name(source), threads=self.threads)
+            if self.expected is not None:
+                self.expected.check_base(state)
+        return state
+
+    async def _advanced(self, source: Source, base: BaseState, own: Collection[Source], until: float) -> BaseState:
+        """Decoded at once: nothing is read again, and what cannot be decoded is known before anything is changed."""
+        try:
+            shard = self._parsed(source, await self._get(source, own, until))
+            return await asyncio.to_thread(self._led_on, source, base, shard)
+        except TierError as error:
+            raise Failed(source, error) from error
+
+    async def _verify_batches(self, chosen: Plan, base: BaseState, own: Collection[Source], until: float) -> None:
+        groups = grouped(chosen.batches, STEPS_AT_ONCE)
+        staying = {source for group in groups[:BATCHES_AT_ONCE] for source in group}
+        rooms, slots = asyncio.Semaphore(BATCHES_AT_ONCE), asyncio.Semaphore(OBJECTS_AT_ONCE)
+        verifying = asyncio.Semaphore(self.threads)
+        failures: list[Exception] = []
+
+        async def verify(source: Source) -> None:
+            async with slots:
+                if failures or source in self._digests:
+                    return
+                try:
+                    found = [await self._get(source, own, until)]
+                    if source in staying or self._mapped(source):
+                        self._held[source] = found[0]
+                    async with verifying:
+                        self._digests[source] = await asyncio.to_thread(self._digest, source, found, base)
+                except Exception as error:  # noqa: BLE001  raised below, when the others have stopped
+                    failures.append(Failed(source, error) if isinstance(error, TierError) else error)
+
+        async def verify_group(group: Sequence[Source]) -> None:
+            await rooms.acquire()
+            await asyncio.gather(*(verify(source) for source in group))
+            if staying.isdisjoint(group):  # what stays keeps its room
+                rooms.release()
+
+        # Semaphores let in whoever came first: the last group.
+        await asyncio.gather(*(verify_group(group) for group in reversed(groups)))
+        for failure in failures[1:]:
+            if isinstance(failure, Failed):
+                self.copies.note(failure)
+        if failures:
+            raise failures[0]
+
+    def _digest(self, source: Source, found: list[memoryview], base: BaseState) -> str:
+        """Verify every byte of what was found, and that differentials are of the base's state. It is taken out of the
+        list, since a thread pool lets go of arguments some time after the result is there."""
+        shard = self._parsed(source, found.pop())
+        shard.verify()
+        if source.key.stream is Stream.DIFFERENTIAL:
+            self.differentials(source, shard, base)
+        return shard.digest
+
+    async def read(self, group: Sequence[Source], own: Collection[Source], seconds: float) -> list[container.Shard]:
+        """The shards of verified sources once more; their tensors are verified when they are asked for.
+
+        Errors: ``Failed``, of the first in order.
+        """
+        until = asyncio.get_running_loop().time() + seconds
+        slots = asyncio.Semaphore(OBJECTS_AT_ONCE)
+
+        async def read_one(source: Source) -> container.Shard:
+            async with slots:
+                try:
+                    shard = self._parsed(source, await self._get(source, own, until))
+                except TierError as error:
+                    raise Failed(source, error) from error
+            if self._digests.get(source, shard.digest) != shard.digest:
+                changed = Corruption(
+                    "the shard was replaced after it was verified", tier=self.copies.name(source), key=str(source.key)
+                )
+                raise Failed(source, changed)
+            return shard
+
+        found = await asyncio.gather(*(read_one(source) for source in group), return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in found if isinstance(each, container.Shard)]
+
+    def differentials(self, source: Source, shard: container.Shard, base: BaseState) -> list[Differential]:
+        """Errors: ``Corruption``; ``Unusable`` where there is one that is not of the base's state."""
+        with self._form(source, shard):
+            found = read_differentials(shard, tier=self.copies.name(source))
+            for each in found:
+                check_fits(each, base.masters, len(base.hyperparameters))
+                if self.expected is not None:
+                    self.expected.check_differential(each)
+        return found
+
+    async def _get(self, source: Source, own: Collection[Source], until: float) -> memoryview:
+        """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` where nothing came in the
+        time left, or in half of it where the object can be had elsewhere."""
+        held = self._held.get(source)
+        if held is not None:
+            if not self._mapped(source):
+                del self._held[source]
+            return held
+        left_s = max(0.0, until - asyncio.get_running_loop().time())
+        driver = self.hierarchy.tiers[source.tier].driver
+        reading = asyncio.ensure_future(asked_twice(lambda: driver.get(str(source.key))))
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
+        try:
+            wait_s = left_s / 2 if self.copies.is_elsewhere(source, own) else left_s
+            await asyncio.wait({reading}, timeout=wait_s)
+            if not reading.done():
+                self.copies.silent.add(source.tier)
+                name = self.copies.name(source)
+                raise Transient(f"nothing came within {wait_s:.3g} s", tier=name, key=str(source.key))
+        finally:
+            # Not waited for: a tier that does not answer may not hear of it either.
+            reading.cancel()
+        content = reading.result()
+        self.read_bytes += content.nbytes
+        return content
+
+    def _parsed(self, source: Source, content: memoryview) -> container.Shard:
+        shard = container.parse(content, key=str(source.key), tier=self.copies.name(source))
+        reason = self.lineage.disowns(source.key.generation, shard.metadata.token)
+        if reason is not None:
+            raise Corruption(reason, tier=self.copies.name(source), key=str(source.key))
+        return shard
+
+    def _let_go(self) -> None:
+        """Of what tiers do not map: another plan may begin with other batches."""
+        self._held = {source: content for source, content in self._held.items() if self._mapped(source)}
+
+    def _mapped(self, source: Source) -> bool:
+        return self.hierarchy.tiers[source.tier].capabilities.mappable
+
+    @property
+    def _places(self) -> str:
+        return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
+
+
+class _Stream:
+    """One plan's batches on their way to the replay; at most two of them in memory."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        part: Part,
+        own: Collection[Source],
+        groups: deque[tuple[Source, ...]],
+        due: int,
+        left_s: float,
+    ) -> None:
+        self.due = due
+        """The first version that was not handed out."""
+        self.left_s = left_s
+        """The time that is left to wait for tiers, in seconds."""
+        self._reader = reader
+        self._part = part
+        self._own = own
+        self._groups = groups
+        self._coming: tuple[Sequence[Source], Future[list[container.Shard]]] | None = None
+        self._read: deque[Differential] = deque()
+        self._sources: dict[int, Source] = {}
+
+    def source_of(self, version: int) -> Source:
+        return self._sources[version]
+
+    def run(self, threads: int) -> Run:
+        """The next run. Errors: ``Failed``; ``Undecodable``; ``DeadlineExceeded``."""
+        within = bool(self._read)
+        if not within:
+            self._read_group()
+        # Whoever makes one run while another is replayed has let go of the group before this one by its second run;
+        # who takes turns, at once.
+        if (within or self._reader.threads == 1) and self._groups:
+            self._begin()
+        versions = min(STEPS_AT_ONCE, len(self._read))
+        made = decode_run([self._read.popleft() for _ in range(versions)], threads=threads)
+        self.due = made.last + 1
+        return made
+
+    def close(self) -> None:
+        """Stop what is being read."""
+        if self._coming is not None:
+            self._coming[1].cancel()
+
+    def _begin(self) -> None:
+        if self._coming is None:
+            group = self._groups.popleft()
+            self._coming = group, self._reader.loop.submit(self._reader.read(group, self._own, self.left_s))
+
+    def _read_group(self) -> None:
+        self._begin()
+        if self._coming is None:
+            raise AssertionError(f"the plan ends before version {self.due}")
+        (group, coming), self._coming = self._coming, None
+        began = time.perf_counter()
+        try:
+            shards = coming.result(timeout=self.left_s + ANSWER_S)
+        except TimeoutError:
+            if coming.done():  # the coroutine's own, not ours
+                raise
+            coming.cancel()
+            raise DeadlineExceeded(
+                f"reading {', '.join(str(source.key) for source in group)} did not finish in time: "
+                f"{self._reader.deadline_s:g} s were spent waiting for tiers"
+            ) from None
+        finally:
+            self.left_s = max(0.0, self.left_s - (time.perf_counter() - began))
+        last = self._part.point.last
+        for source, shard in zip(group, shards, strict=True):
+            try:
+                found = self._reader.differentials(source, shard, self._part.base)
+            except TierError as error:
+                raise Failed(source, error) from error
+            self._reader.used.append(source)
+            after = self._read[-1].version if self._read else self.due - 1
+            self._read.extend(each for each in found if after < each.version <= last)
+            self._sources |= dict.fromkeys(source.key.versions, source)

@@ -1,0 +1,161 @@
+"""What one rank finds in its tiers before a recovery.
+
+Nothing that cannot be read costs more than what it alone could tell: a damaged lineage record is set aside and told of,
+and its generation's number counts as taken; a tier that cannot be listed is *away*, and those who decide are told so.
+A lineage record is told apart from an error of the tier: damage is not asked for again, an error is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from tiercheck import keys
+from tiercheck.errors import TierError
+from tiercheck.hierarchy import OpenTier
+from tiercheck.keys import ClaimKey, LineageKey, ShardKey
+from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery import Source
+from tiercheck.replication.asking import patiently
+from tiercheck.replication.lineage_records import SetAside, read_branches
+
+__all__ = ["Looked", "Survey", "look_into", "sources_of", "survey"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Looked:
+    """What lies in one tier, as far as one rank needs to know."""
+
+    own: set[ShardKey] = field(default_factory=set)
+    others: set[ShardKey] = field(default_factory=set)
+    """The newest shard of each other rank; in a tier that all ranks share the newest of all of them."""
+    branches: list[Branch] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+    """Generations with a lineage record here, readable or not."""
+    claims: set[ClaimKey] = field(default_factory=set)
+    generations: set[int] = field(default_factory=set)
+    """Generations of which any rank has a shard here."""
+    set_aside: list[SetAside] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one rank found in all its tiers. ``tier`` is always an index in the hierarchy."""
+
+    sources: frozenset[Source] = frozenset()
+    """Copies of the rank's own shards."""
+    others: frozenset[Source] = frozenset()
+    """As in :class:`Looked`."""
+    branches: frozenset[tuple[int, Branch]] = frozenset()
+    """Lineage records: (tier, what it says)."""
+    recorded: frozenset[tuple[int, int]] = frozenset()
+    """(tier, generation) of lineage records, readable or not."""
+    claims: frozenset[ClaimKey] = frozenset()
+    generations: frozenset[tuple[int, int]] = frozenset()
+    """(tier, generation) of shards of any rank."""
+    set_aside: frozenset[SetAside] = frozenset()
+    away: tuple[tuple[int, str], ...] = ()
+    """Tiers that could not be listed, and why."""
+
+    @property
+    def taken(self) -> int:
+        """The highest number that any generation here has, had, or was to have."""
+        numbers = [generation for _, generation in self.recorded | self.generations]
+        return max(numbers + [claim.generation for claim in self.claims], default=0)
+
+    def joined(self, other: Survey) -> Survey:
+        """Both: ``other`` has looked later, into the tiers that were away."""
+        return Survey(
+            self.sources | other.sources,
+            self.others | other.others,
+            self.branches | other.branches,
+            self.recorded | other.recorded,
+            self.claims | other.claims,
+            self.generations | other.generations,
+            self.set_aside | other.set_aside,
+            other.away,
+        )
+
+    def to_object(self) -> dict[str, Any]:
+        return {
+            "sources": [[source.tier, str(source.key)] for source in sorted(self.sources)],
+            "others": [[source.tier, str(source.key)] for source in sorted(self.others)],
+            "branches": [[tier, branch.to_object()] for tier, branch in sorted(self.branches)],
+            "recorded": [list(each) for each in sorted(self.recorded)],
+            "claims": [str(claim) for claim in sorted(self.claims)],
+            "generations": [list(each) for each in sorted(self.generations)],
+            "set_aside": [list(each) for each in sorted(self.set_aside)],
+            "away": [list(each) for each in self.away],
+        }
+
+    @classmethod
+    def from_object(cls, value: Any) -> Survey:
+        return cls(
+            sources=sources_of(value["sources"]),
+            others=sources_of(value["others"]),
+            branches=frozenset((tier, Branch.from_object(each)) for tier, each in value["branches"]),
+            recorded=frozenset((tier, generation) for tier, generation in value["recorded"]),
+            claims=frozenset(key for text in value["claims"] if isinstance(key := keys.parse(text), ClaimKey)),
+            generations=frozenset((tier, generation) for tier, generation in value["generations"]),
+            set_aside=frozenset(SetAside(*each) for each in value["set_aside"]),
+            away=tuple((tier, error) for tier, error in value["away"]),
+        )
+
+
+def sources_of(value: Iterable[tuple[int, str]]) -> frozenset[Source]:
+    return frozenset(Source(tier, key) for tier, text in value if isinstance(key := keys.parse(text), ShardKey))
+
+
+async def survey(
+    tiers: Sequence[OpenTier], rank: int, *, retry_s: float, answer_s: float, insist: bool = True
+) -> Survey:
+    """Look into all of the tiers at once. One that fails is tried again for ``retry_s`` (unless ``insist``, only where
+    something listens); one that says nothing for ``answer_s`` counts as away."""
+    looks = await asyncio.gather(
+        *(patiently(partial(look_into, tier, rank), tier, retry_s, answer_s, insist) for tier in tiers)
+    )
+    found = [(tier, look) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, Looked)]
+    return Survey(
+        sources=frozenset(Source(tier.index, key) for tier, look in found for key in look.own),
+        others=frozenset(Source(tier.index, key) for tier, look in found for key in look.others),
+        branches=frozenset((tier.index, branch) for tier, look in found for branch in look.branches),
+        recorded=frozenset((tier.index, generation) for tier, look in found for generation in look.recorded),
+        claims=frozenset(claim for _, look in found for claim in look.claims),
+        generations=frozenset((tier.index, generation) for tier, look in found for generation in look.generations),
+        set_aside=frozenset(each for _, look in found for each in look.set_aside),
+        away=tuple(
+            (tier.index, str(look)) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, TierError)
+        ),
+    )
+
+
+async def look_into(tier: OpenTier, rank: int) -> Looked:
+    """What lies in the tier. Errors: ``TierError`` where it cannot be listed, or a record cannot be asked for."""
+    looked = Looked()
+    records: dict[LineageKey, int] = {}
+    others: dict[int, ShardKey] = {}
+    async for info in tier.driver.list():
+        key = keys.parse(info.key)
+        if isinstance(key, ShardKey):
+            looked.generations.add(key.generation)
+            if key.rank == rank:
+                looked.own.add(key)
+            else:
+                place = -1 if tier.role.shared else key.rank
+                others[place] = max(key, others.get(place, key), key=lambda each: (each.generation, each.last))
+        elif isinstance(key, ClaimKey):
+            looked.claims.add(key)
+        elif isinstance(key, LineageKey):
+            records[key] = info.nbytes
+    looked.others = set(others.values())
+    looked.recorded = {key.generation for key in records}
+    looked.branches, looked.set_aside = await read_branches(tier, records)
+    return looked

@@ -1,0 +1,186 @@
+"""Actions that fail are tried again with growing pauses, each action for itself.
+
+Trouble belongs to an action: what it does, and the object that it does it to. A base that cannot be committed or does
+not fit, or an object that cannot be deleted, holds up nothing else. Only when several different objects cannot be
+brought to a tier, one after the other, and for reasons that concern no single one of them, is the tier itself taken to
+be away: then one object at a time is tried, and not the same one again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
+from tiercheck.hierarchy import OpenTier
+from tiercheck.runtime.loop_thread import process_ends
+
+__all__ = ["RETRY_FIRST_S", "RETRY_MAX_S", "TIER_AWAY_AFTER", "Action", "ProcessEnds", "SourceError", "TierBackoff"]
+
+log = logging.getLogger(__name__)
+
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
+TIER_AWAY_AFTER = 3
+"""So many different actions must fail in a row, before the tier is taken to be away."""
+TROUBLES_MAX = 256
+"""With so many actions in trouble a tier counts as away, whatever the reasons: no more are tried and remembered."""
+ERROR_CHARACTERS_MAX = 1000
+CONCERNS_THE_TIER = (Transient, Unauthorized, Closed)
+
+
+class SourceError(TierError):
+    """What was to be copied could not be read. It says nothing about the tier that it was to be copied to."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something to do for one tier. Trouble with it is remembered under its kind and its object's key."""
+
+    kind: str
+    """What is being done, as a message says it: ``copying``, ``committing``."""
+    key: str
+    do: Callable[[], Awaitable[None]] = field(compare=False)
+    into_tier: bool = True
+    """It puts something into the tier, so that it waits while the tier is away."""
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.kind, self.key
+
+
+@dataclass
+class _Trouble:
+    """Failures of one action in a row, or of a tier. Times are the event loop's, in seconds."""
+
+    since: float
+    failures: int = 0
+    retry_at: float = 0.0
+    error: str = ""
+
+    def failed(self, now: float, error: str, took_s: float) -> None:
+        pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(self.failures, 10))
+        self.failures += 1
+        self.error = error
+        self.retry_at = now + max(pause_s, took_s)  # what takes long to fail gets half of the time at most
+
+
+class ProcessEnds(SaveError):
+    """The process ends without :meth:`Checkpointer.close`: the interpreter shuts down, and threads take no work."""
+
+
+@dataclass
+class _OfTier:
+    actions: dict[tuple[str, str], _Trouble] = field(default_factory=dict)
+    in_a_row: set[tuple[str, str]] = field(default_factory=set)
+    """Actions that have failed since one has succeeded, for reasons that concern the tier."""
+    away: _Trouble | None = None
+
+
+class TierBackoff:
+    """Remembers which actions, and which tiers, are in trouble."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, _OfTier] = {}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Per tier in trouble: what has been failing for longest, with its object and its last error."""
+        return {name: _text(tier) for name, tier in self._tiers.items() if tier.actions}
+
+    def failures(self, tier: OpenTier, name: tuple[str, str]) -> int:
+        """How often the action has failed in a row."""
+        trouble = self._of(tier).actions.get(name)
+        return trouble.failures if trouble else 0
+
+    def in_trouble(self, tier: OpenTier, kind: str) -> set[str]:
+        """The keys of such actions that have failed."""
+        return {key for each, key in self._of(tier).actions if each == kind}
+
+    def ordered(self, tier: OpenTier, actions: Iterable[Action]) -> list[Action]:
+        """Those that have not failed first, as they come; then those whose last attempt is longest ago."""
+        troubles = self._of(tier).actions
+        return sorted(actions, key=lambda each: troubles[each.name].retry_at if each.name in troubles else 0.0)
+
+    async def run(self, tier: OpenTier, action: Action) -> bool:
+        """Run the action, unless it is pausing. ``False`` if it failed, or was not tried.
+
+        Whatever it raises is its trouble, and logged, what is no tier's error with its traceback. Errors:
+        ``JobConflict``; ``ProcessEnds``.
+        """
+        state = self._of(tier)
+        began = _now()
+        trouble = state.actions.get(action.name)
+        if trouble is not None and began < trouble.retry_at:
+            return False
+        if action.into_tier and state.away is not None and began < state.away.retry_at:
+            return False
+        try:
+            await action.do()
+        except JobConflict:
+            raise
+        except Exception as error:
+            if process_ends(error):
+                raise ProcessEnds("the process ends, and nothing can be moved any more") from error
+            if not isinstance(error, TierError):
+                log.exception("tier %s: %s", tier, _what(action.name))
+            self.failed(tier, action, error, took_s=_now() - began)
+            return False
+        state.actions.pop(action.name, None)
+        if action.into_tier:
+            state.in_a_row.clear()
+            state.away = None
+        return True
+
+    def keep(self, tier: OpenTier, kinds: Iterable[str], wanted: Iterable[Action]) -> None:
+        """Forget the trouble of actions of these kinds that are wanted no more."""
+        state, names, forgotten = self._of(tier), {action.name for action in wanted}, set(kinds)
+        for name in [each for each in state.actions if each[0] in forgotten and each not in names]:
+            del state.actions[name]
+            state.in_a_row.discard(name)
+        if not state.actions:
+            state.away = None
+
+    def failed(self, tier: OpenTier, action: Action, error: Exception, *, took_s: float = 0.0) -> None:
+        """The action has failed."""
+        state, now, text = self._of(tier), _now(), _text_of(error)
+        trouble = state.actions.setdefault(action.name, _Trouble(now))
+        level = logging.WARNING if text != trouble.error else logging.DEBUG
+        trouble.failed(now, text, took_s)
+        log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, RETRY_MAX_S)
+        if not action.into_tier or isinstance(error, SourceError):
+            return
+        if isinstance(error, CONCERNS_THE_TIER):
+            state.in_a_row.add(action.name)
+        else:
+            state.in_a_row.clear()  # it has answered
+        if len(state.in_a_row) >= TIER_AWAY_AFTER or len(state.actions) >= TROUBLES_MAX:
+            state.away = state.away or _Trouble(now)
+            state.away.failed(now, text, took_s)
+        else:
+            state.away = None
+
+    def _of(self, tier: OpenTier) -> _OfTier:
+        return self._tiers.setdefault(tier.name, _OfTier())
+
+
+def _text(tier: _OfTier) -> str:
+    (name, oldest), *others = sorted(tier.actions.items(), key=lambda each: each[1].since)
+    more = f" (and {len(others)} more in trouble)" if others else ""
+    return f"{_what(name)}: {oldest.error}{more}"
+
+
+def _text_of(error: Exception) -> str:
+    text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
+    return text[:ERROR_CHARACTERS_MAX]
+
+
+def _what(name: tuple[str, str]) -> str:
+    kind, key = name
+    return f"{kind} {key}" if key else kind
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,204 @@
+"""Opening a generation: the record that fences every older process of the job out.
+
+Of two jobs that ask for one generation at the same time at most one may get it. Where the tier takes conditional
+puts, the record itself decides: it is created, once. Where it does not (most fsspec file systems, some object
+stores), a **claim** decides:
+
+1. put the claim, an object under a name that nobody else uses (:class:`tiercheck.keys.ClaimKey`);
+2. list the claims of that generation: another one there means ``JobConflict``, and one's own is withdrawn;
+3. alone: put the record.
+
+Of two claimants the one that lists last sees both claims, as long as the store shows in a listing what was put before
+it (S3, GCS, Azure and every POSIX file system do); so both may lose, and the user starts one of them again, but never
+do both win. A claim that a crash left behind is no record: the next job asks for a higher number, past every claim.
+
+A tier that cannot be written to just now need not stop a recovery that memory serves. The generation is recorded there
+later, by the mover, before it puts or deletes anything there: who has gone on in that tier meanwhile has won.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from tiercheck import keys
+from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import ClaimKey, LineageKey, ShardKey, generation_prefix
+from tiercheck.policy.lineage import Branch, Lineage, strangers
+from tiercheck.replication.asking import patiently
+from tiercheck.replication.lineage_records import read_branch
+from tiercheck.replication.records import read_record, seal
+from tiercheck.types import PutMode
+
+__all__ = [
+    "UNSEEN",
+    "Opening",
+    "open_generation",
+    "propose",
+    "record_generation",
+    "withdraw_captures",
+    "withdraw_records",
+]
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 8
+UNSEEN = 16
+"""Numbers that are left out where a tier could not be asked which are taken: it may know of starts that failed."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What became of one rank's part."""
+
+    later: Mapping[str, str] = field(default_factory=dict)
+    """Tiers in which the generation is not recorded yet, and why."""
+    occupied: bool = False
+    """Something that is no record lies under this number: another one is to be tried."""
+
+
+def propose(taken: int, *, parent: int, left_at: int, world_size: int) -> Branch:
+    """The generation after ``taken``, the highest number that was opened or asked for. Rank 0 proposes, and all ranks
+    open the same one."""
+    return Branch(taken + 1, parent, left_at, world_size, secrets.token_hex(TOKEN_BYTES))
+
+
+async def open_generation(
+    hierarchy: OpenHierarchy, branch: Branch, *, may_wait: bool = False, retry_s: float = 0.0
+) -> Opening:
+    """Record the generation in each of this rank's tiers.
+
+    Every rank does so, and in a shared tier all write the same record. ``may_wait``: a tier behind the first one that
+    fails is left for later. Any other one is asked again for ``retry_s`` where its error may pass. Errors:
+    ``JobConflict`` where another job opened a generation of this number at the same time; ``TierError``.
+    """
+    later: dict[str, str] = {}
+    # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
+    for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
+        waits = may_wait and tier is not hierarchy.first
+        try:
+            await _record_within(tier, branch, 0.0 if waits else retry_s)
+        except (Corruption, Unsupported) as error:
+            log.warning("generation %d is passed over: %s", branch.generation, error)
+            return Opening(occupied=True)
+        except TierError as error:
+            if not waits:
+                raise
+            later[tier.name] = str(error)
+    return Opening(later)
+
+
+async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
+    """Have the generation recorded in a tier, before anything else is put there. Idempotent.
+
+    A damaged record of it is replaced. Errors: ``JobConflict`` where another job has opened this number, or has gone on
+    there from an older version than ``lineage`` did; ``TierError``.
+    """
+    key = LineageKey(branch.generation)
+    try:
+        if await read_branch(tier, key) != branch:
+            raise _conflict(tier, branch)
+        return
+    except NotFound:
+        pass
+    except Corruption as error:
+        log.warning("%s; it is written again", error)
+        mode = PutMode.OVERWRITE
+        if tier.capabilities.conditional_put:
+            mode = PutMode.UPDATE((await tier.driver.stat(str(key))).etag)
+        await tier.driver.put(str(key), [seal(key, branch.to_object())], mode=mode)
+        return
+    await _check_strangers(tier, branch, lineage)
+    await _put_record(tier, branch)
+
+
+async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
+    found = [keys.parse(info.key) async for info in tier.driver.list("lineage/")]
+    recorded = [key.generation for key in found if isinstance(key, LineageKey)]
+    others = [each for each in strangers(lineage, recorded, recorded) if await _captured(tier, each)]
+    if others and tier.role.shared:
+        raise JobConflict(
+            f"generation {others[-1]} of another job has gone on in {tier.driver.url} while this one, generation "
+            f"{branch.generation}, could not reach it; this one stops saving. Two jobs must not share a hierarchy: end "
+            "one of them, or give it a name of its own"
+        )
+
+
+async def _captured(tier: OpenTier, generation: int) -> bool:
+    async for info in tier.driver.list(generation_prefix(generation)):
+        if isinstance(keys.parse(info.key), ShardKey):
+            return True
+    return False
+
+
+async def _put_record(tier: OpenTier, branch: Branch) -> None:
+    """Errors: ``JobConflict``; ``Corruption`` where something else lies there; ``Unsupported`` where it is a directory;
+    ``TierError``."""
+    if tier.capabilities.conditional_put:
+        await _create(tier, branch)
+    else:
+        await _claim(tier, branch)
+
+
+async def _record_within(tier: OpenTier, branch: Branch, retry_s: float) -> None:
+    """As :func:`_put_record`; what may pass is tried again for so long."""
+    if not retry_s:
+        await _put_record(tier, branch)
+        return
+    error = await patiently(partial(_put_record, tier, branch), tier, retry_s, retry_s, insist=False)
+    if error is not None:
+        raise error
+
+
+async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int) -> None:
+    """Remove from the first tier what this rank captured of a generation that is given up before a mover ran.
+
+    Its records must outlive what all ranks captured: versions without one would be refused. Errors: ``TierError``.
+    """
+    first = hierarchy.first.driver
+    listed = [keys.parse(info.key) async for info in first.list(generation_prefix(branch.generation))]
+    await first.delete([str(key) for key in listed if isinstance(key, ShardKey) and key.rank == rank])
+
+
+async def withdraw_records(hierarchy: OpenHierarchy, branch: Branch) -> None:
+    """Remove this very branch's records, and its claims, from this rank's tiers. Errors: ``TierError``."""
+    for tier in hierarchy.tiers:
+        key = LineageKey(branch.generation)
+        try:
+            found = await read_record(tier.driver, key)
+        except (NotFound, Corruption):
+            found = None
+        gone = [str(ClaimKey(branch.generation, branch.token))]
+        await tier.driver.delete([*gone, str(key)] if found == branch.to_object() else gone)
+
+
+async def _create(tier: OpenTier, branch: Branch) -> None:
+    key = LineageKey(branch.generation)
+    try:
+        await tier.driver.put(str(key), [seal(key, branch.to_object())], mode=PutMode.CREATE)
+    except AlreadyExists:
+        if await read_branch(tier, key) != branch:
+            raise _conflict(tier, branch) from None
+
+
+async def _claim(tier: OpenTier, branch: Branch) -> None:
+    own = ClaimKey(branch.generation, branch.token)
+    record = LineageKey(branch.generation)
+    await tier.driver.put(str(own), [seal(own, branch.to_object())])
+    found = [keys.parse(info.key) async for info in tier.driver.list(str(record))]
+    rivals = [key for key in found if isinstance(key, ClaimKey) and key != own]
+    if rivals or (record in found and await read_branch(tier, record) != branch):
+        await tier.driver.delete([str(own)])
+        raise _conflict(tier, branch)
+    await tier.driver.put(str(record), [seal(record, branch.to_object())])
+
+
+def _conflict(tier: OpenTier, branch: Branch) -> JobConflict:
+    return JobConflict(
+        f"another job opened generation {branch.generation} in {tier.driver.url} just now; two jobs must not "
+        "share a hierarchy: end one of them, or give it a name of its own"
+    )

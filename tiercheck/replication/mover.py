@@ -1,0 +1,434 @@
+"""The data mover: brings the tiers to what policy wants.
+
+Level-triggered: observe what each tier holds, let policy say what should be where and what may go, copy,
+delete, look again. No step depends on a notification having arrived, so a crash at any point is repaired by
+looking again; notifications (:meth:`Mover.nudge`) only make it fast. Nothing is dropped to keep up: when a
+capture would overrun what still drains, the capture waits (:meth:`Mover.room_for_base`).
+
+Each tier is served by itself, and works with what is known of the others, so that neither an upload nor a listing that
+takes minutes keeps a differential from the neighbour's memory. Within a tier each action is tried by itself, too: one
+that fails is repeated with growing pauses (:mod:`tiercheck.replication.backoff`), and shows in :attr:`Mover.status` until it
+succeeds or is wanted no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import Key, LineageKey
+from tiercheck.policy.agreement import Span, needs_agreement, reach
+from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
+from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.observation import Observation
+from tiercheck.policy.placement import Placement, own_bases
+from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
+from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, Actions
+from tiercheck.replication.backoff import RETRY_FIRST_S, Action, ProcessEnds, TierBackoff
+from tiercheck.replication.generation import record_generation
+from tiercheck.replication.observer import Observer
+
+__all__ = ["Mover", "MoverHandle", "MoverStatus"]
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 2.0
+NAMED_MAX = 3
+"""Of the objects that a wait ended for, so many are named."""
+RECORDING = "recording"
+MOVER = "mover"
+"""Under which :attr:`MoverStatus.errors` says why the mover has stopped."""
+
+
+@dataclass(frozen=True)
+class MoverStatus:
+    """What the mover last saw and did."""
+
+    watermark: int | None = None
+    """The newest base version committed in the tier that survives most."""
+    undrained_bases: int = 0
+    """Bases of this rank that the durable tier still lacks."""
+    idle: bool = False
+    """Nothing was left to do at the last look."""
+    copied_bytes: int = 0
+    copied_objects: int = 0
+    deleted_objects: int = 0
+    errors: dict[str, str] = field(default_factory=dict)
+    """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
+    slow_views_s: dict[str, float] = field(default_factory=dict)
+    """Per tier whose last listing began over a minute ago: how many seconds ago."""
+    has_room: bool = True
+    """The first tier may take another base."""
+    reach: tuple[Span, ...] = ()
+    """Where no tier is shared: what this rank can come to, whichever of its copies are lost."""
+    base_needed_after: int | None = None
+    """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
+    this process's memory is lost, until a base newer than this version is captured."""
+
+
+class MoverHandle(Protocol):
+    """A rank's mover, as its trainer sees it: in the trainer's own process, or in the node agent's."""
+
+    @property
+    def status(self) -> MoverStatus: ...
+
+    @property
+    def conflict(self) -> JobConflict | None:
+        """Why the mover has stopped for good: a newer generation has opened."""
+        ...
+
+    def nudge(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def cycle(self, *, closing: bool = False) -> bool: ...
+
+    async def make_room(self) -> None: ...
+
+    async def agree(self, mark: int) -> None:
+        """The ranks agree on this mark (:mod:`tiercheck.policy.agreement`). :attr:`status` is fresh after that."""
+        ...
+
+    async def room_for_base(self, deadline_s: float) -> None: ...
+
+    async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """``acted``: something was done. ``done``: nothing is left to do."""
+
+    acted: bool
+    done: bool
+
+
+class Mover:
+    """Moves one rank's objects. All methods run on one event loop; ``run`` is its life."""
+
+    def __init__(
+        self,
+        hierarchy: OpenHierarchy,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        placement: Placement,
+        retention: Retention,
+        lineage: Lineage,
+        mark: int | None = None,
+    ) -> None:
+        self.status = MoverStatus()
+        self.conflict: JobConflict | None = None
+        self._stopped: SaveError | None = None
+        self._hierarchy = hierarchy
+        self._placement = placement
+        self._retention = retention
+        self._attempts = TierBackoff()
+        self._observer = Observer(
+            hierarchy, self._attempts, rank=rank, world_size=world_size, generation=generation, lineage=lineage
+        )
+        self._observer.mark = mark
+        self._actions = Actions(
+            hierarchy,
+            self._observer,
+            self._attempts,
+            world_size=world_size,
+            lineage=lineage,
+            fence=self._check_generation,
+        )
+        self._nudged = [asyncio.Event() for _ in hierarchy.tiers]
+        self._serving = [asyncio.Lock() for _ in hierarchy.tiers]
+        self._idle = [False for _ in hierarchy.tiers]
+        self._looked = asyncio.Condition()
+        self._lineage = lineage
+        self._branch = lineage.branches.get(generation)
+        self._unrecorded = {tier.index for tier in hierarchy.tiers[1:] if self._branch is not None}
+        """Tiers that have not been seen to hold this generation's record: it may not have been writable at attach."""
+
+    def nudge(self) -> None:
+        """Something changed: look soon instead of at the next regular look."""
+        for nudged in self._nudged:
+            nudged.set()
+
+    async def run(self) -> None:
+        """Look and act until cancelled, or until a newer generation opens (:attr:`conflict`).
+
+        Errors: ``SaveError`` if it fails for another reason, which is a fault of TierCheck: no driver's error and no
+        object's ends it.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for tier in self._hierarchy.tiers:
+                    group.create_task(self._observer.keep_listing(tier, self.nudge))
+                    group.create_task(self._keep_serving(tier))
+        except* JobConflict as conflicts:
+            self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
+            log.error("%s", self.conflict)
+        except* ProcessEnds as ends:
+            self._stopped = next(each for each in ends.exceptions if isinstance(each, ProcessEnds))
+            if lacking := "; ".join(filter(None, map(self._lacking, self._hierarchy.tiers))):
+                log.warning(
+                    "the process ends before everything that was captured is where it belongs: call "
+                    "checkpointer.close() at the end of training, which waits for that (%s)",
+                    lacking,
+                )
+        except* Exception as errors:
+            error = errors.exceptions[0]
+            log.error("the mover has stopped", exc_info=error)
+            self._stopped = SaveError(f"a fault of TierCheck has ended the mover: {type(error).__name__}: {error}")
+            self._note()
+        if self._stopped is not None:
+            raise self._stopped
+
+    async def cycle(self, *, closing: bool = False) -> bool:
+        """Observe, decide, act, until nothing is left to do that can be done now. True if all was done.
+
+        Errors: ``JobConflict`` once a newer generation has opened; nothing is written or deleted after that.
+        """
+        asked_at = asyncio.get_running_loop().time()
+        tiers = self._hierarchy.tiers
+        while True:
+            listed = all(self._observer.attempted_since(tier.index, asked_at) for tier in tiers)
+            outcomes = await asyncio.gather(
+                *(self._serve(tier, closing=closing, since=asked_at) for tier in tiers), return_exceptions=True
+            )
+            served: list[_Outcome] = []
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                served.append(outcome)
+            # What one tier was given, or what was found in it, may make work for another.
+            if listed and not any(outcome.acted for outcome in served):
+                return all(outcome.done for outcome in served)
+
+    async def make_room(self) -> None:
+        """Delete from the first tier what may go, by what is known; if that is nothing, after a :meth:`cycle`."""
+        if not (await self._serve(self._hierarchy.first, closing=False)).acted:
+            await self.cycle()
+
+    async def _keep_serving(self, tier: OpenTier) -> None:
+        nudged = self._nudged[tier.index]
+        while True:
+            outcome = await self._serve(tier, closing=False)
+            if outcome.acted:
+                self.nudge()
+                nudged.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY_FIRST_S):
+                    await nudged.wait()
+            nudged.clear()
+
+    async def _serve(self, tier: OpenTier, *, closing: bool, since: float | None = None) -> _Outcome:
+        """Bring one tier to what policy wants, until nothing is left to do for it that can be done now.
+
+        ``since``: the tier is listed first, if its last listing began before that.
+        """
+        if since is not None:
+            await self._observer.refresh(tier, since)
+        acted = False
+        async with self._serving[tier.index]:
+            while True:
+                await self._observer.refresh_nearby()
+                actions = self._wanted(self._seen(), tier, closing)
+                if self._observer.visible(tier.index):
+                    self._attempts.keep(tier, (RECORDING, COPYING, MARKING, COMMITTING, DELETING), actions)
+                outcomes = [await self._try(tier, action) for action in self._attempts.ordered(tier, actions)]
+                acted |= any(outcomes)
+                done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
+                self._idle[tier.index] = done and not outcomes
+                self._note()
+                async with self._looked:
+                    self._looked.notify_all()
+                if not any(outcomes):
+                    return _Outcome(acted, done)
+
+    async def _try(self, tier: OpenTier, action: Action) -> bool:
+        succeeded = await self._attempts.run(tier, action)
+        # What the whole of a view is needed for is noted after each look.
+        self.status = replace(
+            self.status,
+            copied_bytes=self._actions.copied_bytes,
+            copied_objects=self._actions.copied_objects,
+            deleted_objects=self._actions.deleted_objects,
+            errors=self._errors,
+        )
+        return succeeded
+
+    async def _record(self, tier: OpenTier, branch: Branch) -> None:
+        """Before that nothing is done in the tier."""
+        await record_generation(tier, branch, self._lineage)
+        self._unrecorded.discard(tier.index)
+
+    def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:
+        """What policy asks to be done for the tier. Of a tier that cannot be listed nobody knows."""
+        visible, sure, actions = self._observer.visible, self._observer.sure, self._actions
+        if not visible(tier.index):
+            return []
+        if tier.index in self._unrecorded and self._branch is not None:
+            record = partial(self._record, tier, self._branch)
+            return [Action(RECORDING, str(LineageKey(self._branch.generation)), record)]
+        return [
+            *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
+            *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),
+            # Room is made before anything more is brought.
+            *(actions.deletions(tier, self._reclaimable(seen, tier)) if sure(tier.index) else ()),
+            *(
+                Action(COPYING, str(transfer.target), partial(actions.transfer, transfer))
+                for transfer in self._retention.wanted(seen, self._placement.transfers(seen, closing=closing))
+                if transfer.target_tier == tier.index and visible(transfer.source_tier)
+            ),
+        ]
+
+    def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
+        damaged = outlived(seen, self._retention, self._observer.damaged_there)
+        return [*self._retention.reclaimable(seen)[tier.index], *damaged.get(tier.index, ())]
+
+    def _seen(self) -> Observation:
+        """What is known now. Errors: ``JobConflict`` if a newer generation has opened."""
+        seen = self._observer.seen()
+        newer = superseded(seen)
+        if newer is not None:
+            raise JobConflict(
+                f"generation {newer} of this job has opened while generation {seen.generation} (this process) "
+                "is still running; this one stops saving. Two jobs must not share a hierarchy: end one of "
+                "them, or give it a name of its own"
+            )
+        return seen
+
+    async def _check_generation(self, tier: OpenTier) -> None:
+        """Right before something is committed or deleted. Errors: ``JobConflict``; ``TierError``."""
+        await self._observer.fence(tier)
+        self._seen()
+
+    async def agree(self, mark: int) -> None:
+        """As of :class:`MoverHandle`."""
+        self._observer.mark = mark
+        await self._observer.refresh_nearby()
+        self._seen()
+        self._note()
+        self.nudge()
+
+    async def room_for_base(self, deadline_s: float) -> None:
+        """Wait until another base may be captured: fewer than two of this rank still drain, and of those in the first
+        tier no more than two must stay.
+
+        Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last error; ``JobConflict``.
+        """
+        asked_at = asyncio.get_running_loop().time()
+        durable = self._hierarchy.tiers[self._observer.seen().durable.index]
+
+        def has_room() -> bool:
+            self._seen()
+            self._note()
+            return self.status.has_room
+
+        async def room() -> bool:
+            await self._observer.refresh_nearby()
+            if not has_room():
+                await self._observer.refresh(durable, asked_at)
+            return has_room()
+
+        def what() -> str:
+            if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
+                return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
+            return f"{self.status.undrained_bases} bases have not reached the durable tier"
+
+        await self._until(room, deadline_s, what, [durable])
+
+    async def drain(self, deadline_s: float, *, closing: bool) -> None:
+        """Bring everything this rank has captured to where policy wants it.
+
+        ``closing`` sends an incomplete batch as it is. Errors: as :meth:`room_for_base`; ``Corruption`` if something
+        was damaged before it could be copied, and nothing newer makes up for it.
+        """
+
+        async def done() -> bool:
+            return await self.cycle(closing=closing)
+
+        await self._until(
+            done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
+        )
+        if without_copy := lost(self._observer.seen(), self._observer.damaged):
+            index, key = min(without_copy)
+            raise Corruption(
+                f"{len(without_copy)} captured objects were damaged before they could be copied on; versions from "
+                f"{key.first} on are safe again with the next base",
+                tier=self._hierarchy.tiers[index].name,
+                key=str(key),
+            )
+
+    async def _until(
+        self,
+        condition: Callable[[], Awaitable[bool]],
+        deadline_s: float,
+        what: Callable[[], str],
+        tiers: Sequence[OpenTier],
+    ) -> None:
+        """Wait for the condition. Errors: ``DeadlineExceeded`` saying ``what``, and what these tiers lack."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await condition():
+                    if self.conflict is not None:
+                        raise self.conflict
+                    if self._stopped is not None:
+                        raise self._stopped
+                    self.nudge()
+                    async with self._looked:
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(RETRY_FIRST_S):
+                                await self._looked.wait()
+        except TimeoutError:
+            self._note()
+            lacking = "; ".join(filter(None, map(self._lacking, tiers)))
+            raise DeadlineExceeded(f"{what()} within {deadline_s:g} s" + (f" ({lacking})" if lacking else "")) from None
+
+    def _lacking(self, tier: OpenTier) -> str:
+        """What is left to do for a tier, and its trouble; empty if there is neither."""
+        error = self.status.errors.get(tier.name)
+        left = [f"{each.kind} {each.key}".strip() for each in self._wanted(self._observer.seen(), tier, closing=True)]
+        if not self._observer.visible(tier.index):
+            text = "what it holds is not known"
+        elif left:
+            more = ", ..." if len(left) > NAMED_MAX else ""
+            text = f"{len(left)} actions are left: {', '.join(left[:NAMED_MAX])}{more}"
+        elif error is None:
+            return ""
+        else:
+            return f"{tier}: {error}"
+        return f"{tier}: {text}; its trouble: {error}" if error else f"{tier}: {text}"
+
+    @property
+    def _errors(self) -> dict[str, str]:
+        return {**self._attempts.errors, **({MOVER: str(self._stopped)} if self._stopped else {})}
+
+    def _note(self) -> None:
+        """Make the status what is known now. It is read by other threads, so it is a value."""
+        seen = self._observer.seen()
+        mark = watermark(seen)
+        captured = own_bases(seen, seen.contents[0])
+        durable = own_bases(seen, seen.contents[seen.durable.index])
+        newest = durable[-1].first if durable else -1
+        undrained = sum(base.first > newest for base in captured)
+        without_copy = lost(seen, self._observer.damaged)
+        self._observer.remember(without_copy)
+        self.status = MoverStatus(
+            watermark=mark.version if mark else None,
+            undrained_bases=undrained,
+            idle=all(self._idle),
+            copied_bytes=self._actions.copied_bytes,
+            copied_objects=self._actions.copied_objects,
+            deleted_objects=self._actions.deleted_objects,
+            errors=self._errors,
+            slow_views_s=self._observer.slow_views_s,
+            has_room=undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen),
+            reach=reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
+            base_needed_after=base_needed_after(without_copy),
+        )

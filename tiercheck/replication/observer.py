@@ -1,0 +1,319 @@
+"""What the tiers hold, listed no more often than it takes, and at the price of what has changed.
+
+A tier inside the node is listed at each look. A store behind a network is listed by a task of its own: at first, again
+when somebody asks for it, and else after a pause that doubles as long as nothing changes, and is no shorter than the
+listing took. Nobody waits for a listing but who asks for it. Meanwhile all decide on what is known: what was listed
+last, and what this mover has itself put and deleted since. A tier that was never listed is unknown.
+
+A view may be old, since what a decision rests on stays true unless a newer generation opens
+(``docs/adr/0018-a-decision-is-fenced-not-its-view.md``). Whether one has is read by itself, right before the decision:
+:meth:`Observer.fence`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tiercheck import keys
+from tiercheck.errors import Transient
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
+from tiercheck.policy.commit import COORDINATOR
+from tiercheck.policy.damage import Copy
+from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.observation import Contents, Observation
+from tiercheck.replication.backoff import Action, TierBackoff
+
+__all__ = ["LISTING", "Observer"]
+
+RELIST_FIRST_S = 0.5
+RELIST_MAX_S = 30.0
+LISTING_S_MAX = 900.0
+FENCE_S = 1.0
+"""Of two decisions within this time the second one does not ask again whether a newer generation has opened."""
+FENCE_S_MAX = 60.0
+SLOW_VIEW_S = 60.0
+"""A view older than this is shown."""
+YIELD_EVERY = 1000
+"""So many listed objects are looked at, before others get their turn."""
+GENERATIONS = "lineage/g"
+LISTING = "listing"
+
+
+@dataclass
+class _Known:
+    """What is known of one tier. Times are the event loop's, in seconds."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    """Every object's name and size, those that are none of TierCheck's among them."""
+    contents: Contents = field(default_factory=Contents)
+    """The same as keys, but for damaged copies."""
+    changes: dict[str, int | None] = field(default_factory=dict)
+    """What this mover has put (bytes) and deleted (``None``) since the last listing began: one that was under way
+    meanwhile shows some of it, and some not."""
+    listed_at: float = float("-inf")
+    """When the listing began that ``names`` is of."""
+    attempted_at: float = float("-inf")
+    """When the last attempt began, whatever became of it."""
+    next_at: float = float("-inf")
+    """When another one is worth it."""
+    rest_until: float = float("-inf")
+    """Not before then, whatever changes: listing takes half of the time at most."""
+    pause_s: float = RELIST_FIRST_S
+    visible: bool = False
+    """The last attempt to list it has succeeded."""
+    fenced_at: float = float("-inf")
+    """When it was last asked which generations have opened."""
+    committed_at: float = float("-inf")
+    """When the newest of its commit records was learned of."""
+    unsure: bool = False
+    """The last listing has brought commit records: older ones may have come behind it."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """This mover has put something, so that others may have, too."""
+
+
+class Observer:
+    """One rank's view of its tiers."""
+
+    def __init__(
+        self,
+        hierarchy: OpenHierarchy,
+        attempts: TierBackoff,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        lineage: Lineage,
+    ) -> None:
+        self.damaged: set[Copy] = set()
+        """Copies that failed verification: they count as absent. Those that are gone for as long as they matter."""
+        self.foreign: set[Copy] = set()
+        """Of these, what another job has written: it is not this one's to delete."""
+        self._hierarchy = hierarchy
+        self._attempts = attempts
+        self._rank = rank
+        self._world_size = world_size
+        self._generation = generation
+        self._lineage = lineage
+        self._known = [_Known() for _ in hierarchy.tiers]
+        self.mark: int | None = None
+        """As of :class:`~tiercheck.policy.observation.Observation`."""
+
+    # What is known
+
+    def seen(self) -> Observation:
+        """What every tier holds, as far as is known now. Of a tier that was never listed nothing is known."""
+        contents = tuple(known.contents for known in self._known)
+        return Observation(
+            self._hierarchy.roles,
+            contents,
+            self._rank,
+            self._world_size,
+            self._generation,
+            self._lineage,
+            self.mark,
+        )
+
+    def visible(self, index: int) -> bool:
+        """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
+        return self._known[index].visible
+
+    def sure(self, index: int) -> bool:
+        """Whether what is known of the tier has every commit record older than the newest one there.
+
+        A listing that a commit overtakes shows the newer of two records without the older one, which was put where it
+        had passed. Commits are made in order, so that the next listing shows both.
+        """
+        return not self._known[index].unsure
+
+    def attempted_since(self, index: int, since: float) -> bool:
+        """Whether the tier was listed since then, or could not be."""
+        return self._known[index].attempted_at >= since
+
+    @property
+    def damaged_there(self) -> set[Copy]:
+        """Damaged copies of this job's that lie in their tiers still."""
+        ours = self.damaged - self.foreign
+        return {(index, key) for index, key in ours if str(key) in self._known[index].names}
+
+    @property
+    def slow_views_s(self) -> dict[str, float]:
+        """Per tier whose last listing began over a minute ago: how many seconds ago."""
+        ages = {tier.name: _now() - known.listed_at for tier, known in self._pairs() if known.visible}
+        return {name: age_s for name, age_s in ages.items() if age_s > SLOW_VIEW_S}
+
+    # What this mover does
+
+    def put(self, index: int, key: Key, nbytes: int) -> None:
+        """This mover has put an object."""
+        known = self._known[index]
+        known.names[str(key)] = known.changes[str(key)] = nbytes
+        known.contents = known.contents.changed({key: nbytes})
+        if isinstance(key, CommitKey):
+            known.committed_at = _now()
+        if isinstance(key, ShardKey):
+            self._sound(index, key)
+        known.pause_s = RELIST_FIRST_S
+        known.changed.set()
+
+    def gone(self, index: int, deleted: Collection[Key]) -> None:
+        """These objects are no longer there."""
+        known = self._known[index]
+        for key in deleted:
+            known.names.pop(str(key), None)
+            known.changes[str(key)] = None
+        known.contents = known.contents.changed(dict.fromkeys(deleted))
+
+    def found_damaged(self, index: int, key: ShardKey, *, foreign: bool = False) -> None:
+        """This copy has failed verification."""
+        known = self._known[index]
+        self.damaged.add((index, key))
+        if foreign:
+            self.foreign.add((index, key))
+        known.contents = known.contents.changed({key: None})
+
+    def remember(self, lost: Collection[Copy]) -> None:
+        """Of the damaged copies that are gone, forget all but these."""
+        for index, key in self.damaged.difference(lost):
+            if str(key) not in self._known[index].names:
+                self._sound(index, key)
+
+    def _sound(self, index: int, key: ShardKey) -> None:
+        """No damaged copy of this is left."""
+        self.damaged.discard((index, key))
+        self.foreign.discard((index, key))
+
+    # Looking
+
+    async def look(self, fresh: Iterable[int] = ()) -> Observation:
+        """What every tier holds, once each has been listed where that is due; those in ``fresh`` now."""
+        now, wanted = _now(), set(fresh)
+        await asyncio.gather(*(self.refresh(tier, now if tier.index in wanted else None) for tier, _ in self._pairs()))
+        return self.seen()
+
+    async def refresh(self, tier: OpenTier, since: float | None = None) -> None:
+        """List the tier if that is due; if its last listing began before ``since``, or left it unsure, in any case. Its
+        errors are its trouble."""
+        known = self._known[tier.index]
+        async with known.lock:
+            # Another look may have listed it while this one waited.
+            asked = since is not None and (known.attempted_at < since or known.unsure)
+            if asked or _now() >= known.next_at:
+                await self._list(tier, known)
+
+    async def refresh_nearby(self) -> None:
+        """List the tiers inside the node."""
+        await asyncio.gather(*(self.refresh(tier) for tier, _ in self._pairs() if tier.capabilities.mappable))
+
+    async def keep_listing(self, tier: OpenTier, changed: Callable[[], None]) -> None:
+        """List a tier behind a network whenever that is due, until cancelled. ``changed`` is told after each."""
+        known = self._known[tier.index]
+        while not tier.capabilities.mappable:
+            known.changed.clear()
+            await self.refresh(tier)
+            changed()
+            while (pause_s := known.next_at - _now()) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await known.changed.wait()
+                    known.next_at = max(known.rest_until, min(known.next_at, _now() + known.pause_s))
+                    known.changed.clear()
+
+    async def fence(self, tier: OpenTier) -> None:
+        """Learn which generations have opened in a tier that a decision is about, and in the durable one.
+
+        The durable one need not be asked again where it has been since the newest commit there was learned of: what
+        is deleted elsewhere rests on that. Errors: ``TierError`` of either.
+        """
+        own, durable = self._known[tier.index], self._hierarchy.tiers[self.seen().durable.index]
+        if own.fenced_at < max(_now() - FENCE_S, own.committed_at):
+            await self._read_generations(tier)
+        known = self._known[durable.index]
+        if durable is not tier and known.fenced_at < known.committed_at:
+            await self._read_generations(durable)
+
+    async def _read_generations(self, tier: OpenTier) -> None:
+        known, began = self._known[tier.index], _now()
+        try:
+            async with asyncio.timeout(FENCE_S_MAX):
+                found = {info.key: info.nbytes async for info in tier.driver.list(GENERATIONS)}
+        except TimeoutError:
+            message = f"it did not tell within {FENCE_S_MAX:g} s which generations have opened"
+            raise Transient(message, tier=tier.name) from None
+        parsed = {keys.parse(name): nbytes for name, nbytes in found.items()}
+        known.contents = known.contents.changed(
+            {key: nbytes for key, nbytes in parsed.items() if isinstance(key, LineageKey)}
+        )
+        known.fenced_at = began
+
+    async def _list(self, tier: OpenTier, known: _Known) -> None:
+        began = _now()
+        found: dict[str, int] = {}
+        parsed: dict[str, Key | None] = {}
+        known.changes.clear()
+
+        async def read() -> None:
+            try:
+                async with asyncio.timeout(LISTING_S_MAX):
+                    await self._read(tier, known, found, parsed)
+            except TimeoutError:
+                raise Transient(f"its listing did not end within {LISTING_S_MAX:g} s", tier=tier.name) from None
+
+        known.visible = await self._attempts.run(tier, Action(LISTING, "", read, into_tier=False))
+        known.attempted_at = began
+        if known.visible:
+            known.unsure = False
+            changed = self._take(tier, known, {**found, **known.changes}, parsed)
+            known.pause_s = RELIST_FIRST_S if changed else min(2 * known.pause_s, RELIST_MAX_S)
+            # Keys are listed in order: of generations after the bases that are committed.
+            known.listed_at = known.fenced_at = began
+        ended = _now()
+        known.rest_until = 2 * ended - began
+        nearby = tier.capabilities.mappable
+        pause_s = known.pause_s if known.visible else RELIST_FIRST_S
+        known.next_at = began if nearby else max(known.rest_until, ended + pause_s)
+
+    async def _read(self, tier: OpenTier, known: _Known, found: dict[str, int], parsed: dict[str, Key | None]) -> None:
+        async for info in tier.driver.list():
+            if info.key not in known.names:
+                parsed[info.key] = keys.parse(info.key)
+            found[info.key] = info.nbytes
+            if len(found) % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+
+    def _take(
+        self, tier: OpenTier, known: _Known, listed: dict[str, int | None], parsed: dict[str, Key | None]
+    ) -> bool:
+        """Make what was listed what is known. Whether anything has changed."""
+        names = {name: nbytes for name, nbytes in listed.items() if nbytes is not None}
+        if names == known.names:
+            return False
+        news: dict[str, int | None] = {name: size for name, size in names.items() if known.names.get(name) != size}
+        news |= dict.fromkeys(known.names.keys() - names.keys())
+        known.names = names
+        changes: dict[Key, int | None] = {}
+        for name, nbytes in news.items():
+            key = parsed[name] if name in parsed else keys.parse(name)
+            if key is None:
+                continue
+            if isinstance(key, ShardKey) and (tier.index, key) in self.damaged:
+                if nbytes is not None:
+                    continue
+                self._sound(tier.index, key)
+            changes[key] = nbytes
+            if isinstance(key, CommitKey) and nbytes is not None:
+                known.committed_at = known.attempted_at
+                known.unsure = self._rank != COORDINATOR  # who makes them all knows them all
+        known.contents = known.contents.changed(changes)
+        return True
+
+    def _pairs(self) -> Iterable[tuple[OpenTier, _Known]]:
+        return zip(self._hierarchy.tiers, self._known, strict=True)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

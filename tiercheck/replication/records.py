@@ -1,0 +1,108 @@
+"""Sealed records: the small objects that are read to decide something.
+
+Lineage records, claims, replication jobs, markers and commit records say which versions count, who may write and what is
+whole. Each is msgpack behind a magic and a digest over its key and its content, so that a flipped bit, a record cut
+short, and a record that lies under another key's name are damage (``Corruption``) and never another meaning. The
+digest is no authentication: whoever can write to a tier can write a record that verifies.
+
+A record holds plain values only. Its length, its nesting, the number of its values and the length of its strings have
+limits for each kind of key, which are checked before anything is built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import xxhash
+
+from tiercheck.errors import Corruption
+from tiercheck.format import host_state
+from tiercheck.format.host_state import Limits
+from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey, ShardKey
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import Buffer
+
+__all__ = ["HEAD_NBYTES", "MAGIC", "digest_of", "nbytes_max", "read_record", "seal", "unseal"]
+
+MAGIC = b"tiercheck-record"
+DIGEST_NBYTES = 16
+HEAD_NBYTES = len(MAGIC) + DIGEST_NBYTES
+AT_ONCE_NBYTES = 64 << 10
+"""Longer records are unpacked by a thread: whoever reads one may be serving others."""
+
+_SMALL = Limits(nbytes=4 << 10, values=64, depth=4, text_nbytes=1 << 10, extensions=False)
+_LIMITS: Mapping[type[Key], Limits] = MappingProxyType(
+    {
+        LineageKey: _SMALL,
+        ClaimKey: _SMALL,
+        MarkerKey: _SMALL,
+        JobKey: Limits(nbytes=64 << 10, values=1 << 10, depth=8, text_nbytes=8 << 10, extensions=False),
+        CommitKey: Limits(nbytes=16 << 20, values=1 << 20, depth=8, text_nbytes=1 << 10, extensions=False),
+    }
+)
+"""A commit record has a marker of each rank; all others have a few fields."""
+
+
+def nbytes_max(key: Key) -> int:
+    """The longest record that :func:`unseal` takes for this key."""
+    return HEAD_NBYTES + _limits(key).nbytes
+
+
+def seal(key: Key, value: object) -> bytes:
+    """``value`` as the record that belongs under ``key``. Errors: ``Unstorable`` for what no reader would take."""
+    body = host_state.pack(value, name=str(key), limits=_limits(key))
+    return MAGIC + digest_of(key, body) + body
+
+
+def unseal(content: Buffer, *, key: Key, tier: str) -> Any:
+    """The value that was sealed under ``key``. ``tier`` is for messages.
+
+    Errors: ``Corruption`` naming key and tier, for anything that :func:`seal` has not made for this very key.
+    """
+    data = memoryview(content).cast("B")
+    try:
+        if data.nbytes > nbytes_max(key):
+            raise Corruption(f"a record of this kind has at most {nbytes_max(key)} bytes, not {data.nbytes}")
+        if data[: len(MAGIC)] != MAGIC or data.nbytes < HEAD_NBYTES:
+            raise Corruption("the bytes are no record of TierCheck")
+        body = data[HEAD_NBYTES:]
+        if data[len(MAGIC) : HEAD_NBYTES] != digest_of(key, body):
+            raise Corruption("the record is damaged, or belongs under another key: its checksum does not match")
+        return host_state.unpack(body, limits=_limits(key))
+    except Corruption as error:
+        raise Corruption(error.message, tier=tier, key=str(key)) from error
+
+
+async def read_record(driver: TierDriver, key: Key, *, nbytes: int | None = None) -> Any:
+    """The value that lies sealed under ``key`` in a tier.
+
+    ``nbytes``: its length, where a listing has told it; else the tier is asked, so that nothing longer than a record
+    is fetched. Errors: ``Corruption``; those of the driver.
+    """
+    name = str(key)
+    if nbytes is None:
+        nbytes = (await driver.stat(name)).nbytes
+    if nbytes > nbytes_max(key):
+        raise Corruption(
+            f"a record of this kind has at most {nbytes_max(key)} bytes, not {nbytes}", tier=driver.url, key=name
+        )
+    content = await driver.get(name)
+    if content.nbytes > AT_ONCE_NBYTES:
+        return await asyncio.to_thread(unseal, content, key=key, tier=driver.url)
+    return unseal(content, key=key, tier=driver.url)
+
+
+def _limits(key: Key) -> Limits:
+    if isinstance(key, ShardKey):
+        raise ValueError(f"{key} names a shard, not a record")
+    return _LIMITS[type(key)]
+
+
+def digest_of(key: Key, body: Buffer) -> bytes:
+    """What stands before the body of the record under ``key``."""
+    state = xxhash.xxh3_128(f"{key}\0".encode())
+    state.update(body)
+    return bytes(state.digest())

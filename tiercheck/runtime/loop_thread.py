@@ -1,0 +1,94 @@
+"""An event loop in a thread of its own, for callers that are not async: the training loop is one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tiercheck.errors import DeadlineExceeded
+
+__all__ = ["LoopThread", "process_ends"]
+
+T = TypeVar("T")
+
+CLOSE_S_MAX = 60.0
+
+
+class LoopThread:
+    """Runs coroutines for a thread that cannot await. A daemon thread: it never keeps a dying process alive."""
+
+    def __init__(self, name: str = "tiercheck") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start the coroutine; its result or error is the future's."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, what: str, deadline_s: float) -> T:
+        """Run the coroutine and wait for its result.
+
+        Errors: the coroutine's own; ``DeadlineExceeded`` (naming ``what``) after ``deadline_s`` seconds, when
+        it is cancelled.
+        """
+        return self.result(self.submit(coroutine), what=what, deadline_s=deadline_s)
+
+    def result(self, future: concurrent.futures.Future[T], *, what: str, deadline_s: float) -> T:
+        """Wait for what :meth:`submit` has returned. Errors: as :meth:`call`."""
+        try:
+            return future.result(timeout=deadline_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the coroutine's own TimeoutError, not ours
+                raise
+            future.cancel()
+            raise DeadlineExceeded(f"{what} did not finish within {deadline_s:g} s") from None
+
+    def close(self) -> None:
+        """Cancel what still runs, and stop. Idempotent.
+
+        Errors: ``DeadlineExceeded`` where a call to the operating system, such as one to a hung file system, does not
+        return; its thread stays, and the loop with it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=CLOSE_S_MAX)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineExceeded(f"what still ran could not be stopped within {CLOSE_S_MAX:g} s") from None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def process_ends(error: BaseException) -> bool:
+    """Whether the error comes of the end of the process: the interpreter shuts down, and no thread takes work any more,
+    while this one still runs."""
+    each: BaseException | None = error
+    while each is not None and not isinstance(each, RuntimeError):
+        each = each.__cause__ or each.__context__
+    if each is None:
+        return False
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(int)
+    except RuntimeError:
+        return True
+    return False
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()

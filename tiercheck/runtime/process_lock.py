@@ -1,0 +1,91 @@
+"""One live process per tier and rank on a node: what keeps two jobs from writing under one name.
+
+The claim is a lock on a file, which the kernel gives back when its holder dies, however it dies. It sees
+processes of one node; across nodes the generation record of the shared tier decides (``generation.py``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from tiercheck.errors import ConfigurationError, JobConflict
+
+__all__ = ["ProcessLock"]
+
+
+class ProcessLock:
+    """Holds the given tiers (by URL) for one rank until :meth:`release`, or the end of the process.
+
+    Errors: ``JobConflict`` naming the tier and the process that holds it; then nothing is held.
+    """
+
+    def __init__(self, tiers: Iterable[str], rank: int) -> None:
+        self._descriptors: list[int] = []
+        _claims.add(self)
+        try:
+            directory = _directory()
+            for url in tiers:
+                name = hashlib.sha256(f"{url.partition('?')[0]}\0{rank}".encode()).hexdigest()[:32]
+                self._take(directory / name, url, rank)
+        except OSError as error:
+            self.release()
+            raise ConfigurationError(
+                f"the claim on a tier takes a lock on a file in {tempfile.gettempdir()}: {error}; point TMPDIR at a "
+                "directory of this node that can be written to"
+            ) from error
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self, path: Path, url: str, rank: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._descriptors.append(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            if holder == str(os.getpid()):
+                raise JobConflict(
+                    f"this process is using {url} for rank {rank} already: close the checkpointer that it attached "
+                    "before it attaches another"
+                ) from None
+            raise JobConflict(
+                f"rank {rank} of another job on this node (process {holder}) is using {url}; end it, or give this "
+                "job a tier of its own"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Give the tiers back. Idempotent."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+_claims: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """A forked child (a data loader's worker, say) shares its parent's locks. It must not hold them beyond the
+    parent's end, or the job could not restart."""
+    for claim in list(_claims):
+        claim.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _directory() -> Path:
+    """A directory of this user's alone. It must be the same for every process of the user on the node."""
+    directory = Path(tempfile.gettempdir()) / f"tiercheck-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if directory.is_symlink() or status.st_uid != os.getuid():
+        raise ConfigurationError(f"{directory} belongs to someone else; remove it, or point TMPDIR elsewhere")
+    return directory

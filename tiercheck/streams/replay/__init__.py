@@ -1,0 +1,1 @@
+"""Replay: from a base and its differentials to the state."""

@@ -1,0 +1,212 @@
+"""Replay: from a base to the version of the last differential, in temporal order.
+
+A step is replayed by a kernel in place, several steps in one read and one write of the state, where a kernel is
+bit-exact with the optimizer that took the steps. Everything else is replayed by calling the optimizer itself.
+
+The chain passes in runs of a few steps, or of more where gradients are sparse and the closed form may be used. While
+one is replayed, the next one is made (read, verified, decoded) on another thread, and no more than that one: whatever
+the chain's length, two runs are in memory beside the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tiercheck.errors import Corruption
+from tiercheck.kernels import SparseGradient
+from tiercheck.streams.differential import Differential
+from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.replay.fidelity import Tally
+from tiercheck.streams.replay.kernel_selection import kernel_for
+from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run
+
+__all__ = ["SPARSE_STEPS_AT_ONCE", "STEPS_AT_ONCE", "Replayed", "Replayer", "replay", "replay_runs", "threads_granted"]
+
+STEPS_AT_ONCE = 5
+"""Versions in a run: what a kernel takes in one pass over the state. More of them gain little, and each costs a decoded
+gradient of memory, twice."""
+
+SPARSE_STEPS_AT_ONCE = 50
+"""The same where sparse gradients are replayed in closed form, which costs an element little more for many steps than
+for one. So many are merged as far as they take no more memory than a run of dense gradients."""
+
+MakeRuns = Callable[[int], Generator[Run, None, None]]
+"""Runs in temporal order, each made when it is asked for, by at most so many threads."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay did."""
+
+    tally: Tally
+    host_state: Mapping[str, Any] | None
+    """As of the last version; ``None`` where there was none."""
+
+
+def replay(
+    provider: StateProvider, differentials: Sequence[Differential], *, threads: int | None = None, exact: bool = True
+) -> Replayed:
+    """Apply the differentials, of consecutive versions, oldest first, to the state the provider holds.
+
+    ``threads``, ``exact``: see :func:`replay_runs`. Errors: ``Corruption`` where one names a master or a group that
+    the state does not have, before anything is changed; or where one cannot be decoded, when those before it may be
+    applied.
+    """
+
+    groups = max(provider.group_of().values(), default=-1) + 1
+    for each in differentials:
+        check_fits(each, provider.masters(), groups)
+
+    def make(granted: int) -> Generator[Run, None, None]:
+        for start in range(0, len(differentials), STEPS_AT_ONCE):
+            yield decode_run(differentials[start : start + STEPS_AT_ONCE], threads=granted)
+
+    return replay_runs(provider, make, threads=threads, exact=exact)
+
+
+def replay_runs(
+    provider: StateProvider,
+    make: MakeRuns,
+    *,
+    threads: int | None = None,
+    exact: bool = True,
+    before: Callable[[Run], None] = lambda run: None,
+) -> Replayed:
+    """Apply runs, oldest first, to the state the provider holds; make the next one while one is applied.
+
+    At most ``threads`` threads (default: torch's number of them) run kernels and codecs, the caller's included: half
+    of them replay while the other half makes the next run. With one thread the two take turns. An optimizer that is
+    called runs on as many as torch grants it. ``exact=False`` allows Adam's steps over sparse gradients to be
+    replayed by a closed form, which is faster, and within 2e-5 of the movement of what the optimizer did; that is
+    told in the tally. ``before`` is called with each run before it is applied, and must not keep it. The runs must
+    fit the state (:func:`~tiercheck.streams.replay.runs.check_fits`). Errors: those of ``make``.
+    """
+    granted = threads_granted(threads)
+    making = max(1, granted // 2)
+    replayer = Replayer(provider, threads=max(1, granted - making), exact=exact)
+    tally, host_state = Tally(), None
+
+    def apply(run: Run) -> None:
+        nonlocal tally, host_state
+        before(run)
+        replayer.apply(run)
+        tally, host_state = tally + run.tally, run.host_state
+
+    elements = sum(master.numel() for master in provider.masters().values())
+    made = make(making)
+    with closing(made if exact else merged(made, nbytes_max=4 * elements * STEPS_AT_ONCE)) as runs:
+        if granted == 1:
+            for_each(runs, apply)
+        else:
+            for_each_ahead(runs, apply)
+    return Replayed(replace(tally, approximated=replayer.approximated), host_state)
+
+
+def merged(runs: Generator[Run, None, None], *, nbytes_max: int) -> Generator[Run, None, None]:
+    """Neighbouring runs as one, up to so many bytes and :data:`SPARSE_STEPS_AT_ONCE` steps; larger ones as they are.
+
+    A run is handed out before another one is made that might not fit: two are in memory, as without merging.
+    """
+    waiting: list[Run] = []  # at most one; what is handed out is not named here
+    with closing(runs):
+        while (run := next(runs, None)) is not None:
+            more, steps = nbytes_of(run), len(run.steps)
+            if waiting and nbytes_of(waiting[0]) + more > nbytes_max:
+                yield waiting.pop()
+            waiting.append(waiting.pop().then(run) if waiting else run)
+            del run
+            full = len(waiting[0].steps) + steps > SPARSE_STEPS_AT_ONCE
+            if full or nbytes_of(waiting[0]) + more > nbytes_max:
+                yield waiting.pop()
+    if waiting:
+        yield waiting.pop()
+
+
+def nbytes_of(run: Run) -> int:
+    """What its gradients take; sparse ones twice, since what they were decoded from may be kept with them."""
+    gradients = (each for step in run.steps for each in step.gradients.values())
+    return sum(
+        2 * (g.indices.nbytes + g.values.nbytes) if isinstance(g, SparseGradient) else g.nbytes for g in gradients
+    )
+
+
+def threads_granted(threads: int | None) -> int:
+    """``threads``, or torch's number of them. Errors: ``ValueError`` for less than one."""
+    granted = torch.get_num_threads() if threads is None else threads
+    if granted < 1:
+        raise ValueError(f"a replay needs at least one thread, not {granted}")
+    return granted
+
+
+def for_each(runs: Iterator[Run], act: Callable[[Run], None]) -> None:
+    """``act`` on each run, which is gone before the next one is made."""
+    while (run := next(runs, None)) is not None:
+        act(run)
+        del run
+
+
+def for_each_ahead(runs: Iterator[Run], act: Callable[[Run], None]) -> None:
+    """``act`` on each run on this thread, while another one makes the next. A run is gone before the one after the
+    next is begun."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tiercheck-decode") as pool:
+        made = pool.submit(next, runs, None)
+        while (run := made.result()) is not None:
+            made = pool.submit(next, runs, None)
+            act(run)
+            del run
+
+
+class Replayer:
+    """Applies runs to the state that a provider holds, which they fit, on at most ``threads`` threads.
+
+    ``exact``: see :func:`replay_runs`.
+    """
+
+    def __init__(self, provider: StateProvider, *, threads: int = 1, exact: bool = True) -> None:
+        self._provider = provider
+        self._threads = threads
+        self._exact = exact
+        self.approximated = 0
+        """Steps that were replayed otherwise than bit for bit."""
+
+    def apply(self, run: Run) -> None:
+        """Apply the steps, then the buffers. Errors: ``Corruption`` for a buffer that the state does not have."""
+        waiting = run.steps
+        while waiting:
+            kernel = kernel_for(self._provider, waiting, exact=self._exact)
+            if kernel is not None:
+                kernel(self._provider, waiting, threads=self._threads)
+                if not kernel.exact:
+                    self.approximated += len(waiting)
+                break
+            # The first step makes the optimizer's state, or sets options: those after it may do without a call.
+            self._call(waiting[0])
+            waiting = waiting[1:]
+        self._load(run.buffers)
+
+    def _call(self, step: Step) -> None:
+        masters = self._provider.masters()
+        gradients = {name: dense(gradient, masters[name]) for name, gradient in step.gradients.items()}
+        self._provider.apply(gradients, step.hyperparameters)
+
+    def _load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copied at once, run by run: a buffer that waited for a newer one would keep its whole shard in memory."""
+        buffers = self._provider.buffers()
+        with torch.no_grad():
+            for name, value in values.items():
+                if name not in buffers or buffers[name].shape != value.shape:
+                    raise Corruption(f"a differential has the buffer {name!r}, which the state does not have")
+                buffers[name].copy_(value)
+
+
+def dense(gradient: Gradient, master: torch.Tensor) -> torch.Tensor:
+    """The gradient with its zeros, in the master's shape."""
+    if not isinstance(gradient, SparseGradient):
+        return gradient
+    return torch.from_numpy(gradient.dense(master.numel())).view(master.shape)

@@ -1,0 +1,46 @@
+"""Which stream a configuration asks for."""
+
+from __future__ import annotations
+
+import difflib
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.streams.codecs import CODECS
+from tiercheck.streams.differential import DifferentialStream
+from tiercheck.streams.iteration import IterationStream
+from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.snapshot import SNAPSHOT_CODECS, SnapshotStream
+
+__all__ = ["stream_of"]
+
+
+def stream_of(
+    provider: StateProvider,
+    codec_name: str,
+    world_size: int,
+    *,
+    train_on_compressed: bool = False,
+    encode_threads: int = 1,
+) -> IterationStream:
+    """What is recorded of every iteration. The arguments are those of :class:`~tiercheck.config.CheckpointConfig`.
+
+    Errors: ``ConfigurationError`` for a name that neither differentials nor snapshots have, and as for the streams.
+    """
+    if codec_name in SNAPSHOT_CODECS:
+        if train_on_compressed:
+            raise ConfigurationError(
+                f"train_on_compressed=True needs a codec of gradients, such as 'sparse'; {codec_name!r} holds none"
+            )
+        return SnapshotStream(provider, codec_name, world_size, encode_threads=encode_threads)
+    names = [*CODECS, *SNAPSHOT_CODECS]
+    if codec_name not in names:
+        close = difflib.get_close_matches(codec_name, names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigurationError(f"there is no codec {codec_name!r}: choose one of {', '.join(names)}{hint}")
+    return DifferentialStream(
+        provider,
+        codec_name,
+        world_size,
+        train_on_compressed=train_on_compressed,
+        encode_threads=encode_threads,
+    )

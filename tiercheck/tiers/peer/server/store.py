@@ -1,0 +1,345 @@
+"""The drivers behind a peer server: one a namespace, opened when it is first asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Awaitable, Callable
+
+from tiercheck.errors import CapacityExceeded, Closed, NotFound, Transient, Unauthorized
+from tiercheck.keys import validate_key
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, PAGE_MAX, Page
+from tiercheck.tiers.peer.server.effects import (
+    DeleteObjects,
+    DropMemory,
+    Greet,
+    ListObjects,
+    Memory,
+    OpenObject,
+    PublishMemory,
+    ReadChunk,
+    ReserveMemory,
+    Source,
+    StatObject,
+    StoreWhole,
+    Task,
+    UsageOf,
+)
+from tiercheck.tiers.peer.server.limits import PeerLimits
+from tiercheck.types import ByteRange, ObjectInfo, PutMode, Usage, bytes_text, shown
+
+__all__ = ["NamespaceStore", "check_namespace"]
+
+OPEN_ATTEMPTS_MAX = 100
+CHANGED = 64
+REST = 9
+"""So many times as long as a count took none is made, unless much has changed."""
+PAGE_BYTES_MAX = HEAD_BYTES_MAX // 2
+
+
+def check_namespace(name: str) -> str:
+    """``name`` if it may be a client's namespace: one component of a key. ``ValueError`` otherwise."""
+    if "/" in name:
+        raise ValueError(f"the namespace {shown(name)} has a slash")
+    return validate_key(name, bytes_max=255)
+
+
+def keys_of(task: Task) -> tuple[str, ...]:
+    """The keys that a client names by it."""
+    match task:
+        case StatObject(_, key) | StoreWhole(_, key) | ReserveMemory(_, key) | OpenObject(_, key):
+            return (key,)
+        case DeleteObjects(_, keys):
+            return keys
+    return ()
+
+
+class BufferMemory:
+    """Memory beside a driver that cannot hand out its own."""
+
+    def __init__(self, store: NamespaceStore, driver: TierDriver, key: str, nbytes: int) -> None:
+        self._store = store
+        self._driver = driver
+        self._key = key
+        self._nbytes = nbytes
+        self._map: mmap.mmap | None = mmap.mmap(-1, max(nbytes, 1))
+        self.buffer = memoryview(self._map)[:nbytes]
+
+    async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        try:
+            return await self._driver.put(self._key, [self.buffer[:nbytes]], mode=mode)
+        finally:
+            await self.drop()
+
+    async def drop(self) -> None:
+        if self._map is not None:
+            self._map = None
+            self.buffer = memoryview(b"")
+            self._store.buffered_bytes -= self._nbytes
+
+
+class _Tally:
+    """How much there is at most: what was counted last, and all that came since.
+
+    A count reads all objects there are, and so finds what was deleted or replaced. It is made only if the limit is
+    reached: at once if more than one in :data:`CHANGED` objects may be gone, else for a tenth of the time at most.
+    """
+
+    def __init__(self, count: Callable[[], Awaitable[int]]) -> None:
+        self.most = 0
+        self._count = count
+        self._added = 0
+        self._changes = 0
+        self._rests_until = 0.0
+
+    def add(self, more: int) -> None:
+        self.most += more
+        self._added += more
+        self.changed(1)
+
+    def changed(self, objects: int) -> None:
+        """So many may have been deleted, or replaced."""
+        self._changes += objects
+
+    async def fits(self, more: int, limit: int, objects: int) -> bool:
+        """``objects``: so many are read for a count."""
+        clock = asyncio.get_running_loop().time
+        if self.most + more > limit:
+            began = clock()
+            if self._changes > objects // CHANGED or began >= self._rests_until:
+                added, self._changes = self._added, 0
+                counted = await self._count()
+                self.most = counted + self._added - added
+                self._rests_until = clock() + REST * (clock() - began)
+        return self.most + more <= limit
+
+
+async def count_objects(driver: TierDriver) -> int:
+    return len([None async for _ in driver.list()])
+
+
+class NamespaceStore:
+    """Does the protocol's tasks, within ``limits``, for objects whose keys ``may_name`` allows."""
+
+    def __init__(
+        self,
+        open_namespace: Callable[[str], Awaitable[TierDriver]],
+        limits: PeerLimits,
+        may_name: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        self._open_namespace = open_namespace
+        self._limits = limits
+        self._may_name = may_name
+        self._drivers: dict[str, TierDriver] = {}
+        self._opening = asyncio.Lock()
+        self._reserving = asyncio.Lock()
+        self.buffered_bytes = 0
+        self._used_bytes = _Tally(self._measure)
+        self._objects = _Tally(self._count)
+
+    async def close(self) -> None:
+        """Close the drivers; the first error is raised once all of them were closed."""
+        errors: list[BaseException] = []
+        while self._drivers:
+            _, driver = self._drivers.popitem()
+            try:
+                await driver.close()
+            except Exception as error:  # noqa: BLE001  (raised below)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def do(self, task: Task) -> object:
+        """The outcome of ``task``. Errors: ``Unauthorized`` for a key that no object may have here; the drivers'."""
+        for key in keys_of(task):
+            if not self._may_name(key):
+                raise Unauthorized("no object of this name may lie in a neighbour's memory", key=key)
+        try:
+            return await self._done(task)
+        except Closed as error:
+            raise Transient("the namespace, which was empty, is being closed; try again") from error
+
+    async def _done(self, task: Task) -> object:
+        match task:
+            case Greet(namespace):
+                await self.driver(namespace)
+                return None
+            case StatObject(namespace, key):
+                return await (await self.driver(namespace)).stat(key)
+            case ListObjects():
+                return await self._list(task)
+            case DeleteObjects(namespace, keys):
+                await (await self.driver(namespace)).delete(keys)
+                self._objects.changed(len(keys))
+                self._used_bytes.changed(len(keys))
+                return None
+            case UsageOf(namespace):
+                return await self._usage(namespace)
+            case StoreWhole(namespace, key, data, mode):
+                driver = await self.driver(namespace)
+                with memoryview(data) as view:
+                    await self._make_room(view.nbytes, key)
+                    return await driver.put(key, [view], mode=mode)
+            case ReserveMemory(namespace, key, nbytes):
+                return await self._reserve(namespace, key, nbytes)
+            case PublishMemory(memory, mode):
+                return await memory.publish(mode=mode)
+            case DropMemory(memory):
+                await memory.drop()
+                return None
+            case OpenObject():
+                return await self._open(task)
+            case ReadChunk(source, wanted):
+                return await self._read(source, wanted)
+
+    async def driver(self, namespace: str) -> TierDriver:
+        """The namespace's driver, open. Errors: ``CapacityExceeded`` for one namespace too many; the driver's."""
+        found = self._drivers.get(namespace)
+        if found is not None:
+            return found
+        check_namespace(namespace.rpartition("/")[2])
+        async with self._opening:
+            found = self._drivers.get(namespace)
+            if found is None:
+                if len(self._drivers) >= self._limits.namespaces and not await self._close_an_empty_one():
+                    raise CapacityExceeded(
+                        f"the server holds {len(self._drivers)} namespaces, as many as PeerLimits.namespaces allows"
+                    )
+                found = await self._open_namespace(namespace)
+                self._drivers[namespace] = found
+                self._used_bytes.add((await found.usage()).used_bytes)
+                self._objects.add(await count_objects(found))
+        return found
+
+    async def _close_an_empty_one(self) -> bool:
+        """Whether there was a namespace with nothing in it."""
+        for namespace, driver in list(self._drivers.items()):
+            if (await driver.usage()).used_bytes == 0 and not await count_objects(driver):
+                del self._drivers[namespace]
+                await driver.close()
+                return True
+        return False
+
+    # Memory.
+
+    async def _make_room(self, nbytes: int, key: str) -> None:
+        """Errors: ``CapacityExceeded`` where ``nbytes`` more, or one object more, would be too many."""
+        if not await self._objects.fits(1, self._limits.objects, self._objects.most):
+            raise CapacityExceeded(
+                f"the peer keeps {self._objects.most} objects, as many as PeerLimits.objects allows", key=key
+            )
+        limit_bytes = self._limits.memory_bytes
+        if not await self._used_bytes.fits(nbytes, limit_bytes, self._objects.most):
+            raise CapacityExceeded(
+                f"{bytes_text(nbytes)} do not fit into the peer's memory: {bytes_text(self._used_bytes.most)} of "
+                f"{bytes_text(limit_bytes)} (PeerLimits.memory_bytes) are in use; raise it or delete objects",
+                key=key,
+            )
+        self._used_bytes.add(nbytes)
+        self._objects.add(1)
+
+    async def _measure(self) -> int:
+        used = [(await driver.usage()).used_bytes for driver in list(self._drivers.values())]
+        return self.buffered_bytes + sum(used)
+
+    async def _count(self) -> int:
+        return sum([await count_objects(driver) for driver in list(self._drivers.values())])
+
+    async def _reserve(self, namespace: str, key: str, nbytes: int) -> Memory:
+        driver = await self.driver(namespace)
+        async with self._reserving:
+            await self._make_room(nbytes, key)
+            if driver.capabilities.mappable:
+                return await driver.reserve(key, nbytes)
+            if self.buffered_bytes + nbytes > self._limits.buffer_bytes:
+                raise CapacityExceeded(
+                    f"{bytes_text(nbytes)} do not fit into the peer's buffer: {bytes_text(self.buffered_bytes)} of "
+                    f"{bytes_text(self._limits.buffer_bytes)} (PeerLimits.buffer_bytes) are in use",
+                    key=key,
+                )
+            try:
+                memory = BufferMemory(self, driver, key, nbytes)
+            except (OSError, OverflowError, MemoryError) as error:
+                raise CapacityExceeded(f"the peer has no memory for {bytes_text(nbytes)}", key=key) from error
+            self.buffered_bytes += nbytes
+            return memory
+
+    async def _usage(self, namespace: str) -> Usage:
+        usage = await (await self.driver(namespace)).usage()
+        room = max(0, self._limits.memory_bytes - await self._measure())
+        if usage.limit_bytes is not None:
+            room = min(room, max(0, usage.limit_bytes - usage.used_bytes))
+        return Usage(usage.used_bytes, usage.used_bytes + room)
+
+    # Reading.
+
+    async def _list(self, task: ListObjects) -> Page:
+        driver = await self.driver(task.namespace)
+        after = task.after.encode()
+        entries: list[tuple[str, int, str]] = []
+        nbytes = 0
+        async for info in driver.list(task.prefix):
+            encoded = info.key.encode()
+            if encoded <= after:
+                continue
+            nbytes += len(encoded) + len(info.etag) + 32
+            if entries and (nbytes > PAGE_BYTES_MAX or len(entries) >= PAGE_MAX):
+                return Page(tuple(entries), True)
+            entries.append((info.key, info.nbytes, info.etag))
+        return Page(tuple(entries), False)
+
+    async def _open(self, task: OpenObject) -> Source:
+        driver = await self.driver(task.namespace)
+        for _ in range(OPEN_ATTEMPTS_MAX):
+            if not driver.capabilities.mappable:
+                source = await self._open_unmapped(driver, task)
+                if source is not None:
+                    return source
+                continue
+            info = await driver.stat(task.key)
+            content = await driver.get(task.key, range=task.wanted)
+            # The content's own etag matters only to a reader that has to come back for more of it.
+            if content.nbytes <= task.whole_bytes or await self._is_still(driver, info):
+                start = 0 if task.wanted is None else task.wanted.start
+                wanted = ByteRange(start, start + content.nbytes)
+                return Source(task.namespace, task.key, wanted, info.etag, content)
+        raise Transient("the object is replaced faster than it can be opened; try again", key=task.key)
+
+    async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> Source | None:
+        """``None`` where the object was replaced meanwhile by one that is no longer what was prepared for."""
+        info = await driver.stat(task.key)
+        wanted = ByteRange(0, info.nbytes) if task.wanted is None else task.wanted
+        if wanted.stop > info.nbytes:
+            raise ValueError(f"{wanted} reaches past the end of {task.key!r}, which has {info.nbytes} bytes")
+        content = None
+        if len(wanted) <= task.whole_bytes:
+            try:
+                content = await driver.get(task.key, range=task.wanted)
+            except ValueError:
+                if await self._is_still(driver, info):
+                    raise
+                return None
+            if content.nbytes != len(wanted):
+                return None
+        return Source(task.namespace, task.key, wanted, info.etag, content, copied=content is not None)
+
+    async def _read(self, source: Source, wanted: ByteRange) -> memoryview:
+        driver = await self.driver(source.namespace)
+        replaced = NotFound("the object was replaced while it was read", key=source.key)
+        try:
+            content = await driver.get(source.key, range=wanted)
+        except ValueError as error:  # past the end of a shorter one
+            if (await driver.stat(source.key)).etag != source.etag:
+                raise replaced from error
+            raise
+        if (await driver.stat(source.key)).etag != source.etag:
+            raise replaced
+        return content
+
+    @staticmethod
+    async def _is_still(driver: TierDriver, info: ObjectInfo) -> bool:
+        try:
+            return await driver.stat(info.key) == info
+        except NotFound:
+            return False

@@ -1,0 +1,137 @@
+"""Objects as files of a directory on a disk: ``nvme:///mnt/ssd/run[?survives=rack][&io=direct]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tiercheck.errors import Unsupported
+from tiercheck.tiers.posix.direct import ALIGNMENT, direct_obstacle
+from tiercheck.tiers.posix.directory import ObjectDirectory
+from tiercheck.tiers.posix.file_driver import FileDriver
+from tiercheck.tiers.posix.mounts import mount_of, traits_of
+from tiercheck.tiers.posix.probe import CANDIDATES, Geometry, measure_geometry
+from tiercheck.tiers.posix.transfer import Blocks, Sequential
+from tiercheck.tiers.url import TierURL, directory_of, number_from, parse_size
+from tiercheck.types import Capabilities, Survives
+
+__all__ = ["NvmeDriver", "parse_block", "parse_io"]
+
+DEPTH_MAX = 64
+BLOCK_BYTES_MAX = 256 << 20
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems that are a page cache: there is nothing to go past."""
+
+
+class NvmeDriver(FileDriver):
+    """Any local or mounted directory.
+
+    A put returns once the file, its name and the directories above it are on the disk (fsync of each).
+
+    Objects of 1 MiB and more go past the page cache (``O_DIRECT``), several blocks at a time, with room for the
+    whole object allocated before its first byte is written. What is not aligned in memory takes the way through
+    bounce buffers, at most ``(depth + 4) x block`` bytes of them. ``get(into=...)`` reads the same way, unless the
+    page cache holds the object; ``get`` without it maps the file. ``io`` says whether: ``auto`` (the default: where
+    it works), ``direct`` (an error at open where it does not) or ``buffered``. ``block`` and ``depth`` are found
+    by a short trial when the first tier on a device is opened, unless given. :meth:`facts` says what was chosen.
+
+    ``survives`` defaults to ``PROCESS``. The bytes outlive the node's power as well, but while the node is
+    away nobody can read a local disk, and a node that fails for good takes it along: a recovery from a node
+    failure must not count on it. A directory on shared storage (NFS, a parallel file system) may claim what
+    that storage outlives, with ``?survives=node``, ``rack`` or ``site``; where several nodes use it, ``lustre://`` is
+    the better driver for it: this one expects a mount to show at once what other nodes did.
+
+    Conditional puts: a ``CREATE`` gives the file its name by ``link``, which no other client can do as well, whatever
+    locks there are. An ``UPDATE`` needs a lock that excludes all clients. A local file system has it; so has a mount
+    known to carry flock to its server (NFS 4, Lustre with ``-o flock``, GPFS, CephFS, GlusterFS, JuiceFS). On any other
+    ``capabilities.conditional_put`` is false once the driver is open: its locks may be this node's own, and nothing
+    tells.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        survives: Survives = Survives.PROCESS,
+        io: str = "auto",
+        block: int | None = None,
+        depth: int | None = None,
+    ) -> None:
+        super().__init__(
+            ObjectDirectory(directory_of("nvme", root), durable=True),
+            TierURL("nvme", str(root)).text,
+            Capabilities(survives=survives, mappable=False, conditional_put=True, parts_in_flight=4),
+        )
+        self._io = io
+        self._block = block
+        self._depth = depth
+        self._facts: dict[str, str] = {}
+
+    @classmethod
+    def from_url(cls, url: TierURL) -> NvmeDriver:
+        options = url.reader()
+        survives = options.take("survives", Survives.parse, Survives.PROCESS)
+        io = options.take("io", parse_io, "auto")
+        block = options.take("block", parse_block, None)
+        depth = options.take("depth", number_from(1, DEPTH_MAX), None)
+        options.finish()
+        return cls(Path(url.location), survives=survives, io=io, block=block, depth=depth)
+
+    def facts(self) -> Mapping[str, str]:
+        """``file system``: its type; ``locks``: whether puts know conditions; ``io``: ``direct 4 MiB x 4``, or
+        ``buffered`` and why."""
+        return dict(self._facts)
+
+    def prepare(self) -> None:
+        super().prepare()
+        mount = mount_of(self.directory.root)
+        kind, locks = mount.type, traits_of(mount).locks
+        self._capabilities = replace(self._capabilities, conditional_put=locks)
+        obstacle, geometry = self._examine(kind)
+        if obstacle is None:
+            self.directory.transfer = Blocks(block_bytes=geometry.block_bytes, depth=geometry.depth, direct=True)
+        elif self._io == "direct":
+            raise Unsupported(f"io=direct cannot be had here: {obstacle}; use io=auto")
+        else:
+            self.directory.transfer = Sequential()
+        self._facts = {
+            "file system": kind,
+            "locks": "flock" if locks else "none across nodes, as far as is known: puts know no conditions",
+            "io": f"direct {geometry}" if obstacle is None else f"buffered ({obstacle})",
+        }
+
+    def _examine(self, kind: str) -> tuple[str | None, Geometry]:
+        """What is in the way of direct transfers, and the geometry for them, from a file that is tried out."""
+        default = Geometry(self._block or CANDIDATES[0].block_bytes, self._depth or CANDIDATES[0].depth)
+        if self._io == "buffered":
+            return "as the URL asks", default
+        if kind in IN_MEMORY:
+            return f"{kind} has no O_DIRECT: it is memory", default
+        temporary = self.directory.create_temporary(0, lambda: None)
+        try:
+            obstacle = direct_obstacle(temporary.fd)
+            if obstacle is None and (self._block is None or self._depth is None):
+                found = measure_geometry(temporary.fd)
+                default = Geometry(self._block or found.block_bytes, self._depth or found.depth)
+            return (f"{kind} has {obstacle}" if obstacle == "no O_DIRECT" else obstacle), default
+        except OSError as error:
+            # Full, or read-only, or worse: a put will say so. Reading must go on all the same.
+            return f"the trial failed: {error.strerror}", default
+        finally:
+            self.directory.discard(temporary)
+
+
+def parse_io(text: str) -> str:
+    """``auto``, ``direct`` or ``buffered``; ``ValueError`` otherwise."""
+    if text not in ("auto", "direct", "buffered"):
+        raise ValueError(f"{text!r} is none of auto, direct and buffered")
+    return text
+
+
+def parse_block(text: str) -> int:
+    """A size that is a multiple of 4096 bytes, 256 MiB at most."""
+    nbytes = parse_size(text)
+    if not ALIGNMENT <= nbytes <= BLOCK_BYTES_MAX or nbytes % ALIGNMENT:
+        raise ValueError(f"{text!r} is no multiple of {ALIGNMENT} bytes up to 256 MiB")
+    return nbytes

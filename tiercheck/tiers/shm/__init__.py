@@ -1,0 +1,1 @@
+"""This node's shared memory: ``shm://``."""

@@ -1,0 +1,50 @@
+"""Huge pages of a tmpfs: 2 MiB at a time, allocated and cleared at several times the speed of 4 KiB.
+
+A mount decides (``huge=``): ``always`` and ``within_size`` need nothing of us; with ``advise`` pages are huge where
+a mapping that asks for it touches them first; ``never``, the default of ``/dev/shm``, has none.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+from tiercheck.tiers.posix.mounts import mount_of
+from tiercheck.tiers.shm.populate import MADV_POPULATE_WRITE
+
+__all__ = ["back_with_huge_pages", "huge_pages_of", "pages_text"]
+
+
+def huge_pages_of(folder: Path) -> str:
+    """The ``huge=`` of the mount that ``folder`` lies on; ``never`` where that is no tmpfs, or cannot be told."""
+    mount = mount_of(folder)
+    options = dict(option.partition("=")[::2] for option in mount.options)
+    return options.get("huge", "never") if mount.type == "tmpfs" else "never"
+
+
+def pages_text(huge: str) -> str:
+    """What to tell people about a mount with ``huge``."""
+    if huge in ("always", "within_size"):
+        return f"huge (mount: huge={huge})"
+    if huge == "advise":
+        return "huge (mount: huge=advise, advised)"
+    return "4 KiB (first writes are faster on a tmpfs mounted with huge=always: mount=...)"
+
+
+def back_with_huge_pages(fd: int, start: int, nbytes: int) -> None:
+    """Touch ``[start, start + nbytes)`` of the file through a mapping that asks for huge pages.
+
+    What it cannot do is left for others to allocate. Errors: ``OSError`` ``ENOSPC`` where the mount is full.
+    """
+    offset = start - start % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(fd, start + nbytes - offset, offset=offset) as mapping:
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno in (errno.EFAULT, errno.ENOMEM):  # where a write would have raised SIGBUS
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            if error.errno != errno.EINVAL:
+                raise

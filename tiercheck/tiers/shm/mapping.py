@@ -1,0 +1,311 @@
+"""Segments written through this process's memory: reservations, large puts, and memory made ready for both.
+
+A reservation is as large as its object may become, and most objects stay smaller. Cutting the file would give
+pages away that the next reservation must get afresh. So a reservation is two files in one window: the *head*, as
+long as objects of this kind have lately been, which becomes the object; and behind it the *tail*, which returns
+to the pool untouched, unless the object is longer than expected: then what lies in it is copied to the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tiercheck.errors import CapacityExceeded
+from tiercheck.tiers.posix.direct import address_of
+from tiercheck.tiers.posix.files import write_buffers
+from tiercheck.tiers.posix.object_files import payload_bytes
+from tiercheck.tiers.shm.mapped_region import MappedRegion, MappedRegionCache
+from tiercheck.tiers.shm.numa import Locality
+from tiercheck.tiers.shm.pinning import CudaPinning
+from tiercheck.tiers.shm.pool import NOBODY, SPARE_BYTES_MIN, Selection, whole_pages
+from tiercheck.tiers.shm.segments import Segment, SegmentDirectory
+from tiercheck.tiers.threads import Threads
+from tiercheck.types import ObjectInfo, Payload, PutMode
+
+__all__ = ["MappedSegment", "MappedSegments"]
+
+Check = Callable[[], None]
+
+KEPT_WINDOWS_MAX = 512
+EXPECTATIONS_MAX = 64
+COPIED_AT_ONCE_BYTES = 8 << 20
+"""By each of several threads."""
+COPIED_ALONE_BYTES = 256 << 20
+"""By one thread. The C library copies what is this large several pages at a time, a tenth faster; a cancellation is
+noticed within 30 ms."""
+
+
+class MappedSegments:
+    """The segments of ``directory`` that this process maps, ``copy_threads`` of which copy a large put.
+
+    Memory beside the tier's: none of its own. The windows that are kept map files that the tier counts.
+    """
+
+    def __init__(
+        self, directory: SegmentDirectory, *, pinning: CudaPinning, locality: Locality, copy_threads: int
+    ) -> None:
+        self.directory = directory
+        self.cache = MappedRegionCache(KEPT_WINDOWS_MAX)
+        self.pinning = pinning
+        self.locality = locality
+        self._copiers = Threads(copy_threads, "tiercheck copy")
+        self._lock = threading.Lock()
+        self._expected: dict[int, int] = {}  # bytes of a reservation -> bytes of the object that it last became
+        self._pins = False
+        self._selection = Selection(known=self.cache, fixed=self.cache.pinned)
+
+    def close(self) -> None:
+        """Unmap what is kept."""
+        self._copiers.close()
+        self.cache.clear()
+
+    def reserve(self, nbytes: int, check: Check) -> MappedSegment:
+        """Memory of ``nbytes``, backed and mapped. Errors: ``CapacityExceeded``."""
+        self.locality.apply()
+        head = self.directory.take(self._head_bytes(nbytes), nbytes, check, self._selection)
+        tail: Segment | None = None
+        try:
+            missing = nbytes - head.nbytes
+            if missing >= SPARE_BYTES_MIN:
+                tail = self.directory.take(missing, 2 * missing, check, Selection(fixed=self.cache.pinned))
+            elif missing:
+                head = self.directory.extend(head, nbytes, check)
+            region: MappedRegion | None = None
+            if nbytes:  # nothing cannot be mapped
+                region = self._region(head, nbytes, check)
+                if tail is not None:
+                    region.show_behind(tail.fd, whole_pages(missing))
+            return MappedSegment(self, head, tail, region, nbytes)
+        except BaseException:
+            with contextlib.ExitStack() as undo:
+                for segment in filter(None, (head, tail)):
+                    undo.callback(self.directory.discard, segment.temporary)
+            raise
+
+    def store(self, key: str, payload: Payload, mode: PutMode, check: Check) -> ObjectInfo:
+        """Put: as :meth:`ObjectDirectory.store`, at the speed of memory where pages are recycled."""
+        nbytes = payload_bytes(payload)
+        if nbytes < SPARE_BYTES_MIN:
+            return self.directory.store(key, payload, mode, check)
+        self.locality.apply()
+        # What another process keeps ready, and may have pinned, is for its reservations: a put would bring it back as
+        # nobody's, cut to another length.
+        segment = self.directory.take(nbytes, nbytes, check, replace(self._selection, owned=False))
+        region: MappedRegion | None = None
+        try:
+            if 2 * segment.recycled_bytes >= nbytes:
+                region = self._region(segment, nbytes, check)
+                self._copy(payload, region.address, check)
+            else:
+                write_buffers(segment.fd, payload, check)  # fresh pages: mapping them would only add to the cost
+            check()
+            return self.directory.publish(segment.temporary, key, mode)
+        finally:
+            if region is not None:
+                self.cache.keep(region, segment.fd)
+            self.directory.discard(segment.temporary)
+
+    def map_to_read(self, fd: int, nbytes: int) -> memoryview | None:
+        """An open object of ``nbytes``, read-only, where this process has written it: it is mapped still, to the last
+        page. The open file, and its lock, are held as long as a view is left.
+
+        ``None`` for anybody else's object, and for memory that is pinned: that must be unpinned when the driver is
+        closed, whoever still reads.
+        """
+        region = self.cache.find(fd)
+        if region is None or region.is_pinned or region.shown_bytes < nbytes:
+            return None
+        return region.lend_to_read(nbytes, os.dup(fd))
+
+    def prepare(self, sizes: Sequence[tuple[int, int]], check: Check) -> None:
+        """Put segments into the pool that cost nothing to reserve: backed, mapped, and pinned where there is a GPU.
+
+        Those that are there already are used. Errors: ``CapacityExceeded``; what is ready by then stays.
+        """
+        wanted = sorted(((nbytes, count) for nbytes, count in sizes if nbytes >= SPARE_BYTES_MIN), reverse=True)
+        self.directory.check_room_for_spares(sum(nbytes * count for nbytes, count in wanted))
+        if wanted and self.pinning.available():
+            self.locality.near_device(self.pinning.pci_bus_id())
+        self.locality.apply()
+        ready: list[tuple[Segment, MappedRegion]] = []
+        try:
+            # All of them are held at a time, so that none is taken twice.
+            for nbytes in itertools.chain.from_iterable(itertools.repeat(*pair) for pair in wanted):
+                check()
+                ready.append(self._prepared(nbytes, check))
+        finally:
+            for segment, region in ready:
+                os.utime(segment.fd)  # the pool gives up the oldest first
+                self.cache.keep(region, segment.fd)
+                self.directory.discard(segment.temporary, owner=os.getpid())
+
+    def learn(self, reserved_bytes: int, nbytes: int) -> None:
+        """A reservation became an object of ``nbytes``."""
+        with self._lock:
+            self._expected.pop(reserved_bytes, None)
+            self._expected[reserved_bytes] = nbytes
+            if len(self._expected) > EXPECTATIONS_MAX:
+                del self._expected[next(iter(self._expected))]
+
+    # Details.
+
+    def _head_bytes(self, nbytes: int) -> int:
+        """The head's bytes: all, where the rest is not worth a file, or must be pinned as one piece."""
+        head_bytes = whole_pages(self._expected.get(nbytes, nbytes))
+        return nbytes if self._pins or nbytes - head_bytes < SPARE_BYTES_MIN else head_bytes
+
+    def _prepared(self, nbytes: int, check: Check) -> tuple[Segment, MappedRegion]:
+        head_bytes = self._head_bytes(nbytes)
+        segment = self.directory.take(head_bytes, head_bytes, check, replace(self._selection, owned=False))
+        try:
+            region = self._region(segment, nbytes, check)
+            if not region.is_pinned:
+                unpin = self.pinning.pin(region.address, region.shown_bytes)
+                if unpin is not None:
+                    region.pinned(unpin)
+                    self._pins = True
+        except BaseException:
+            self.directory.discard(segment.temporary)
+            raise
+        return segment, region
+
+    def _region(self, segment: Segment, room: int, check: Check) -> MappedRegion:
+        """A window that shows the segment, populated: the one it had here, if any."""
+        kept = self.cache.take(segment.inode)
+        shown_bytes = whole_pages(segment.nbytes)
+        if kept is None or kept.region.room < room:
+            region = MappedRegion(2 * whole_pages(room))  # addresses cost nothing; the file may be longer next time
+        else:
+            region = kept.region
+            undisturbed = segment.mtime_ns == kept.mtime_ns
+            region.cut(segment.recycled_bytes if undisturbed else 0)
+            if not undisturbed or region.shown_bytes != shown_bytes:
+                region.unpin()  # it is not the same pages any more
+        region.show(segment.fd, shown_bytes)
+        region.populate(check)
+        return region
+
+    def _copy(self, payload: Payload, address: int, check: Check) -> None:
+        """Copy the buffers to ``address``, one after the other; no view of them outlives the call."""
+
+        def copy(piece: tuple[int, int, int]) -> None:
+            check()
+            ctypes.memmove(*piece)
+
+        views = [memoryview(buffer) for buffer in payload if len(buffer)]
+        try:
+            at_once = COPIED_ALONE_BYTES if self._copiers.count == 1 else COPIED_AT_ONCE_BYTES
+            self._copiers.share(list(_pieces(views, address, at_once)), copy)
+        finally:
+            for view in views:
+                view.release()
+
+
+class MappedSegment:
+    """Memory for an object of up to ``nbytes``; ``view`` is that memory."""
+
+    def __init__(
+        self, segments: MappedSegments, head: Segment, tail: Segment | None, region: MappedRegion | None, nbytes: int
+    ) -> None:
+        self.nbytes = nbytes
+        self.view = memoryview(bytearray()) if region is None else region.lend(nbytes)
+        self._segments = segments
+        self._directory = segments.directory
+        self._head: Segment | None = head
+        self._tail = tail
+        self._region = region
+        self._lock = threading.Lock()
+
+    def publish(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo:
+        """Make the first ``nbytes`` the object, once. :meth:`give_back` must follow, whether it raises or not."""
+        with self._lock:
+            if self._head is None:
+                raise RuntimeError(f"the segment for {key!r} was given back before it could be published")
+            self._segments.learn(self.nbytes, nbytes)
+            if self._region is not None and self._region.is_pinned:
+                info = self._publish_pinned(key, nbytes, mode, check)
+                if info is not None:
+                    return info
+            head = self._head
+            if nbytes > head.nbytes:
+                head = self._head = self._lengthened(head, nbytes, check)
+            alone = self._release_view()
+            try:
+                check()
+                if self._region is not None:
+                    self._region.cut(nbytes)
+                return self._directory.publish_beginning(head, nbytes, key, mode)
+            finally:
+                self._close(alone)
+
+    def give_back(self) -> None:
+        """Unmap and close; a segment that was not published goes to the pool. Idempotent."""
+        with self._lock:
+            if self._head is not None:
+                self._close(self._release_view())
+
+    def _publish_pinned(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo | None:
+        """Publish a copy where cutting the file would take pages away that are pinned.
+
+        The GPU would go on writing to them, and nobody would see what it wrote; and pinning takes longer than
+        copying. ``None`` where the segment itself is to be published.
+        """
+        assert self._head is not None
+        if whole_pages(nbytes) == whole_pages(self._head.nbytes):
+            return None
+        try:
+            with self.view[:nbytes] as content:
+                info = self._segments.store(key, [content], mode, check)
+        except CapacityExceeded:
+            assert self._region is not None
+            self._region.unpin()  # no room for both
+            return None
+        self._close(self._release_view())
+        return info
+
+    def _lengthened(self, head: Segment, nbytes: int, check: Check) -> Segment:
+        """The head with what lies in the tail copied to it."""
+        longer = self._directory.extend(head, nbytes, check)
+        at = head.nbytes
+        while at < nbytes:
+            check()
+            with self.view[at : min(nbytes, at + COPIED_AT_ONCE_BYTES)] as part:
+                at += os.pwrite(head.fd, part, at)
+        return longer
+
+    def _release_view(self) -> bool:
+        """Whether nobody else has the memory: no slice of the view, no array made of it."""
+        try:
+            self.view.release()
+        except BufferError:
+            return False
+        return self._region is None or not self._region.is_lent
+
+    def _close(self, alone: bool) -> None:
+        head, tail, region = self._head, self._tail, self._region
+        self._head = self._tail = self._region = None
+        assert head is not None
+        if region is not None and alone:
+            region.hide_behind()
+            if region.shown_bytes >= SPARE_BYTES_MIN:
+                self._segments.cache.keep(region, head.fd)
+        try:
+            if tail is not None:
+                self._directory.discard(tail.temporary, mapped=not alone)
+        finally:
+            self._directory.discard(head.temporary, mapped=not alone, owner=os.getpid() if alone else NOBODY)
+
+
+def _pieces(views: Sequence[memoryview], address: int, at_once: int) -> Iterator[tuple[int, int, int]]:
+    """Where to, where from, how many bytes: ``at_once`` at most."""
+    for view in views:
+        source = address_of(view)
+        for at in range(0, view.nbytes, at_once):
+            yield address + at, source + at, min(at_once, view.nbytes - at)
+        address += view.nbytes

@@ -1,0 +1,302 @@
+"""Files kept for reuse, and the counts that tell whether there is room.
+
+What a spare is stands in its name, ``<bytes>-<owner>-<token>``, so that looking for one takes a single reading of
+the directory. ``owner`` is the process that has it mapped already and would have it back, 0 where nobody has: a
+hint, no lock. Everything here is called under the directory's lock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tiercheck.tiers.posix.files import closed_on_error, try_lock, unlock, unlock_and_close
+
+__all__ = [
+    "ANY",
+    "NOBODY",
+    "SPARE_BYTES_MIN",
+    "Counts",
+    "PoolAccounting",
+    "SegmentPool",
+    "Selection",
+    "Spare",
+    "whole_pages",
+]
+
+SPARE_BYTES_MIN = 128 << 10
+"""Smaller files are not worth keeping."""
+NOBODY = 0
+# What it costs to use a spare that does not fit, per byte (from measurements; only the ratios matter).
+GROWTH_COST = 6
+MAPPING_COST = 2
+TRESPASS_COST = 4
+CUT_COST = 1
+
+
+class Kind(NamedTuple):
+    """What makes spares equally good, but for where they are mapped."""
+
+    nbytes: int
+    owner: int
+
+    @property
+    def is_owned_elsewhere(self) -> bool:
+        return self.owner not in (NOBODY, os.getpid()) and alive(self.owner)
+
+
+class Spare(NamedTuple):
+    name: str
+    kind: Kind
+    inode: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.kind.nbytes
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which spares suit who takes one."""
+
+    known: Container[int] = ()
+    """Inodes that are mapped here already."""
+    fixed: Container[int] = ()
+    """Inodes whose pages must stay what they are: their files are not cut and not extended."""
+    owned: bool = True
+    """Those that other living processes would have back may be taken too."""
+
+
+ANY = Selection()
+
+
+class Counts(NamedTuple):
+    """Bytes of objects and temporary files; bytes and number of spares; how often spares came or went."""
+
+    charged: int
+    pooled_bytes: int
+    pooled_files: int
+    changes: int
+
+
+class PoolAccounting:
+    """The counts, in a file. A crash may leave them too high, and a recount puts them right."""
+
+    _LAYOUT = struct.Struct("<4Q")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def close(self) -> None:
+        """Close the file; the next call opens it again."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def read(self) -> Counts:
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return Counts(*self._LAYOUT.unpack(os.pread(self._fd, self._LAYOUT.size, 0).ljust(self._LAYOUT.size, b"\0")))
+
+    def add(self, *, charged: int = 0, pooled_bytes: int = 0, pooled_files: int = 0) -> Counts:
+        """Add to the counts; returns the new ones."""
+        old = self.read()
+        new = Counts(
+            max(0, old.charged + charged),
+            max(0, old.pooled_bytes + pooled_bytes),
+            max(0, old.pooled_files + pooled_files),
+            old.changes + (pooled_files != 0),
+        )
+        assert self._fd is not None
+        os.pwrite(self._fd, self._LAYOUT.pack(*new), 0)
+        return new
+
+    def set(self, *, charged: int | None = None, pooled: list[Spare] | None = None) -> Counts:
+        """Replace what is given."""
+        now = self.read()
+        return self.add(
+            charged=0 if charged is None else charged - now.charged,
+            pooled_bytes=0 if pooled is None else sum(spare.nbytes for spare in pooled) - now.pooled_bytes,
+            pooled_files=0 if pooled is None else len(pooled) - now.pooled_files,
+        )
+
+
+class SegmentPool:
+    """The files in ``folder``. Counted before they come and after they went, so that a count is never too low.
+
+    The directory is read anew only after another process has changed it, which the count of changes tells.
+    """
+
+    def __init__(self, folder: Path, ledger: PoolAccounting) -> None:
+        self.folder = folder
+        self._accounting = ledger
+        self._listed: defaultdict[Kind, dict[str, Spare]] = defaultdict(dict)
+        self._listed_at = -1  # that many changes there had been
+
+    def scan(self) -> list[Spare]:
+        """All spares, as they are in the directory. Files with other names are removed: they were never finished."""
+        self._listed.clear()
+        self._listed_at = self._accounting.read().changes
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                try:
+                    size, owner, _ = entry.name.split("-")
+                    kind = Kind(int(size, 16), int(owner, 16))
+                except ValueError:
+                    (self.folder / entry.name).unlink()
+                else:
+                    self._listed[kind][entry.name] = Spare(entry.name, kind, entry.inode())
+        return [spare for alike in self._listed.values() for spare in alike.values()]
+
+    def listed(self) -> Mapping[Kind, Mapping[str, Spare]]:
+        """All spares, by kind and name."""
+        if self._accounting.read().changes != self._listed_at:
+            self.scan()
+        return self._listed
+
+    def path_for(self, nbytes: int, inode: int, owner: int = NOBODY) -> str:
+        """A name for a spare to be, which is counted already."""
+        spare = Spare(f"{nbytes:x}-{owner:x}-{secrets.token_hex(8)}", Kind(nbytes, owner), inode)
+        if self._accounting.add(pooled_bytes=nbytes, pooled_files=1).changes == self._listed_at + 1:
+            self._listed_at += 1
+            self._listed[spare.kind][spare.name] = spare
+        return self._path(spare)
+
+    def take(self, path: str, at_least: int, at_most: int, selection: Selection) -> tuple[int, int] | None:
+        """Move the spare that is cheapest to make ``at_least`` to ``at_most`` bytes long to ``path``.
+
+        Returns its descriptor, locked exclusively, and its length; ``None`` where none is within a factor of two.
+        """
+        for spare in self._by_cost(at_least, at_most, selection):
+            fd = self._open(spare)
+            if fd is None:
+                continue
+            with closed_on_error(fd):
+                if try_lock(fd) and self._is_whole(spare, fd):
+                    os.rename(self._path(spare), path)
+                    self._forget(spare)
+                    return fd, spare.nbytes
+            unlock_and_close(fd)
+        return None
+
+    def _by_cost(self, at_least: int, at_most: int, selection: Selection) -> Iterator[Spare]:
+        """Those that suit, the cheapest first. There may be hundreds, of a few kinds: no more are looked at than asked
+        for."""
+        costs: list[tuple[int, bool, Kind]] = []
+        for kind in self.listed():
+            others = kind.is_owned_elsewhere
+            if at_least > 2 * kind.nbytes or kind.nbytes > 2 * at_most or (others and not selection.owned):
+                continue
+            cost = GROWTH_COST * max(0, at_least - kind.nbytes) + CUT_COST * max(0, kind.nbytes - at_least)
+            mapping = (TRESPASS_COST if others else MAPPING_COST) * kind.nbytes
+            costs += [(cost, True, kind), (cost + mapping, False, kind)]
+        for _, known, kind in sorted(costs):
+            stays = whole_pages(at_least) <= whole_pages(kind.nbytes) <= whole_pages(at_most)
+            for spare in list(self._listed[kind].values()):
+                if (spare.inode in selection.known) == known and (stays or spare.inode not in selection.fixed):
+                    yield spare
+
+    def evict(self, spare: Spare) -> int:
+        """Give the memory of the spare back; returns its bytes. Cut first: a mapping would hold the memory."""
+        fd = self._open(spare)
+        if fd is None:
+            return 0
+        try:
+            # With a second name it is an object, whose writer died before it took this one away.
+            if os.fstat(fd).st_nlink == 1 and try_lock(fd):
+                os.ftruncate(fd, 0)
+                unlock(fd)
+        finally:
+            os.close(fd)
+        self._remove(spare)
+        return spare.nbytes
+
+    def owned_elsewhere_bytes(self) -> int:
+        return sum(kind.nbytes * len(alike) for kind, alike in self.listed().items() if kind.is_owned_elsewhere)
+
+    def disown(self) -> None:
+        """Leave this process's spares to everybody."""
+        ours = [spare for kind, alike in self.listed().items() if kind.owner == os.getpid() for spare in alike.values()]
+        for spare in ours:
+            os.rename(self._path(spare), self.path_for(spare.nbytes, spare.inode))
+            self._forget(spare)
+
+    def recount(self) -> None:
+        """Remove what may not be reused, and count the rest."""
+        for spare in self.scan():
+            if (fd := self._open(spare)) is not None:
+                try:
+                    self._is_whole(spare, fd)
+                finally:
+                    os.close(fd)
+        self._accounting.set(pooled=self.scan())
+
+    def trim(self, bytes_max: int, files_max: int) -> None:
+        """Evict the oldest until no more than this is kept."""
+        counts = self._accounting.read()
+        if counts.pooled_bytes <= bytes_max and counts.pooled_files <= files_max:
+            return
+        spares = sorted(self.scan(), key=lambda spare: os.lstat(self._path(spare)).st_mtime_ns)
+        surplus = self._accounting.set(pooled=spares).pooled_bytes - bytes_max
+        # A few more than asked for: looking through all of them at each further one would be slow.
+        files = len(spares) if len(spares) <= files_max else files_max * 7 // 8
+        for index, spare in enumerate(spares):
+            if surplus > 0 or len(spares) - index > files:
+                surplus -= self.evict(spare)
+
+    def _path(self, spare: Spare) -> str:
+        return f"{self.folder}/{spare.name}"
+
+    def _open(self, spare: Spare) -> int | None:
+        try:
+            return os.open(self._path(spare), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            self._forget(spare)  # counted, but its maker failed before it came
+            return None
+
+    def _is_whole(self, spare: Spare, fd: int) -> bool:
+        """Whether the file may be reused by who has its lock; otherwise it is removed."""
+        status = os.fstat(fd)
+        if status.st_nlink == 1 and status.st_size == spare.nbytes <= status.st_blocks * 512:
+            return True
+        if status.st_nlink == 1:
+            os.ftruncate(fd, 0)  # its writer died before all of it was backed
+        # Otherwise it is an object, whose writer died before it took this name away.
+        self._remove(spare)
+        return False
+
+    def _remove(self, spare: Spare) -> None:
+        os.unlink(self._path(spare))
+        self._forget(spare)
+
+    def _forget(self, spare: Spare) -> None:
+        if self._accounting.add(pooled_bytes=-spare.nbytes, pooled_files=-1).changes == self._listed_at + 1:
+            self._listed_at += 1
+            alike = self._listed[spare.kind]
+            alike.pop(spare.name, None)
+            if not alike:
+                del self._listed[spare.kind]
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes``, up to the next page boundary."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process; in doubt (one of another container) not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
