@@ -111,7 +111,8 @@ def test_the_starter_tells_a_kill_from_a_failure() -> None:
     dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     code = f"import sys, tiercheck.agent.server.process as life; life.run_agent = lambda *a, **k: exec({dies!r})\n"
     code += "import tiercheck.agent.__main__ as main; sys.argv = ['', '{}']\n"
-    code += "import tiercheck.agent.protocol.settings as s; s.AgentSettings.from_json = lambda t: None\nsys.exit(main.main())"
+    code += "import tiercheck.agent.protocol.settings as s; s.AgentSettings.from_json = lambda t: None\n"
+    code += "sys.exit(main.main())"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == KILLED + signal.SIGKILL
 
 

@@ -197,7 +197,8 @@ def test_another_world_size_is_refused(hierarchy: Hierarchy) -> None:
 
 
 def test_two_jobs_under_one_name(hierarchy: Hierarchy, name: str) -> None:
-    hold = f"from tiercheck.runtime.process_lock import ProcessLock; c = ProcessLock(['shm://{name}'], 0); print('held', flush=True); input()"
+    hold = "from tiercheck.runtime.process_lock import ProcessLock; "
+    hold += f"lock = ProcessLock(['shm://{name}'], 0); print('held', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

@@ -23,7 +23,6 @@ from typing import Any
 from tiercheck import keys
 from tiercheck.errors import CapacityExceeded, Corruption
 from tiercheck.format import header as shard_header
-from tiercheck.format import host_state as objects
 from tiercheck.format.header import (
     ALIGNMENT,
     DTYPES,
@@ -43,6 +42,7 @@ from tiercheck.format.header import (
     round_up,
     worst_case_nbytes,
 )
+from tiercheck.format.host_state import pack, unpack
 from tiercheck.types import Buffer
 
 __all__ = [
@@ -317,7 +317,7 @@ class Shard:
         extent = self._objects[name]
         self._verify(extent, f"the packed object {name!r}")
         try:
-            return objects.unpack(self._view(extent))
+            return unpack(self._view(extent))
         except Corruption as error:
             message = f"the packed object {name!r} cannot be read: {error.message}"
             raise Corruption(message, tier=self.tier, key=self.key) from error
@@ -462,7 +462,7 @@ def object_spec(name: str, nbytes: int) -> TensorSpec:
 def packed_object(name: str, value: object) -> PackedObject:
     if isinstance(value, PackedObject):
         return PackedObject(bytes_of(value.data), value.checksum)
-    return PackedObject(objects.pack(value, name=name))
+    return PackedObject(pack(value, name=name))
 
 
 def bytes_of(data: Buffer) -> memoryview:

@@ -1,12 +1,12 @@
 """Recovery: from what the tiers hold to the state of every rank, as of one version.
 
-The life of a recovery: each rank surveys its tiers and tells the others; the policies name the recovery point
-and, per rank, the copies to read; each rank reads and verifies all of them (:mod:`tiercheck.recovery.reader`) before anything
-is changed. A copy that fails is quarantined, and the ranks decide again without it, so that the point may move back
-but never splits. It does not move back for copies that are whole, and that this job cannot use. Then the base is
-loaded, the differentials are read again and replayed, a run at a time, and the host state of the last one is put back.
-Where the last copy of a version goes bad between the two reads, the ranks decide again as well, and load the base
-again: each of them holds it until all have replayed.
+The life of a recovery: each rank surveys its tiers and tells the others; the policies name the recovery point and, per
+rank, the copies to read; each rank reads and verifies all of them (:mod:`tiercheck.recovery.reader`) before anything is
+changed. A copy that fails is quarantined, and the ranks decide again without it, so that the point may move back but
+never splits. It does not move back for copies that are whole, and that this job cannot use. Then the base is loaded,
+the differentials are read again and replayed, a run at a time, and the host state of the last one is put back. Where
+the last copy of a version goes bad between the two reads, the ranks decide again as well, and load the base again: each
+of them holds it until all have replayed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.errors import GroupError, Mismatch, RecoveryError, TierCheckError
-from tiercheck.format import host_state as objects
+from tiercheck.format.host_state import pack, unpack
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.recovery import Availability, Source
@@ -118,9 +118,7 @@ def gather(
         failure = error
         said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
         message = {"what": what, "error": said, "mismatch": isinstance(error, Mismatch)}
-    answers: list[Any] = [
-        objects.unpack(each) for each in group.all_gather(objects.pack(message), what=what, deadline_s=deadline_s)
-    ]
+    answers: list[Any] = [unpack(each) for each in group.all_gather(pack(message), what=what, deadline_s=deadline_s)]
     if failure is not None:
         raise failure
     for rank, answer in enumerate(answers):
@@ -251,7 +249,7 @@ class Restorer:
         self._asked = bool(self.past.away)
 
     def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> list[Survey]:
-        """What every rank finds in these of its tiers; the rest as :func:`~tiercheck.recovery.survey.survey`. Collective."""
+        """What every rank finds in these of its tiers. Collective. Options: as :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
         def look() -> dict[str, Any]:

@@ -7,8 +7,8 @@ capture would overrun what still drains, the capture waits (:meth:`Mover.room_fo
 
 Each tier is served by itself, and works with what is known of the others, so that neither an upload nor a listing that
 takes minutes keeps a differential from the neighbour's memory. Within a tier each action is tried by itself, too: one
-that fails is repeated with growing pauses (:mod:`tiercheck.replication.backoff`), and shows in :attr:`Mover.status` until it
-succeeds or is wanted no more.
+that fails is repeated with growing pauses (:mod:`tiercheck.replication.backoff`), and shows in :attr:`Mover.status`
+until it succeeds or is wanted no more.
 """
 
 from __future__ import annotations

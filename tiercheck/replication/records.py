@@ -1,7 +1,7 @@
 """Sealed records: the small objects that are read to decide something.
 
-Lineage records, claims, replication jobs, markers and commit records say which versions count, who may write and what is
-whole. Each is msgpack behind a magic and a digest over its key and its content, so that a flipped bit, a record cut
+Lineage records, claims, replication jobs, markers and commit records say which versions count, who may write and what
+is whole. Each is msgpack behind a magic and a digest over its key and its content, so that a flipped bit, a record cut
 short, and a record that lies under another key's name are damage (``Corruption``) and never another meaning. The
 digest is no authentication: whoever can write to a tier can write a record that verifies.
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from tiercheck.errors import Corruption
-from tiercheck.format import host_state as objects
 from tiercheck.format.container import (
     PackedObject,
     Shard,
@@ -33,6 +32,7 @@ from tiercheck.format.container import (
     header_room,
     shard_nbytes,
 )
+from tiercheck.format.host_state import pack
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.provider import Identity, StateProvider
@@ -87,7 +87,7 @@ class BaseCapture:
             "optimizer": {"hyperparameters": provider.hyperparameters(), "values": values},
             "host": provider.host_state() if host_state is None else host_state,
         }
-        self._objects = {name: PackedObject(objects.pack(value, name=name)) for name, value in held.items()}
+        self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
         self._watch = Watch(lambda: self._later)
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""

@@ -44,7 +44,8 @@ class IterationStream(abc.ABC):
     """What one rank's records have in common: the room they take, and what changed since the last one."""
 
     supersedes = False
-    """Whether each record holds what those before it held since the base. Then :meth:`set_reference_base` tells it that base."""
+    """Whether each record holds what those before it held since the base. Then it needs that base:
+    :meth:`set_reference_base`."""
 
     def __init__(self, provider: StateProvider, world_size: int) -> None:
         self.provider = provider

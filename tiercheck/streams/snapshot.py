@@ -29,7 +29,6 @@ import torch
 from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError, Corruption
-from tiercheck.format import host_state as objects
 from tiercheck.format.container import (
     PackedObject,
     Shard,
@@ -40,6 +39,7 @@ from tiercheck.format.container import (
     header_room,
 )
 from tiercheck.format.header import round_up
+from tiercheck.format.host_state import pack
 from tiercheck.kernels import BLOCK
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseState
@@ -194,7 +194,7 @@ class SnapshotCapture(IterationCapture):
             for name, held in state.items()
         }
         record = {"encodings": encodings, "values": values, "hyperparameters": provider.hyperparameters()}
-        self._writer.add_object("snapshot", PackedObject(objects.pack(record, name="snapshot")))
+        self._writer.add_object("snapshot", PackedObject(pack(record, name="snapshot")))
         self._writer.add_object("host", self._stream.packed_host_state())
         nbytes = self._writer.finish(ShardMetadata.of(self._key, self._stream.world_size, self._stream.token))
         del self._writer  # the tier reuses the memory only when nobody has a view of it

@@ -19,7 +19,8 @@ __all__ = ["node"]
 
 def test_the_agent_imports_neither_torch_nor_numba() -> None:
     statement = (
-        "import tiercheck.agent.server.process, tiercheck.agent.client.client, tiercheck.agent.client.remote_mover, sys\n"
+        "import sys, tiercheck.agent.server.process\n"
+        "import tiercheck.agent.client.client, tiercheck.agent.client.remote_mover\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, check=True)

@@ -119,7 +119,7 @@ class AgentClient:
     async def withdraw(self, namespace: str, rank: int, generation: int, *, deadline_s: float = REQUEST_S) -> None:
         """Have the replication job forgotten: nothing of this rank is left to move. Idempotent.
 
-        Errors: ``JobConflict`` where a newer generation is registered, which stays; ``TierError``; ``DeadlineExceeded``.
+        Errors: ``JobConflict`` if a newer generation is registered, which stays; ``TierError``; ``DeadlineExceeded``.
         """
         await self.request(Withdraw(deadline_s, namespace, rank, generation), RankReply)
 

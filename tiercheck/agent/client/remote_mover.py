@@ -37,7 +37,8 @@ AGENT = "agent"
 
 
 class RemoteMover:
-    """Stands in for a :class:`tiercheck.replication.mover.Mover` (it is a ``MoverHandle``). All methods run on one event loop.
+    """The mover handle of a trainer whose :class:`tiercheck.replication.mover.Mover` runs in the node's agent. All
+    methods run on one event loop.
 
     :meth:`register` first; then :meth:`run` is its life, as it is the mover's.
     """

@@ -1,4 +1,4 @@
-"""A replication job's record in the first tier: its trainer writes it, the agent reads it, an older trainer never harms it.
+"""Replication jobs in the first tier: a trainer writes its record, the agent reads it, an older trainer never harms it.
 
 A generation is registered while its lineage record lies in the first tier. So of two generations the newer one counts,
 until somebody removes it to begin again before it.

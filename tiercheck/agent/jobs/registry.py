@@ -102,8 +102,10 @@ class JobRegistry:
             return replicator
 
     async def withdraw(self, namespace: str, rank: int, generation: int) -> None:
-        """Forget the replication job of that generation, and delete its record. Errors: ``JobConflict`` where a newer one
-        is registered, which stays; ``TierError``."""
+        """Forget the replication job of that generation, and delete its record.
+
+        Errors: ``JobConflict`` if a newer one is registered, which stays; ``TierError``.
+        """
         place = place_of(namespace, rank)
         async with self._alone_with(place):
             known = self._replicators.get(place)
@@ -117,7 +119,7 @@ class JobRegistry:
                 await free_copies(known.job)
 
     async def take_up_all(self) -> None:
-        """Look through this user's namespaces on this node for replication jobs to this agent: what a restart begins with.
+        """Take up the replication jobs for this agent in this user's namespaces on this node. A restart begins with it.
 
         What cannot be read is in :attr:`unreadable` afterwards. What is known already is left as it is.
         """

@@ -115,8 +115,8 @@ class RegisterJob(JobRequest):
 
 @dataclass(frozen=True)
 class Pause(Rank):
-    """The trainer that holds this rank (:class:`~tiercheck.agent.client.trainer_lock.TrainerLock`) recovers: answer once
-    nothing of it moves. Nothing does then until the trainer registers, or is gone."""
+    """The trainer that holds this rank (:class:`~tiercheck.agent.client.trainer_lock.TrainerLock`) recovers: answer
+    when nothing of it moves any more. Nothing moves from then on until the trainer registers its job, or is gone."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class AgentSettings:
     """For how long nobody must have needed a detached agent before it ends. Nominations whose trainer is gone, and
     whose objects are all where they belong, are put to rest after that time by any agent."""
     idle_s: float = 15.0
-    """The same, for a detached agent that looks after nothing at all: no replication job, no trainer of this node that is
-    attaching, and nothing of a neighbour's. That is so after a clean end. Its memory for neighbours goes then."""
+    """The same, for a detached agent that looks after nothing at all: no replication job, no trainer of this node that
+    is attaching, and nothing of a neighbour's. That is so after a clean end. Its memory for neighbours goes then."""
     abandon_s: float = 86400.0
     """After so long without a word from a trainer, a detached agent no longer waits for a tier that takes nothing, such
     as the memory of a neighbour that never came back. What is left stays in shared memory, and the next agent of this

@@ -39,8 +39,8 @@ class LustreDriver(FileDriver):
     """A directory that many nodes mount: Lustre, and any POSIX file system like it (GPFS, GlusterFS, NFS 4, ...).
 
     Where ``lfs`` works, the tier's directory gets a default layout of one stripe (or ``stripe_count``), and
-    a larger object its own, by size: see :func:`~tiercheck.tiers.posix.striping.stripes_for`. ``stripe_count`` (``all`` or
-    a number) and ``stripe_size`` override that, and are an error at open where there is no striping. Several
+    a larger object its own, by size: see :func:`~tiercheck.tiers.posix.striping.stripes_for`. ``stripe_count`` (``all``
+    or a number) and ``stripe_size`` override that, and are an error at open where there is no striping. Several
     threads write blocks of one stripe each.
 
     A put returns once the file and its names are on the servers' disks. After that, every other client's ``get``,

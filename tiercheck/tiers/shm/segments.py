@@ -5,7 +5,7 @@ filling one whose pages are there already. What is overwritten or deleted theref
 next writer takes its file from there. Beside what :mod:`tiercheck.tiers.posix.directory` keeps::
 
     pool/      files for reuse; free space, as far as anybody outside is concerned
-    charged    bytes of the objects and temporary files, and of the pool (:class:`~tiercheck.tiers.shm.pool.PoolAccounting`)
+    charged    bytes of the objects and temporary files, and of the pool (:class:`.PoolAccounting`)
 
 A file is reused only by who holds its exclusive lock. A reader holds a shared one for as long as its mapping
 lives, so what it sees never changes. A file that leaves the pool for good is cut to nothing first: its pages

@@ -1,7 +1,7 @@
 """The client's sockets, and the thread that drives them.
 
-One thread a driver: it runs :class:`~tiercheck.tiers.peer.client.protocol.ClientProtocol` on what arrives, and hands results
-to the event loop. Chunks are sent without a copy; an operation is reported only once ZeroMQ has let go of every
+One thread a driver: it runs :class:`~tiercheck.tiers.peer.client.protocol.ClientProtocol` on what arrives, and hands
+results to the event loop. Chunks are sent without a copy; an operation is reported only once ZeroMQ has let go of every
 buffer that it sent, and where a peer stops reading, its connections are broken for that.
 """
 
