@@ -41,7 +41,6 @@ from tiercheck.opening.announcement import (
     too_little_room,
 )
 from tiercheck.opening.startup import Ranks, open_job, prepare_memory, room_at_the_end, take_back
-from tiercheck.policy.agreement import NO_MARK
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
@@ -311,7 +310,7 @@ class Checkpointer:
         try:
             self._stream.token = branch.token
             lineage = Lineage.of([*restorer.past.branches, branch])
-            mark = clear_tiers(restorer, branch.generation, version) if point else NO_MARK
+            mark = clear_tiers(restorer, branch.generation, point.last if point else None)
             read_from = self._ranks.gather("beginning to save", lambda: self._prepare(lineage, version))
         except GroupError:
             raise

@@ -31,9 +31,10 @@ AGAIN_S = 0.2
 """How long the ranks wait before they look again whether their bases have arrived."""
 
 
-def clear_tiers(restorer: Restorer, generation: int, version: int) -> int:
+def clear_tiers(restorer: Restorer, generation: int, version: int | None) -> int:
     """Delete what nothing needs any more, from the tiers inside the node, before ``generation`` captures anything.
-    Collective, after all ranks have recovered ``version``. Returns the mark that the generation begins with.
+    Collective, after all ranks have recovered ``version``; ``None``: there was none that all could come to, and the job
+    begins anew. Returns the mark that the generation begins with.
 
     A tier that cannot be cleared just now is left as it is, and so is one that was away at the survey. Errors:
     ``RecoveryError``; ``GroupError``.

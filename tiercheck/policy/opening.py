@@ -18,6 +18,7 @@ from tiercheck.policy.consensus import Readable, RecoveryPoint
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Role, lasting
 from tiercheck.policy.recovery import Source
+from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS
 
 __all__ = ["Anew", "Reach", "anew", "superseded_at_opening"]
 
@@ -57,19 +58,21 @@ class Anew:
 
     mark: int
     """As of :mod:`tiercheck.policy.agreement`."""
-    versions: frozenset[int]
-    """What must stay within reach: the recovery point, the mark, and where there is none, what a node's failure would
-    leave to the others."""
+    versions: tuple[int, ...]
+    """What must stay within reach, the most important first: the recovery point, the mark, and where there is none,
+    what the failure of each node would leave to the others."""
 
 
-def anew(ranks: Sequence[Reach], reached: int) -> Anew:
-    """``reached``: the version that was recovered."""
+def anew(ranks: Sequence[Reach], reached: int | None) -> Anew:
+    """``reached``: the version that was recovered; ``None``: the job begins anew, whatever lies there."""
+    if reached is None:
+        return Anew(NO_MARK, ())
     mark = agreed([rank.twice for rank in ranks])
     if mark != NO_MARK:
-        return Anew(mark, frozenset({reached, mark}))
+        return Anew(mark, (reached, mark))
     anyhow = [rank.anyhow for rank in ranks]
-    left = (agreed([*anyhow, rank.lasting]) for rank in ranks)
-    return Anew(mark, frozenset({reached, min((version for version in left if version != NO_MARK), default=reached)}))
+    left = {agreed([*anyhow, rank.lasting]) for rank in ranks}
+    return Anew(mark, (reached, *sorted(left - {NO_MARK, reached})))
 
 
 def superseded_at_opening(
@@ -77,14 +80,15 @@ def superseded_at_opening(
     rank: int,
     roles: Sequence[Role],
     lineage: Lineage,
-    versions: Collection[int],
+    versions: Sequence[int],
     sound: Collection[Source],
     seen_by_owner: Collection[Source],
 ) -> list[Source]:
     """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
 
     ``versions``: what must stay within reach, by all tiers together and by each that reaches it alone: nobody knows
-    which of them fail next. ``sound``: the rank's own copies, less those that were found damaged. ``lineage``: as of
+    which of them fail next. Where that takes more bases than leave room for another one, the last ones go.
+    ``sound``: the rank's own copies, less those that were found damaged. ``lineage``: as of
     the recovery. ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see
     lies in memory that the owner has left, and the owner has come to the recovery point without it.
     """
@@ -102,9 +106,11 @@ def _keys(held: Iterable[Source], tiers: Collection[int]) -> list[ShardKey]:
     return [source.key for source in held if source.tier in tiers]
 
 
-def _ways(held: Iterable[Source], lineage: Lineage, versions: Collection[int]) -> list[RecoveryPoint]:
+def _ways(held: Iterable[Source], lineage: Lineage, versions: Sequence[int]) -> list[RecoveryPoint]:
     ways = Readable.of(source.key for source in held).ways(lineage)
-    return [ways[version] for version in versions if version in ways]
+    found = [ways[version] for version in versions if version in ways]
+    anchors = list(dict.fromkeys((way.generation, way.anchor) for way in found))[:BASES_IN_VOLATILE_TIERS]
+    return [way for way in found if (way.generation, way.anchor) in anchors]
 
 
 def _leads_to(way: RecoveryPoint, key: ShardKey, lineage: Lineage) -> bool:

@@ -38,6 +38,8 @@ class Past:
 
     def __init__(self, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> None:
         self.surveys = list(surveys)
+        self._damaged: list[set[Source]] = [set() for _ in surveys]
+        """By rank, copies that are none, and that all the same tell of a past."""
         self._tiers = tiers
         self._places = places
         self._unusable: dict[int, dict[Source, str]] = {}
@@ -52,8 +54,12 @@ class Past:
     @cached_property
     def lineage(self) -> Lineage:
         # A tier that is away may hold shards of any generation.
+        return Lineage.of(self.branches) if self.away else self._bearing
+
+    @property
+    def _bearing(self) -> Lineage:
         captured = {generation for survey in self.surveys for _, generation in survey.generations}
-        return Lineage.of(self.branches if self.away else bearing(self.branches, captured))
+        return Lineage.of(bearing(self.branches, captured))
 
     @property
     def taken(self) -> int:
@@ -74,6 +80,7 @@ class Past:
         surveys = [before.joined(after) for before, after in zip(self.surveys, later, strict=True)]
         past = Past(surveys, self._tiers, self._places)
         past._unusable = self._unusable
+        past._damaged = self._damaged
         return past
 
     def forget(self, rank: int, failed: Collection[Source], unusable: Mapping[Source, str]) -> None:
@@ -82,11 +89,21 @@ class Past:
         survey = self.surveys[rank]
         self.surveys[rank] = replace(survey, sources=survey.sources - set(failed))
         self._unusable.setdefault(rank, {}).update(unusable)
+        self._damaged[rank] |= set(failed)
 
     # Where the ranks can meet
 
     def points(self) -> Points | None:
-        return decide([Readable.of(s.key for s in survey.sources) for survey in self.surveys], self.lineage)
+        return self._points(self.lineage)
+
+    def _points(self, lineage: Lineage) -> Points | None:
+        return decide([Readable.of(s.key for s in survey.sources) for survey in self.surveys], lineage)
+
+    def _is_cut_short(self, points: Points) -> bool:
+        """Whether a generation of which nothing was found keeps the ranks from a newer version. What it captured may
+        lie in a tier that is away; if it captured nothing, it cuts nothing off."""
+        further = self._points(self._bearing) if self.away else None
+        return further is not None and further[0].last > points[0].last
 
     def matrix(self, points: Points) -> tuple[Availability, ...]:
         return availability(points, [tier.name for tier in self._tiers], [survey.sources for survey in self.surveys])
@@ -94,7 +111,9 @@ class Past:
     def in_memory(self, points: Points | None) -> bool:
         """Whether each rank has its whole way to the point in the tier that captures land in: that holds all that it
         ever captured, so that no other tier has anything newer of it."""
-        return points is not None and all(
+        if points is None or self._is_cut_short(points):
+            return False
+        return all(
             isinstance(plan(point, rank, [s for s in survey.sources if s.tier == 0]), Plan)
             for rank, (point, survey) in enumerate(zip(points, self.surveys, strict=True))
         )
@@ -102,7 +121,7 @@ class Past:
     def covers(self, points: Points | None) -> bool:
         """Whether no tier that is away can hold a committed base that is newer than the point. A committed base was
         captured by every rank, and tiers inside a node keep the newest ones."""
-        if points is None:
+        if points is None or self._is_cut_short(points):
             return False
         held = [source.key for survey in self.surveys for source in survey.sources | survey.others]
         newest = max((key.generation for key in held), default=0)
@@ -130,6 +149,7 @@ class Past:
                 f"{LineageKey(newest)} and g{newest:06d}/* to go back to an older version"
             )
         self._check_strangers()
+        self._check_places()
         last = self.lineage.branches.get(self.lineage.newest)
         if last is not None and last.world_size != world_size:
             raise Mismatch(
@@ -195,6 +215,30 @@ class Past:
             "with; use another place; or remove these objects to go back without them"
         )
 
+    def _check_places(self) -> None:
+        """Without a shared tier, ranks that come back on each other's nodes may still meet somewhere, by what their new
+        neighbours kept: at something older than what lies in sight of all of them together."""
+        points = self.points()
+        if points is None or any(tier.shared for tier in self._tiers):
+            return  # check_nothing_is_lost(); what all ranks share serves ranks on any node
+        reached, newest = points[0].last, [-1] * len(self.surveys)
+        for _, source in self._seen():
+            key = source.key
+            if key.rank < len(newest) and self.lineage.admits(key.generation, key.last):
+                newest[key.rank] = max(newest[key.rank], key.last)
+        own = [{source.key for source in survey.sources} for survey in self.surveys]
+        apart = any(
+            source.key.last > reached and source.key not in own[source.key.rank]
+            for _, source in self._seen()
+            if source.key.rank < len(own)
+        )
+        if apart and min(newest) > reached:
+            raise RecoveryError(
+                f"versions up to {min(newest)} of every rank were found, but where the ranks are now they can "
+                f"all come to version {reached} only ({'; '.join(self._evidence())}): start the ranks on the nodes "
+                f"where they were, or remove what is newer from {self._places} to go on from version {reached}"
+            )
+
     def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = ()) -> None:
         """The ranks cannot meet anywhere. That is fine where nothing was trained yet; else the user must say so.
         ``failed``: this rank's copies that cannot be used, and why, for the message.
@@ -215,7 +259,8 @@ class Past:
         what = f"versions up to {newest} were saved, but there is no base that every rank can read ({found})"
         if failed:
             what += f"; {len(failed)} copies of this rank's cannot be used, the first of them {failed[0]}"
-        whole = {source.key.rank for source in self._trained()} == set(range(len(self.surveys)))
+        sound = [source for survey in self.surveys for source in survey.sources | survey.others]
+        whole = {source.key.rank for source in sound if source.key.last > 0} == set(range(len(self.surveys)))
         if whole and any(source.key.rank != rank for rank, source in self._seen()):
             raise RecoveryError(
                 f"{what}. Every rank's versions were found, some of them on other ranks' nodes: start the ranks on the "
@@ -239,19 +284,24 @@ class Past:
         ]
 
     def _trained(self) -> list[Source]:
-        found = [source for survey in self.surveys for source in survey.sources | survey.others]
+        found = [source for rank in range(len(self.surveys)) for source in self._told(rank)]
         return [source for source in found if source.key.last > 0]
+
+    def _told(self, rank: int) -> Collection[Source]:
+        """Every copy that tells the rank of a past."""
+        survey = self.surveys[rank]
+        return survey.sources | survey.others | self._damaged[rank]
 
     def _evidence(self) -> list[str]:
         """What says that there were versions, for people."""
         said: list[str] = []
         for rank, survey in enumerate(self.surveys):
             held: dict[tuple[int, int], int] = {}
-            for source in survey.sources | survey.others:
+            for source in self._told(rank):
                 if source.key.last > 0:
                     place = (source.tier, source.key.rank)
                     held[place] = max(held.get(place, 0), source.key.last)
-            own = sorted({self._tiers[source.tier].name for source in survey.sources})
+            own = sorted({self._tiers[source.tier].name for source in survey.sources | self._damaged[rank]})
             parts = [", ".join(own)] if own else []
             parts += [
                 f"rank {of}'s up to {last} in {self._tiers[tier].name}"
@@ -260,7 +310,7 @@ class Past:
             ]
             said.append(f"rank {rank}: {', and '.join(parts) or 'nothing'}")
         left = [branch for branch in self.branches if branch.left_at > 0]
-        if not any(source.key.last > 0 for survey in self.surveys for source in survey.sources | survey.others):
+        if not self._trained():
             said = []
         if left:
             newest = left[-1]

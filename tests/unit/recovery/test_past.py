@@ -481,3 +481,56 @@ def test_a_snapshot_tells_of_the_base_that_it_was_made_for() -> None:
     later = Source(0, ShardKey.snapshot(1, 20, 22, 0))
     past = Past([replace(survey, sources=survey.sources | {later})], roles, "here")
     assert not past.covers(past.points())
+
+
+def past_of(*ranks: list[tuple[int, ShardKey]], branches: list[Branch], away: bool = False) -> Past:
+    """By rank, what lies in its tiers. ``away``: that of rank 0's neighbour does not answer."""
+    surveys = [
+        Survey(
+            sources=frozenset(Source(tier, key) for tier, key in held if key.rank == rank),
+            others=frozenset(Source(tier, key) for tier, key in held if key.rank != rank),
+            branches=frozenset((0, branch) for branch in branches),
+            generations=frozenset((tier, key.generation) for tier, key in held),
+            away=((1, "it does not answer"),) if away and not rank else (),
+        )
+        for rank, held in enumerate(ranks)
+    ]
+    return Past(surveys, [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)], "here")
+
+
+def test_what_neighbours_kept_does_not_pass_over_a_newer_past_on_other_ranks_nodes() -> None:
+    """Each rank came back on the other's node, and finds an old base of its own among what that node kept for it."""
+    old = [(1, ShardKey.base(1, 4, rank)) for rank in (0, 1)]
+    new = [(0, ShardKey.differential(1, 9, 9, rank)) for rank in (0, 1)]
+    branches = [Branch(1, 0, 0, 2, "a" * 16)]
+    past = past_of([old[0], new[1]], [old[1], new[0]], branches=branches)
+    points = past.points()
+    assert points is not None
+    assert points[0].last == 4
+    with pytest.raises(RecoveryError, match=r"versions up to 9 of every rank .* version 4 only .* up to 9 in shm"):
+        past.check(2)
+    past_of([old[0]], [old[1], new[0]], branches=branches).check(2)  # of rank 1 there is nothing newer anywhere
+
+
+def test_a_generation_that_captured_nothing_cuts_nothing_off_while_a_tier_is_away() -> None:
+    held = [[(0, ShardKey.base(1, 6, rank))] for rank in (0, 1)]
+    old = [[*each, (0, ShardKey.base(1, 0, rank))] for rank, each in enumerate(held)]
+    branches = [Branch(1, 0, 0, 2, "a" * 16), Branch(2, 1, 0, 2, "b" * 16)]
+    past = past_of(*old, branches=branches, away=True)
+    points = past.points()
+    assert points is not None
+    assert points[0].last == 0
+    assert not past.in_memory(points)
+    assert not past.covers(points)
+    found = past_of(*old, branches=branches).points()
+    assert found is not None
+    assert found[0].last == 6
+
+
+def test_a_past_of_which_every_copy_is_damaged_is_no_new_job() -> None:
+    base = ShardKey.base(1, 6, 0)
+    past = past_of([(0, base)], branches=[Branch(1, 0, 0, 1, "a" * 16)])
+    past.forget(0, [Source(0, base)], {})
+    assert past.points() is None
+    with pytest.raises(RecoveryError, match="versions up to 6 were saved"):
+        past.check_nothing_is_lost(restart=False)

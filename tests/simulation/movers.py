@@ -1,0 +1,183 @@
+"""The ranks of a simulated cluster, what each sees, and what their movers do: one action at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tests.simulation.tiers import Node, Tier
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.policy import watermark as marks
+from tiercheck.policy.agreement import NO_MARK, needs_agreement
+from tiercheck.policy.commit import superseded, to_commit, to_mark
+from tiercheck.policy.lineage import Lineage, strangers
+from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.peers import Place, peer_of
+from tiercheck.policy.placement import Placement, Transfer
+from tiercheck.policy.watermark import Retention
+from tiercheck.types import Survives
+
+State = tuple[int, ...]
+"""A state is the sequence of the random steps that led to it."""
+
+
+@dataclass
+class Rank:
+    node: Node
+    state: State = ()
+    mark: int | None = NO_MARK
+    """What its mover was told."""
+
+    @property
+    def version(self) -> int:
+        return len(self.state)
+
+
+class Movers:
+    """``world`` ranks, ``per_node`` on each node. All that happens is drawn from ``seed``.
+
+    ``shared``: there is a durable tier that all ranks see. ``peers``: each rank's objects are kept by the node of its
+    peer, a rank on the next node.
+    """
+
+    def __init__(
+        self, seed: int, world: int, base_every: int, batch: int, *, peers: bool, shared: bool = True, per_node: int = 1
+    ) -> None:
+        self.random = random.Random(seed)
+        self.world, self.per_node, self.base_every = world, per_node, base_every
+        places = [Place(f"node {index // per_node}") for index in range(world)]
+        self.peer = [peer_of(index, places) for index in range(world)]
+        assert not peers or None not in self.peer, "a node alone has no peer"
+        survive = [Survives.PROCESS, *([Survives.NODE] if peers else []), *([Survives.RACK] if shared else [])]
+        self.roles = tuple(Role(index, each.name, each) for index, each in enumerate(survive))
+        self.peers, self.shared = peers, shared
+        self.agrees = needs_agreement(self.roles, world)
+        self.placement = Placement(batch)
+        self.retention = Retention(
+            keep_last=self.random.choice([1, 2, 3]), keep_every=self.random.choice([0, 0, base_every]), batch=batch
+        )
+        self.outage = False
+        """The durable tier takes nothing."""
+        self.away: list[Tier] = []
+        """Tiers that did not answer when the present generation began, and have not answered since."""
+        nodes = [Node() for _ in range(0, world, per_node)]
+        self.ranks = [Rank(nodes[index // per_node]) for index in range(world)]
+        self.durable = Tier()
+        self.generation = 0
+        self.lineage = Lineage(())
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Where the ranks run."""
+        return list(dict.fromkeys(rank.node for rank in self.ranks))
+
+    def tiers_of(self, index: int) -> list[Tier]:
+        peer = self.peer[index]
+        return [
+            self.ranks[index].node.memory,
+            *([self.ranks[peer].node.kept] if self.peers and peer is not None else []),
+            *([self.durable] if self.shared else []),
+        ]
+
+    def tiers(self) -> list[Tier]:
+        return [tier for index in range(self.world) for tier in self.tiers_of(index)]
+
+    def is_away(self, tier: Tier) -> bool:
+        return any(tier is each for each in self.away)
+
+    def observe(self, index: int) -> Observation:
+        """Of a tier that has not answered yet the rank knows nothing."""
+        contents = tuple(Contents() if self.is_away(tier) else tier.contents for tier in self.tiers_of(index))
+        mark = self.ranks[index].mark if self.agrees else None
+        return Observation(self.roles, contents, index, self.world, self.generation, self.lineage, mark)
+
+    def watermark(self) -> CommitKey | None:
+        return marks.watermark(self.observe(0))
+
+    def undrained(self, index: int) -> int:
+        seen = self.observe(index)
+        held = [key.first for key in seen.contents[0].bases(index) if key.generation == self.generation]
+        drained = seen.contents[seen.durable.index].bases(index)
+        newest = max((key.first for key in drained if key.generation == self.generation), default=-1)
+        return sum(version > newest for version in held)
+
+    def has_room(self, index: int) -> bool:
+        return self.undrained(index) < 2 and self.retention.has_room(self.observe(index))
+
+    # What the movers do
+
+    def act(self, *, closing: bool = False) -> bool:
+        """One action of some rank's mover; ``False`` where no rank has anything to do."""
+        if self.away and (closing or self.random.random() < 0.05):
+            self.answer()
+            return True
+        order = list(range(self.world))
+        self.random.shuffle(order)
+        for index in order:
+            seen = self.observe(index)
+            assert superseded(seen) is None
+            actions = self.actions(index, seen, closing)
+            if actions:
+                self.random.choice(actions)()
+                return True
+        if self.away:
+            self.answer()
+            return True
+        return False
+
+    def answer(self) -> None:
+        """Tiers that were away answer. Before anything else the movers record the generation there."""
+        for tier in self.away:
+            recorded = [key.generation for key in tier if isinstance(key, LineageKey)]
+            captured = [key.generation for key in tier if isinstance(key, ShardKey)]
+            assert tier is not self.durable or not strangers(self.lineage, recorded, captured), "another job went on"
+            tier[LineageKey(self.generation)] = self.lineage.branches[self.generation]
+        self.away = []
+
+    def actions(self, index: int, seen: Observation, closing: bool) -> list[Callable[[], None]]:
+        tiers = self.tiers_of(index)
+        blocked = {role.index for role in self.roles if self.is_away(tiers[role.index])}
+        blocked |= {role.index for role in self.roles if role.shared and self.outage}
+        transfers = self.retention.wanted(seen, self.placement.transfers(seen, closing=closing))
+        found: list[Callable[[], None]] = [
+            partial(self.do_transfer, tiers, transfer)
+            for transfer in transfers
+            if transfer.target_tier not in blocked
+            if transfer.target.stream is not Stream.BASE or transfer.target == first_base(transfers, transfer)
+        ]
+        for role in self.roles:
+            if role.index not in blocked:
+                found += [partial(self.do_mark, key) for key in to_mark(seen, role.index)]
+                found += [partial(self.do_commit, index, key) for key in to_commit(seen, role.index)]
+        for tier, gone in self.retention.reclaimable(seen).items():
+            if tier not in blocked:
+                found += [partial(self.do_delete, tiers[tier], index, key) for key in gone[:1]]  # in the policy's order
+        return found
+
+    def do_transfer(self, tiers: list[Tier], transfer: Transfer) -> None:
+        sources = [tiers[transfer.source_tier][key] for key in transfer.sources]
+        content: object = sources[0]
+        if transfer.target.stream is Stream.DIFFERENTIAL:
+            content = tuple(step for source in sources for step in source)  # type: ignore[attr-defined]
+        tiers[transfer.target_tier][transfer.target] = content
+
+    def do_mark(self, key: MarkerKey) -> None:
+        assert ShardKey.base(key.generation, key.version, key.rank) in self.durable
+        self.durable[key] = None
+
+    def do_commit(self, index: int, key: CommitKey) -> None:
+        assert index == 0
+        for rank in range(self.world):
+            assert ShardKey.base(key.generation, key.version, rank) in self.durable, "committed, but not whole"
+        self.durable[key] = None
+
+    def do_delete(self, tier: Tier, index: int, key: Key) -> None:
+        del tier[key]
+
+
+def first_base(transfers: list[Transfer], like: Transfer) -> ShardKey:
+    """Bases go to a tier one after the other."""
+    bases = (each.target for each in transfers if each.target_tier == like.target_tier)
+    return next(target for target in bases if target.stream is Stream.BASE)

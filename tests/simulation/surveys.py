@@ -1,0 +1,121 @@
+"""What ranks find when they start, and where they meet: the real rules, over the tiers of a simulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from tests.simulation.movers import Movers
+from tests.simulation.tiers import Tier
+from tiercheck.errors import RecoveryError
+from tiercheck.keys import Key, LineageKey, ShardKey
+from tiercheck.policy.consensus import RecoveryPoint
+from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery import Plan, Source, plan
+from tiercheck.recovery.past import Past, Points
+from tiercheck.recovery.restorer import behind
+from tiercheck.recovery.survey import Survey
+
+
+@dataclass
+class Found:
+    """What the ranks know together before they go on."""
+
+    past: Past
+    damaged: list[set[Source]] = field(default_factory=list)
+    """By rank, its copies that were read and found damaged."""
+    points: Points | None = None
+
+    def sound(self, index: int) -> frozenset[Source]:
+        return self.past.surveys[index].sources - self.damaged[index]
+
+
+class Surveys(Movers):
+    """How the ranks look around, as :class:`tiercheck.recovery.restorer.Restorer` does it."""
+
+    def meet(self) -> Found:
+        """Errors: ``RecoveryError`` where the start is refused."""
+        found = Found(self.past([range(len(self.roles))] * self.world), [set() for _ in range(self.world)])
+        best: Points | None = None
+        checked = False
+        while True:
+            self.ask_absent(found, best)
+            if not checked:
+                found.past.check(self.world)
+                checked = True
+            found.points = found.past.points()
+            if found.points is None:
+                found.past.check_nothing_is_lost(restart=False)
+                return found
+            best = best or found.points
+            read = [self.reads(found, index, point) for index, point in enumerate(found.points)]
+            if all(read):
+                break
+            assert any(found.damaged), f"{found.points} cannot be reached, and nothing is damaged"
+            for index, damaged in enumerate(found.damaged):
+                found.past.forget(index, damaged, {})
+        if found.past.away and not found.past.in_memory(found.points):
+            raise RecoveryError("the generation cannot be recorded in every tier")
+        return found
+
+    def ask_absent(self, found: Found, best: Points | None) -> None:
+        """Tiers that are away are asked again if they are needed, and may answer."""
+        past, points = found.past, found.past.points()
+        if not past.away:
+            return
+        if not behind(points, best) and past.orphaned is None and past.in_memory(points):
+            return
+        if self.random.random() < 0.5:
+            absent = [[tier for tier, _ in survey.away] for survey in past.surveys]
+            self.away = []
+            found.past = past.joined(self.past(absent).surveys)
+        elif behind(points, best) or not past.covers(points):
+            raise past.cannot_ask(points)
+
+    def reads(self, found: Found, index: int, point: RecoveryPoint) -> bool:
+        """Whether the rank reads its way to the point, by whatever copies are whole."""
+        while True:
+            chosen = plan(point, index, found.sound(index))
+            if not isinstance(chosen, Plan):
+                return False
+            tiers = self.tiers_of(index)
+            damaged = {source for source in chosen.sources if source.key in tiers[source.tier].damaged}
+            if not damaged:
+                return True
+            found.damaged[index] |= damaged
+
+    def past(self, tiers: list[Collection[int]]) -> Past:
+        """What each rank finds in these of its tiers."""
+        return Past([self.survey(index, chosen) for index, chosen in enumerate(tiers)], self.roles, "the tiers")
+
+    def survey(self, index: int, tiers: Collection[int]) -> Survey:
+        held = {tier: self.tiers_of(index)[tier] for tier in tiers}
+        seen = {tier: each for tier, each in held.items() if not self.is_away(each)}
+        branches = ((tier, value) for tier, each in seen.items() for value in each.values())
+        return Survey(
+            sources=frozenset(Source(tier, key) for tier, each in seen.items() for key in shards(each, index)),
+            others=frozenset(Source(tier, key) for tier, each in seen.items() for key in self.others(each, index)),
+            branches=frozenset((tier, value) for tier, value in branches if isinstance(value, Branch)),
+            recorded=frozenset((t, key.generation) for t, each in seen.items() for key in each if is_record(key)),
+            generations=frozenset((t, key.generation) for t, each in seen.items() for key in shards(each)),
+            away=tuple((tier, "it does not answer") for tier in held if tier not in seen),
+        )
+
+    def others(self, tier: Tier, index: int) -> set[ShardKey]:
+        """The newest shard of each other rank; in a tier that all ranks share the newest of all of them."""
+        newest: dict[int, ShardKey] = {}
+        for key in shards(tier):
+            if key.rank != index:
+                place = -1 if tier is self.durable else key.rank
+                newest[place] = max(key, newest.get(place, key), key=lambda each: (each.generation, each.last))
+        return set(newest.values())
+
+
+def shards(tier: Tier, rank: int | None = None) -> list[ShardKey]:
+    """Of one rank, or of all."""
+    return [key for key in tier if isinstance(key, ShardKey) and rank in (None, key.rank)]
+
+
+def is_record(key: Key) -> TypeGuard[LineageKey]:
+    return isinstance(key, LineageKey)

@@ -1,0 +1,50 @@
+"""The tiers and nodes of a simulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tiercheck.keys import Key
+from tiercheck.policy.observation import Contents
+
+
+class Tier(dict[Key, object]):
+    """A tier's objects, and what a look at it shows."""
+
+    def __init__(self, objects: Iterable[tuple[Key, object]] = ()) -> None:
+        super().__init__(objects)
+        self._contents = Contents.of((key, 1) for key in self)
+        self._changed: dict[Key, int | None] = {}
+        self.damaged: set[Key] = set()
+        """Objects that a look shows, and that nobody can read."""
+
+    def __setitem__(self, key: Key, value: object) -> None:
+        super().__setitem__(key, value)
+        self._changed[key] = 1
+        self.damaged.discard(key)
+
+    def __delitem__(self, key: Key) -> None:
+        super().__delitem__(key)
+        self._changed[key] = None
+        self.damaged.discard(key)
+
+    def clear(self) -> None:
+        super().clear()
+        self._contents, self._changed = Contents(), {}
+        self.damaged.clear()
+
+    @property
+    def contents(self) -> Contents:
+        if self._changed:
+            self._contents, self._changed = self._contents.changed(self._changed), {}
+        return self._contents
+
+
+@dataclass(eq=False)
+class Node:
+    """A machine's memory. It outlives the processes, and stays what it is when other ranks come to run there."""
+
+    memory: Tier = field(default_factory=Tier)
+    kept: Tier = field(default_factory=Tier)
+    """What it keeps for its neighbour."""
