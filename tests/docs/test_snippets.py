@@ -226,7 +226,7 @@ def check_pip(words: list[str]) -> None:
     assert words[0] == "install"
     extras = set(metadata("tiercheck").get_all("Provides-Extra") or [])
     for requirement in words[1:]:
-        match = re.fullmatch(r"tiercheck(?:\[([a-z,]+)\])?", requirement)
+        match = re.fullmatch(r"(?:tiercheck|\.)(?:\[([a-z,]+)\])?", requirement)
         assert match, f"{requirement!r} is not ours to promise"
         assert set((match[1] or "").split(",")) - {""} <= extras
 
@@ -284,13 +284,13 @@ def test_plain_text_lists_object_keys(block: Block) -> None:
     assert [str(keys.parse(key)) for key in found] == found
 
 
-# What the README says of the demo.
+# What is said of the demo.
 
 
-def test_the_readme_explains_every_line_of_the_demo() -> None:
+def test_every_line_of_the_demo_is_explained() -> None:
     console = Console(width=300, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     console.print(render(compared(*runs())))
     printed = re.findall(r"^  (\S.*?)  ", console.export_text(), re.MULTILINE)
-    readme = (ROOT / "README.md").read_text()
-    section = readme.partition("## What the demo shows")[2].partition("### Figures")[0]
+    page = (ROOT / "docs" / "how-to" / "run-the-demo.md").read_text()
+    section = page.partition("## The report")[2].partition("## Figures")[0]
     assert re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE) == printed
