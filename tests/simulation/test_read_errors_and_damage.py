@@ -1,15 +1,16 @@
 """Read errors and damage, drawn by a seed: a recovery under errors reaches what one without them reaches, or refuses.
 
 Two ranks train and die; some memory is lost, some copies are damaged. A recovery without errors says what can be
-reached. Then the tiers are put back as they were, and the same recovery is made while calls to them fail: some a few
-times, some for good. It may refuse. It never goes on from anything older.
+reached. Then the tiers are put back as they were, but for one copy of a lineage record, which is damaged. The same
+recovery is made while calls to them fail: some a few times, some for good. It may refuse.
+It never goes on from anything older.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ import pytest
 from tests.failing import Failing
 from tests.unit.recovery.test_restorer import CONFIG, Cluster
 from tiercheck.errors import RecoveryError, TierCheckError, TierError, Transient, Unauthorized
-from tiercheck.hierarchy import Hierarchy
+from tiercheck.hierarchy import Hierarchy, OpenTier
+from tiercheck.keys import LineageKey
+from tiercheck.policy.lineage import Branch
+from tiercheck.recovery import survey
 from tiercheck.recovery.copies import Copies
+from tiercheck.replication import lineage_records, records
+from tiercheck.replication.lineage_records import SetAside
 from tiercheck.tiers.memory import MemoryDriver, StoredObject
 from tiercheck.tiers.wrappers.base import Call, Operation
 
@@ -95,6 +101,19 @@ class Job:
         at = self.rng.randrange(len(content))
         return content[:at] if self.rng.random() < 0.3 else content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
 
+    def damage_a_record(self) -> None:
+        """One copy of a lineage record, of which there are others: nothing is lost with it."""
+        durable = self.cluster.root
+        held = [("", str(path.relative_to(durable))) for path in durable.rglob("lineage/*") if path.is_file()]
+        held += [(str(place), key) for place, store in enumerate(self.stores) for key in store if "lineage/" in key]
+        copies = [key for _, key in held]
+        place, key = self.rng.choice(sorted(each for each in held if copies.count(each[1]) > 1) or [("", "")])
+        if place:
+            store = self.stores[int(place)]
+            store[key] = replace(store[key], content=memoryview(self.broken(bytes(store[key].content))))
+        elif key:
+            (durable / key).write_bytes(self.broken((durable / key).read_bytes()))
+
     def keep(self) -> None:
         self.kept = [dict(store) for store in self.stores]
         shutil.copytree(self.cluster.root, self.aside)
@@ -126,12 +145,14 @@ def play(seed: int, root: Path) -> str:
         expected = job.outcome()
         job.put_back()
         files = (path for path in job.cluster.root.rglob("*.safetensors") if path.is_file())
+        job.damage_a_record()
         job.errors.arm(rng, sorted(str(path.relative_to(job.cluster.root)) for path in files) or ["base/"])
         found = job.outcome()
     finally:
         job.cluster.forget()
     if isinstance(found, TierCheckError):
         told = "cannot read" in str(found) or "could not be asked" in str(found)
+        told &= any(str(error()) in str(found) for error in ERRORS)
         assert isinstance(expected, TierCheckError) or (isinstance(found, RecoveryError) and told), found
         return "refused"
     assert found == expected, f"seed {seed}: it went on from version {found[0]}"
@@ -143,11 +164,28 @@ def test_errors_and_damage(seed: int, tmp_path: Path) -> None:
     play(seed, tmp_path)
 
 
-def test_it_finds_an_error_that_is_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Copies, "note", lambda self, failed: self.quarantine(failed.source, failed.cause))
-    for seed in SEEDS:
+def finds(root: Path, seeds: Iterable[int] = SEEDS) -> None:
+    for seed in seeds:
         try:
-            play(seed, tmp_path / str(seed))
+            play(seed, root / str(seed))
         except AssertionError:
             return
     pytest.fail("no seed has shown the fault")
+
+
+def test_it_finds_an_error_that_is_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Copies, "note", lambda self, failed: self.quarantine(failed.source, failed.cause))
+    finds(tmp_path)
+
+
+def test_it_finds_records_without_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "digest_of", lambda key, body: bytes(records.DIGEST_NBYTES))
+    finds(tmp_path, [35])  # of few flipped bits the rest is still a record
+
+
+def test_it_finds_a_damaged_record_that_blocks_every_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def read_all(tier: OpenTier, listed: dict[LineageKey, int]) -> tuple[list[Branch], list[SetAside]]:
+        return [await lineage_records.read_branch(tier, key) for key in sorted(listed)], []
+
+    monkeypatch.setattr(survey, "read_branches", read_all)
+    finds(tmp_path)
