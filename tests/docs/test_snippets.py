@@ -26,7 +26,8 @@ import typer
 from rich.console import Console
 
 from tests.unit.demo.test_report import compared, runs
-from tiercheck import cli, keys
+from tiercheck import keys
+from tiercheck.cli import commands
 from tiercheck.demo.report import render
 from tiercheck.integrations.deepspeed import read_block
 from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
@@ -216,7 +217,7 @@ def check_make(words: list[str]) -> None:
 
 def check_tiercheck(words: list[str]) -> None:
     """Parses the words as the command line does, and calls nothing."""
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(commands.app)
     name, *rest = words
     command = group.commands[name]  # type: ignore[attr-defined]
     command.make_context(name, rest).close()

@@ -24,7 +24,7 @@ LIGHT = (
     "import tiercheck; tiercheck.__version__; dir(tiercheck)",
     "import tiercheck.policy.consensus, tiercheck.policy.commit, tiercheck.policy.watermark",
     "import tiercheck.format.container, tiercheck.replication.mover",
-    "import tiercheck.cli",
+    "import tiercheck.cli.commands",
     "from tiercheck.tiers.registry import make_driver; make_driver('shm://x'); make_driver('nvme:///x')",
 )
 

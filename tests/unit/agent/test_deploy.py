@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import typer
 
-from tiercheck import cli
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.server.process import END_S_MAX
 from tiercheck.agent.server.service import OVERDUE_S
+from tiercheck.cli import commands
 
 yaml = pytest.importorskip("yaml")
 
@@ -24,7 +24,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     """The options of a ``tiercheck`` command, as the command line reads them. Nothing is run."""
     program, name, *rest = words
     assert Path(program).name == "tiercheck"
-    command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    command = typer.main.get_command(commands.app).commands[name]  # type: ignore[attr-defined]
     with command.make_context(name, rest) as context:
         return dict(context.params)
 

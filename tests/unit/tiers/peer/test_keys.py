@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tiercheck import cli
+from tiercheck.cli import commands
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.peer import PeerKeys
 
@@ -80,7 +80,7 @@ def test_a_missing_file_and_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_the_command_makes_keys_of_an_owner(tmp_path: Path) -> None:
-    made = CliRunner().invoke(cli.app, ["keys", str(tmp_path / "keys"), "--owner", "alice"])
+    made = CliRunner().invoke(commands.app, ["keys", str(tmp_path / "keys"), "--owner", "alice"])
     assert made.exit_code == 0, made.output
     keys = PeerKeys.load(tmp_path / "keys")
     assert (keys.owner, dict(keys.allowed)) == ("alice", {keys.client_public: "alice"})

@@ -1,0 +1,45 @@
+"""The command line is an extra: the library does without, and the command says what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNIMPORTABLE = "import sys; sys.modules.update(dict.fromkeys(('rich', 'typer')))\n"
+JOB = """
+import torch
+import tiercheck
+from tiercheck import Hierarchy, Tier
+from tiercheck.integrations.torch import attach
+from tiercheck.tiers.registry import schemes
+
+assert schemes().keys() >= {"memory", "nvme", "s3", "shm"}, schemes()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with attach(model, optimizer, Hierarchy.of("memory://process", f"nvme://{sys.argv[1]}")) as checkpointer:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    checkpointer.end_iteration()
+print("attached, version", checkpointer.version)
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", UNIMPORTABLE + program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_library_lists_drivers_and_attaches_without_the_command_line(tmp_path: Path) -> None:
+    done = run(JOB, str(tmp_path))
+    assert done.stdout.splitlines()[-1:] == ["attached, version 1"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["rich", "typer"])
+def test_the_command_without_its_extra_says_in_one_line_what_to_install(name: str) -> None:
+    program = f"sys.modules.pop({'typer' if name == 'rich' else 'rich'!r})\n"
+    done = run(program + "from tiercheck.cli import main; main()")
+    assert done.returncode == 2
+    assert done.stderr == f"error: the tiercheck command needs {name}: pip install 'tiercheck[cli]'\n"
