@@ -51,7 +51,7 @@ class TestMemory(TierDriverTests):
 
 
 class TokenMemoryDriver(TokenDriver, MemoryDriver):
-    """Each put has a token of its own in the object's metadata, as on S3 and Google's store."""
+    """Each put has a token of its own in the object's metadata, as on Google's store."""
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
-"""Real servers pass the kit. Each is named by an environment variable, and its tests are skipped without it.
+"""A real server passes the kit. An environment variable names it, and without the variable its tests are skipped.
 
-``TIERCHECK_OBSTORE_S3``: a bucket and its options, as in ``obstore+s3://bucket?endpoint=http://127.0.0.1:8333``.
 ``TIERCHECK_OBSTORE_AZ``: a container, as in ``az://container?account=NAME&endpoint=http://127.0.0.1:10000/NAME``.
 Credentials come from the environment, as for the driver. Everything lies under prefixes of the tests' own.
 """
@@ -20,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from obstore.store import ObjectStore
 from tiercheck_obstore.driver import ObstoreDriver
 
-from tiercheck.errors import ConfigurationError, Transient, Unauthorized, Unsupported
+from tiercheck.errors import ConfigurationError, Unauthorized, Unsupported
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.scratch import remove_all
 from tiercheck.testing.stateful import DriverMachine
@@ -28,7 +27,6 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import PutMode
 
-S3 = "TIERCHECK_OBSTORE_S3"
 AZ = "TIERCHECK_OBSTORE_AZ"
 
 
@@ -126,29 +124,6 @@ class ServerTests(TierDriverTests):
             await driver.put("a", [bytes(1001)], mode=PutMode.CREATE)
 
 
-class TestS3(ServerTests):
-    variable = S3
-    part = "5MiB"  # the least that S3 takes
-    large_nbytes = 6 << 20  # two parts
-    races = 2  # SeaweedFS lets those that lose wait for seconds
-
-    async def test_wrong_credentials_are_unauthorized(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-        with pytest.raises(Unauthorized) as caught:
-            await make_driver(self.tier_url).open()
-        assert "not-the-secret" not in str(caught.value)
-
-    async def test_a_server_that_is_not_there(self) -> None:
-        url = "obstore+s3://bucket/run?endpoint=http://127.0.0.1:9&deadline=1"
-        with pytest.raises(Transient, match=r"obstore\+s3://bucket/run"):
-            await make_driver(url).open()
-
-    async def test_an_object_that_others_put_has_an_etag(self, driver: TierDriver) -> None:
-        await self.raw_put(driver, "theirs", b"x")
-        info = await driver.stat("theirs")
-        assert [found async for found in driver.list()] == [info]
-
-
 class TestAzure(ServerTests):
     variable = AZ
     part = "1MiB"
@@ -178,17 +153,10 @@ class ServerMachine(DriverMachine):
         self.run(remove(self.tier_url))
 
 
-class S3Machine(ServerMachine):
-    variable = S3
-    lists_may_lag = True
-
-
 class AzureMachine(ServerMachine):
     variable = AZ
 
 
 FEW = settings(max_examples=6, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-TestS3AgainstADictionary = S3Machine.TestCase
-TestS3AgainstADictionary.settings = FEW
 TestAzureAgainstADictionary = AzureMachine.TestCase
 TestAzureAgainstADictionary.settings = FEW

@@ -71,7 +71,7 @@ class ObstoreDriver(TierDriver):
 
     A cancelled put waits until the request under way is over, at most ``deadline``, since nobody could say otherwise
     whether it publishes later. An upload broken off leaves its parts in the store, unseen; have the bucket expire them
-    (S3: a lifecycle rule for incomplete multipart uploads; Azure does so by itself after a week).
+    (Azure does so by itself after a week).
     """
 
     def __init__(self, url: str, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from obstore.store import AzureStore, GCSStore, S3Store
+from obstore.store import AzureStore, GCSStore
 from obstore.store import MemoryStore as ObstoreMemory
 
 from tiercheck.errors import ConfigurationError
@@ -20,14 +20,14 @@ from tiercheck_obstore.tokens import MarkingDriver, TokenDriver
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig, S3Config
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig
 
-__all__ = ["AzureDriver", "GcsDriver", "MemoryDriver", "S3Driver"]
+__all__ = ["AzureDriver", "GcsDriver", "MemoryDriver"]
 
 RETRIES_MAX = 1000
 """It is the deadline that ends the retries: a server that restarts must find its clients still trying."""
 PART_BYTES_MIN = 5 << 20
-"""What S3, and Google's store after it, take for a part that is not the last."""
+"""The least that Google's store takes for a part that is not the last."""
 
 
 def read_settings(options: OptionReader, survives: Survives, part_bytes_min: int = 1) -> Settings:
@@ -95,52 +95,6 @@ class BucketDriver(ObstoreDriver):
             "retry_timeout": timedelta(seconds=self._settings.deadline_s),
             "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=5), "base": 2},
         }
-
-
-class S3Driver(TokenDriver, BucketDriver):
-    """``obstore+s3://bucket/prefix[?endpoint=http://host:port][&region=eu-central-1]``: S3, and servers that speak it.
-
-    Credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, a web identity, or the machine's role.
-
-    - ``endpoint``: another server than AWS.
-    - ``region``: default: ``AWS_REGION``, or us-east-1.
-    - ``survives``: the widest failure that the store outlives.
-    - ``part``: the size of a part, at least 5MiB.
-    - ``parts_in_flight``: parts that are sent or fetched at once.
-    - ``conditional``: ``on`` or ``off`` where it is known what the server does with conditions; ``auto`` tries at open.
-    - ``deadline``: seconds a request may take, retries included.
-    """
-
-    scheme = "obstore+s3"
-
-    def __init__(
-        self, location: str, settings: Settings, *, endpoint: str | None = None, region: str | None = None
-    ) -> None:
-        super().__init__(location, settings, endpoint=endpoint)
-        self.region = region
-
-    @classmethod
-    def from_url(cls, url: TierURL) -> Self:
-        options = url.reader()
-        endpoint = options.take("endpoint", str, None)
-        region = options.take("region", str, None)
-        settings = read_settings(options, Survives.RACK, PART_BYTES_MIN)
-        options.finish()
-        return cls(url.location, settings, endpoint=endpoint, region=region)
-
-    def connect(self) -> ObjectStore:
-        config: S3Config = {"conditional_put": "etag"}
-        if self.endpoint is not None:
-            config["endpoint"] = self.endpoint
-        if self.region is not None:
-            config["region"] = self.region
-        return S3Store(
-            self.bucket,
-            prefix=self.prefix or None,
-            client_options=self.client_options(),
-            retry_config=self.retry_config(),
-            config=config,
-        )
 
 
 class AzureDriver(MarkingDriver, BucketDriver):
