@@ -14,7 +14,6 @@ from tiercheck.errors import Transient, Unsupported
 from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.posix.mounts import mount_of, traits_of
 from tiercheck.tiers.posix.object_files import CONTROL, HOST
-from tiercheck.tiers.posix.probe import Geometry
 from tiercheck.tiers.posix.remembering_directory import RememberingDirectory
 from tiercheck.tiers.posix.shared_directory import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.posix.striping import Striper, StripingFailed, parse_stripe_count, parse_stripe_size
@@ -101,9 +100,8 @@ class LustreDriver(FileDriver):
         super().prepare()
         conditional_put = self.shared.excludes_other_nodes
         self._capabilities = replace(self._capabilities, conditional_put=conditional_put)
-        geometry = Geometry(self._stripe_size or STRIPE_BYTES, DEPTH)
-        self.shared.transfer = Blocks(block_bytes=geometry.block_bytes, depth=geometry.depth, direct=False)
-        obstacle = self._prepare_striping(geometry.block_bytes)
+        self.shared.transfer = blocks = Blocks(block_bytes=self._stripe_size or STRIPE_BYTES, depth=DEPTH, direct=False)
+        obstacle = self._prepare_striping(blocks.block_bytes)
         if obstacle and (self._stripe_count is not None or self._stripe_size is not None):
             raise Unsupported(
                 f"stripe_count and stripe_size cannot be had here: {obstacle}; leave them out, or mend that"
@@ -113,7 +111,7 @@ class LustreDriver(FileDriver):
             "striping": f"none ({obstacle})" if obstacle else str(self._striper),
             "locks": "flock" if conditional_put else "none across nodes: puts know no conditions",
             "names": "coherent" if self.shared.traits.coherent else "remembered by mounts: listed anew in each call",
-            "io": f"buffered {geometry}",
+            "io": f"buffered {blocks}",
         }
 
     def _prepare_striping(self, stripe_bytes: int) -> str | None:

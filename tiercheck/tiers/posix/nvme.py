@@ -11,14 +11,15 @@ from tiercheck.tiers.posix.direct import ALIGNMENT, direct_obstacle
 from tiercheck.tiers.posix.directory import ObjectDirectory
 from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.posix.mounts import mount_of, traits_of
-from tiercheck.tiers.posix.probe import CANDIDATES, Geometry, measure_geometry
 from tiercheck.tiers.posix.transfer import Blocks, Sequential
 from tiercheck.tiers.url import TierURL, directory_of, number_from, parse_size
 from tiercheck.types import Capabilities, Survives
 
 __all__ = ["NvmeDriver", "parse_block", "parse_io"]
 
+DEPTH = 4
 DEPTH_MAX = 64
+BLOCK_BYTES = 4 << 20
 BLOCK_BYTES_MAX = 256 << 20
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems that are a page cache: there is nothing to go past."""
@@ -33,8 +34,8 @@ class NvmeDriver(FileDriver):
     whole object allocated before its first byte is written. What is not aligned in memory takes the way through
     bounce buffers, at most ``(depth + 4) x block`` bytes of them. ``get(into=...)`` reads the same way, unless the
     page cache holds the object; ``get`` without it maps the file. ``io`` says whether: ``auto`` (the default: where
-    it works), ``direct`` (an error at open where it does not) or ``buffered``. ``block`` and ``depth`` are found
-    by a short trial when the first tier on a device is opened, unless given. :meth:`facts` says what was chosen.
+    it works), ``direct`` (an error at open where it does not) or ``buffered``. ``block`` (4 MiB) and ``depth`` (4) are
+    the bytes of a block, and how many blocks are moved at a time. :meth:`facts` says what is used.
 
     ``survives`` defaults to ``PROCESS``. The bytes outlive the node's power as well, but while the node is
     away nobody can read a local disk, and a node that fails for good takes it along: a recovery from a node
@@ -55,8 +56,8 @@ class NvmeDriver(FileDriver):
         *,
         survives: Survives = Survives.PROCESS,
         io: str = "auto",
-        block: int | None = None,
-        depth: int | None = None,
+        block: int = BLOCK_BYTES,
+        depth: int = DEPTH,
     ) -> None:
         super().__init__(
             ObjectDirectory(directory_of("nvme", root), durable=True),
@@ -73,8 +74,8 @@ class NvmeDriver(FileDriver):
         options = url.reader()
         survives = options.take("survives", Survives.parse, Survives.PROCESS)
         io = options.take("io", parse_io, "auto")
-        block = options.take("block", parse_block, None)
-        depth = options.take("depth", number_from(1, DEPTH_MAX), None)
+        block = options.take("block", parse_block, BLOCK_BYTES)
+        depth = options.take("depth", number_from(1, DEPTH_MAX), DEPTH)
         options.finish()
         return cls(Path(url.location), survives=survives, io=io, block=block, depth=depth)
 
@@ -88,38 +89,36 @@ class NvmeDriver(FileDriver):
         mount = mount_of(self.directory.root)
         kind, locks = mount.type, traits_of(mount).locks
         self._capabilities = replace(self._capabilities, conditional_put=locks)
-        obstacle, geometry = self._examine(kind)
+        obstacle = self._obstacle(kind)
         if obstacle is None:
-            self.directory.transfer = Blocks(block_bytes=geometry.block_bytes, depth=geometry.depth, direct=True)
+            self.directory.transfer = blocks = Blocks(block_bytes=self._block, depth=self._depth, direct=True)
+            transfers = f"direct {blocks}"
         elif self._io == "direct":
             raise Unsupported(f"io=direct cannot be had here: {obstacle}; use io=auto")
         else:
             self.directory.transfer = Sequential()
+            transfers = f"buffered ({obstacle})"
         self._facts = {
             "file system": kind,
             "locks": "flock" if locks else "none across nodes, as far as is known: puts know no conditions",
-            "io": f"direct {geometry}" if obstacle is None else f"buffered ({obstacle})",
+            "io": transfers,
         }
 
-    def _examine(self, kind: str) -> tuple[str | None, Geometry]:
-        """What is in the way of direct transfers, and the geometry for them, from a file that is tried out."""
-        default = Geometry(self._block or CANDIDATES[0].block_bytes, self._depth or CANDIDATES[0].depth)
+    def _obstacle(self, kind: str) -> str | None:
+        """What is in the way of direct transfers, tried on an empty file; ``None`` if nothing is."""
         if self._io == "buffered":
-            return "as the URL asks", default
+            return "as the URL asks"
         if kind in IN_MEMORY:
-            return f"{kind} has no O_DIRECT: it is memory", default
+            return f"{kind} has no O_DIRECT: it is memory"
         temporary = self.directory.create_temporary(0, lambda: None)
         try:
             obstacle = direct_obstacle(temporary.fd)
-            if obstacle is None and (self._block is None or self._depth is None):
-                found = measure_geometry(temporary.fd)
-                default = Geometry(self._block or found.block_bytes, self._depth or found.depth)
-            return (f"{kind} has {obstacle}" if obstacle == "no O_DIRECT" else obstacle), default
         except OSError as error:
             # Full, or read-only, or worse: a put will say so. Reading must go on all the same.
-            return f"the trial failed: {error.strerror}", default
+            return f"the trial failed: {error.strerror}"
         finally:
             self.directory.discard(temporary)
+        return f"{kind} has {obstacle}" if obstacle == "no O_DIRECT" else obstacle
 
 
 def parse_io(text: str) -> str:

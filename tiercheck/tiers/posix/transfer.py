@@ -25,7 +25,7 @@ from tiercheck.tiers.posix.direct import (
 )
 from tiercheck.tiers.posix.files import BUFFERS_PER_WRITE, read_into, write_buffers
 from tiercheck.tiers.threads import Threads
-from tiercheck.types import Payload
+from tiercheck.types import Payload, bytes_text
 
 __all__ = ["BLOCKS_BYTES_MIN", "Blocks", "Check", "Sequential", "Transfer"]
 
@@ -78,6 +78,9 @@ class Blocks:
         self.direct = direct
         self._bounce = AlignedBuffers(block_bytes)
         self._threads = Threads(depth, "tiercheck blocks")
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.block_bytes).replace('.0', '')} x {self.depth}"
 
     def write(self, fd: int, payload: Payload, nbytes: int, check: Check) -> None:
         if nbytes < BLOCKS_BYTES_MIN:

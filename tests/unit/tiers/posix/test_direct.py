@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercheck.errors import CapacityExceeded, ConfigurationError, Corruption, Transient, Unsupported
-from tiercheck.tiers.posix import direct, probe, transfer
+from tiercheck.tiers.posix import direct, transfer
 from tiercheck.tiers.posix.direct import ALIGNMENT, AlignedBuffers, address_of, copy_bytes, direct_obstacle, is_cached
 from tiercheck.tiers.posix.nvme import NvmeDriver
-from tiercheck.tiers.posix.probe import CANDIDATES, Geometry, choose, measure_geometry
 from tiercheck.tiers.posix.transfer import Blocks
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import ByteRange
@@ -249,49 +248,6 @@ def test_bounce_buffers_are_aligned_and_reused() -> None:
     buffers.clear()
 
 
-class TestProbe:
-    def test_the_default_is_kept_unless_another_is_clearly_faster(self) -> None:
-        default, other = CANDIDATES[:2]
-        assert choose({}) == default
-        assert choose({other: 1e9}) == default
-        assert choose({default: 1e9, other: 1.1e9}) == default
-        assert choose({default: 1e9, other: 1.3e9}) == other
-
-    def test_it_is_bounded_in_time_and_leaves_nothing(self, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(probe, "_known", {})
-        now = [0.0]
-        written = [0]
-        pwritev = os.pwritev
-
-        def slow(fd: int, parts: list[memoryview], offset: int) -> int:
-            written[0] += 1
-            now[0] += 0.1
-            return pwritev(fd, parts, offset)
-
-        fd = open_empty(disk / "trial")
-        with mock.patch.object(os, "pwritev", slow):
-            assert measure_geometry(fd, lambda: now[0]) == CANDIDATES[0]
-        assert 1 <= written[0] <= 3 + CANDIDATES[0].depth
-        assert os.fstat(fd).st_size == 0
-        with mock.patch.object(os, "pwritev", side_effect=AssertionError("asked twice")):
-            measure_geometry(fd)
-        os.close(fd)
-
-    def test_what_is_measured_is_taken(self, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(probe, "_known", {})
-        now = [0.0]
-        pwritev = os.pwritev
-
-        def slow_in_small_blocks(fd: int, parts: list[memoryview], offset: int) -> int:
-            now[0] += 0.001 if parts[0].nbytes < 16 << 20 else 0.0001
-            return pwritev(fd, parts, offset)
-
-        fd = open_empty(disk / "trial")
-        with mock.patch.object(os, "pwritev", slow_in_small_blocks):
-            assert measure_geometry(fd, lambda: now[0]) == Geometry(16 << 20, 2)
-        os.close(fd)
-
-
 class TestDriver:
     async def test_facts_say_what_was_chosen(self, disk: Path) -> None:
         driver = make_driver(f"nvme://{disk}/facts?block=1MiB&depth=3")
@@ -422,4 +378,4 @@ async def test_a_disk_that_fills_up_in_the_middle(small_disk: Path) -> None:
 
 async def test_nvme_driver_defaults(disk: Path) -> None:
     async with NvmeDriver(disk / "defaults") as driver:
-        assert driver.facts()["io"].startswith("direct ")
+        assert driver.facts()["io"] == "direct 4 MiB x 4"
