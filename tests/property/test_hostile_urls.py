@@ -37,6 +37,11 @@ def made(url: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize(("url", "name"), [(url, name) for url, names in OPTIONS.items() for name in names])
+def test_a_value_of_five_thousand_digits_is_a_configuration_error(url: str, name: str) -> None:
+    made(f"{url}{'&' if '?' in url else '?'}{name}={'9' * 5000}")
+
+
 @pytest.mark.parametrize("url", OPTIONS)
 @settings(max_examples=150, deadline=None)
 @given(st.data())

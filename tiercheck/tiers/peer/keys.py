@@ -100,7 +100,11 @@ class PeerKeys:
     def load(cls, directory: str | os.PathLike[str]) -> Self:
         """The keys in ``directory``. Errors: ``ConfigurationError`` says which file, what is wrong, what to do."""
         place = Path(directory)
-        if not place.is_dir():
+        try:
+            there = place.is_dir()
+        except OSError as error:  # such as a name that is too long
+            raise ConfigurationError(f"keys={shown(str(place), 200)} cannot be read: {error.strerror}") from error
+        if not there:
             raise ConfigurationError(f"there are no keys in {place}; make them with: tiercheck keys {place}")
         values = {name: _read_key(place / name) for name in _FILES}
         for pair in ("server", "client"):

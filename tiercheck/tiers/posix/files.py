@@ -148,11 +148,14 @@ def unlock_and_close(fd: int) -> None:
 
 @contextmanager
 def closed_on_error(fd: int) -> Iterator[None]:
-    """Inside, ``fd`` is not handed to anybody yet: it is closed, and its lock given back, if that fails."""
+    """Inside, ``fd`` is not handed to anybody yet: if that fails, its lock is given back, and it is closed. The error is
+    that failure's, also on a file system without locks."""
     try:
         yield
     except BaseException:
-        unlock_and_close(fd)
+        with suppress(OSError):
+            unlock(fd)
+        os.close(fd)
         raise
 
 
