@@ -148,8 +148,8 @@ def unlock_and_close(fd: int) -> None:
 
 @contextmanager
 def closed_on_error(fd: int) -> Iterator[None]:
-    """Inside, ``fd`` is not handed to anybody yet: if that fails, its lock is given back, and it is closed. The error is
-    that failure's, also on a file system without locks."""
+    """Inside, ``fd`` is not handed to anybody yet: if that fails, its lock is given back, and it is closed. What is
+    raised is that failure, also on a file system without locks."""
     try:
         yield
     except BaseException:
