@@ -40,13 +40,14 @@ from tiercheck.opening.announcement import (
     overruled_options,
     too_little_room,
 )
-from tiercheck.opening.startup import Ranks, open_job, prepare_memory, room_at_the_end, take_back
+from tiercheck.opening.startup import open_job, prepare_memory, room_at_the_end, take_back
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recording.stats import Stats
-from tiercheck.recovery.restorer import Recovery, Restorer, gather
+from tiercheck.recovery.ranks import Ranks, gather
+from tiercheck.recovery.restorer import Recovery, Restored, Restorer
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import Group, SingleProcess
@@ -297,21 +298,17 @@ class Checkpointer:
     def _begin(self) -> None:
         """Recover, then open a generation with a base of its own."""
         tiers = self._opened()
-        exact, deadline_s = self.config.exact_replay, self.config.deadline_s
-        restorer = Restorer(tiers, self._provider, self._group, self._loop, deadline_s, exact=exact)
-        restorer.restart = self.config.on_nothing_left == "restart"
-        restorer.survey()
-        recovery = restorer.restore()
-        self._ranks.gather("taking over what was restored", lambda: self._take_over(recovery, restorer))
-        point = recovery.point if recovery else None
-        version = point.last if point else 0
-        branch = open_job(self._ranks, tiers, restorer, point)
+        restart = self.config.on_nothing_left == "restart"
+        restorer = Restorer(tiers, self._provider, self._ranks, exact=self.config.exact_replay, restart=restart)
+        restored = restorer.restore()
+        self._ranks.gather("taking over what was restored", lambda: self._take_over(restored))
+        branch = open_job(self._ranks, tiers, restored)
         self._generation = branch.generation
         try:
             self._stream.token = branch.token
-            lineage = Lineage.of([*restorer.past.branches, branch])
-            mark = clear_tiers(restorer, branch.generation, point.last if point else None)
-            read_from = self._ranks.gather("beginning to save", lambda: self._prepare(lineage, version))
+            lineage = Lineage.of([*restored.past.branches, branch])
+            mark = clear_tiers(self._ranks, tiers, restored, branch.generation)
+            read_from = self._ranks.gather("beginning to save", lambda: self._prepare(lineage, restored.version))
         except GroupError:
             raise
         except Exception:
@@ -331,12 +328,13 @@ class Checkpointer:
         for caution in self._found_odd:
             log.warning("%s", caution)
 
-    def _take_over(self, recovery: Recovery | None, restorer: Restorer) -> None:
+    def _take_over(self, restored: Restored) -> None:
         """The recovery, approximate where an uninterrupted run would go on otherwise; and the residuals."""
+        recovery = restored.recovery
         if recovery is not None and recovery.version > 0 and (caveats := self._caveats()):
             recovery = replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *caveats))
         self._recovery = recovery
-        self._stream.load(restorer.residuals)
+        self._stream.load(restored.residuals)
 
     def _prepare(self, lineage: Lineage, version: int) -> list[str]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns the

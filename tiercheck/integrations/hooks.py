@@ -14,7 +14,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.recovery.restorer import gather
+from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.group import Group
 from tiercheck.streams.provider import StateProvider
 

@@ -15,7 +15,8 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement
 from tiercheck.policy.opening import Reach, anew, superseded_at_opening
 from tiercheck.policy.recovery import Source
-from tiercheck.recovery.restorer import Restorer, gather
+from tiercheck.recovery.ranks import Ranks, gather
+from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.group import Group
 from tiercheck.runtime.loop_thread import LoopThread
@@ -31,32 +32,28 @@ AGAIN_S = 0.2
 """How long the ranks wait before they look again whether their bases have arrived."""
 
 
-def clear_tiers(restorer: Restorer, generation: int, version: int | None) -> int:
+def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored, generation: int) -> int:
     """Delete what nothing needs any more, from the tiers inside the node, before ``generation`` captures anything.
-    Collective, after all ranks have recovered ``version``; ``None``: there was none that all could come to, and the job
-    begins anew. Returns the mark that the generation begins with.
+    Collective, after all ranks have recovered; or when there was no version that all could come to, and the job begins
+    anew. Returns the mark that the generation begins with.
 
     A tier that cannot be cleared just now is left as it is, and so is one that was away at the survey. Errors:
     ``RecoveryError``; ``GroupError``.
     """
-    roles, group, lineage = restorer.hierarchy.roles, restorer.group, restorer.past.lineage
-    sound = restorer.sound
-    deadline_s = restorer.deadline_s
-    answers = gather(
-        group, "what each rank can come to", Reach.of(sound, roles, lineage).to_object, deadline_s=deadline_s
-    )
-    known = anew([Reach.from_object(answer) for answer in answers], version)
-    surveys = restorer.past.surveys
+    roles, lineage, sound, surveys = hierarchy.roles, restored.past.lineage, restored.sound, restored.past.surveys
+    answers = ranks.gather("what each rank can come to", Reach.of(sound, roles, lineage).to_object)
+    reached = restored.recovery.version if restored.recovery else None
+    known = anew([Reach.from_object(answer) for answer in answers], reached)
     owned = {source for survey in surveys for source in survey.sources}
-    absent = {tier for tier, _ in surveys[group.rank].away}
+    absent = {tier for tier, _ in surveys[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
     unsure = {rank for rank, survey in enumerate(surveys) if any(not roles[tier].shared for tier, _ in survey.away)}
 
     async def clear(tier: OpenTier) -> None:
         try:
             held = await visible(tier, generation)
-            held = {source for source in held if source.key.rank == group.rank or source.key.rank not in unsure}
-            gone = superseded_at_opening(held, group.rank, roles, lineage, known.versions, sound, owned)
+            held = {source for source in held if source.key.rank == ranks.rank or source.key.rank not in unsure}
+            gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned)
             if gone:
                 await tier.driver.delete([str(source.key) for source in gone])
                 log.info("tier %s: %d objects of older generations are deleted", tier.name, len(gone))
@@ -64,18 +61,17 @@ def clear_tiers(restorer: Restorer, generation: int, version: int | None) -> int
             log.warning("what is superseded is not deleted from tier %s yet: %s", tier.name, error)
 
     async def clear_all() -> None:
-        tiers = restorer.hierarchy.tiers
-        inside = [tier for tier in tiers if not tier.role.shared and tier.index not in absent]
+        inside = [tier for tier in hierarchy.tiers if not tier.role.shared and tier.index not in absent]
         await asyncio.gather(*map(clear, inside))
 
     def clear_in_time() -> None:
         try:
-            restorer.loop.call(clear_all(), what="deleting what is superseded", deadline_s=deadline_s)
+            ranks.call(clear_all(), "deleting what is superseded")
         except DeadlineExceeded as error:
             log.warning("what is superseded is not deleted yet: %s", error)
 
     # Nobody captures anything before all have: the ranks of a node share its memory.
-    gather(group, "deleting what is superseded", clear_in_time, deadline_s=deadline_s)
+    ranks.gather("deleting what is superseded", clear_in_time)
     return known.mark
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
 from tiercheck.errors import CapacityExceeded, DeadlineExceeded, GroupError, RecoveryError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.opening.admission import Demand
-from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.lineage import Branch
-from tiercheck.recovery.restorer import Restorer, gather
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.generation import (
     UNSEEN,
     Opening,
@@ -21,15 +20,11 @@ from tiercheck.replication.generation import (
     withdraw_captures,
     withdraw_records,
 )
-from tiercheck.runtime.group import Group
-from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.types import Usage
 
-__all__ = ["Ranks", "open_job", "prepare_memory", "room_at_the_end", "take_back"]
+__all__ = ["open_job", "prepare_memory", "room_at_the_end", "take_back"]
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 USAGE_S_MAX = 5.0
 """A store that must be listed to tell what it holds may take longer: then it is not asked."""
@@ -37,42 +32,20 @@ NUMBERS_TRIED = 16
 """Numbers for a generation, one after the other, until one is free in every tier."""
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of the job, as one of them sees them, and the event loop on which it calls its tiers."""
-
-    group: Group
-    loop: LoopThread
-    deadline_s: float
-
-    def gather(self, what: str, produce: Callable[[], Any]) -> list[Any]:
-        """As :func:`tiercheck.recovery.restorer.gather`."""
-        return gather(self.group, what, produce, deadline_s=self.deadline_s)
-
-    def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """As :meth:`LoopThread.call`."""
-        return self.loop.call(coroutine, what=what, deadline_s=self.deadline_s)
-
-
-def open_job(ranks: Ranks, tiers: OpenHierarchy, restorer: Restorer, point: RecoveryPoint | None) -> Branch:
-    """The generation that begins at ``point``, recorded in every rank's tiers; in those that cannot be written to
-    just now later, where each rank's memory has served the recovery.
+def open_job(ranks: Ranks, tiers: OpenHierarchy, restored: Restored) -> Branch:
+    """The generation that begins with what was restored, recorded in every rank's tiers; later in those that cannot be
+    written to just now, if each rank's memory has served the recovery.
 
     Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
     """
-    taken = restorer.past.taken + (UNSEEN if restorer.past.away else 0)
+    taken = restored.past.taken + (UNSEEN if restored.past.away else 0)
     for _ in range(NUMBERS_TRIED):
-        proposal = propose(
-            taken,
-            parent=restorer.parent,
-            left_at=point.last if point else 0,
-            world_size=ranks.group.world_size,
-        )
+        proposal = propose(taken, parent=restored.parent, left_at=restored.version, world_size=ranks.world_size)
         branch = Branch.from_object(ranks.gather("choosing the generation", proposal.to_object)[0])
 
         def open_it(branch: Branch = branch) -> dict[str, Any]:
             retry_s = 0.9 * ranks.deadline_s  # the error names the tier
-            opening = open_generation(tiers, branch, may_wait=restorer.in_memory, retry_s=retry_s)
+            opening = open_generation(tiers, branch, may_wait=restored.in_memory, retry_s=retry_s)
             return asdict(ranks.call(opening, f"opening generation {branch.generation}"))
 
         try:
@@ -83,7 +56,7 @@ def open_job(ranks: Ranks, tiers: OpenHierarchy, restorer: Restorer, point: Reco
             take_back(ranks, tiers, branch)
             raise
         if not any(opening.occupied for opening in openings):
-            for tier, error in openings[ranks.group.rank].later.items():
+            for tier, error in openings[ranks.rank].later.items():
                 log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
             return branch
         take_back(ranks, tiers, branch)
@@ -99,7 +72,7 @@ def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
     all have, its records. Where that fails it stays, and is superseded by the next one."""
     doing = f"taking back generation {branch.generation}"
     try:
-        ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.group.rank), doing))
+        ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.rank), doing))
         ranks.gather(doing, lambda: ranks.call(withdraw_records(tiers, branch), doing))
     except TierCheckError as error:
         log.warning("%s: %s; it stays, without a version of its own, until the job starts again", doing, error)

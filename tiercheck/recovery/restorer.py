@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercheck.errors import GroupError, Mismatch, RecoveryError, TierCheckError
-from tiercheck.format.host_state import pack, unpack
+from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.recovery import Availability, Source
 from tiercheck.recovery.past import Past, Points
+from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import Lost, Part, Reader
 from tiercheck.recovery.survey import Survey, sources_of, survey
-from tiercheck.runtime.group import Group
-from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.expected import Expected
 from tiercheck.streams.gradient_encoder import forget_sent
@@ -36,7 +34,7 @@ from tiercheck.streams.replay.replay import Replayed, replay_runs, threads_grant
 from tiercheck.streams.replay.runs import Run
 from tiercheck.types import Fidelity
 
-__all__ = ["Recovery", "Restorer", "gather"]
+__all__ = ["Recovery", "Restored", "Restorer"]
 
 log = logging.getLogger(__name__)
 
@@ -102,163 +100,153 @@ class Recovery:
         }
 
 
-def gather(
-    group: Group, what: str, produce: Callable[[], Any], *, deadline_s: float, after: str | None = None
-) -> list[Any]:
-    """Every rank's value of ``produce()``, in rank order. A rank that fails tells the others instead of
-    leaving them to wait. ``after``: an error of this rank's before, for those who are somewhere else for its sake.
+@dataclass(frozen=True)
+class Restored:
+    """What :meth:`Restorer.restore` returns: where the ranks have met, as one of them knows it."""
 
-    Errors: this rank's own; ``RecoveryError`` naming another rank and its error; ``GroupError`` naming a rank that does
-    something else meanwhile; those of the group.
-    """
-    failure: Exception | None = None
-    try:
-        message: Mapping[str, Any] = {"what": what, "after": after, "value": produce()}
-    except Exception as error:  # noqa: BLE001  it is raised below; the others must not wait for it
-        failure = error
-        said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
-        message = {"what": what, "error": said, "mismatch": isinstance(error, Mismatch)}
-    answers: list[Any] = [unpack(each) for each in group.all_gather(pack(message), what=what, deadline_s=deadline_s)]
-    if failure is not None:
-        raise failure
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            kind = Mismatch if answer["mismatch"] else RecoveryError
-            raise kind(f"{answer['what']}: rank {rank} reports: {answer['error']}")
-        if answer["what"] != what:
-            errors = {each: other["after"] for each, other in enumerate(answers) if other["after"]}
-            why = "".join(f"; rank {each} had failed before: {error}" for each, error in errors.items())
-            raise GroupError(
-                f"{what}: rank {rank} is at {answer['what']!r} instead{why}: all ranks must take the same steps, and "
-                "end their iterations and close the checkpointer at the same version"
-            )
-    return [answer["value"] for answer in answers]
+    recovery: Recovery | None
+    """``None``: nothing was recovered, and training begins at version 0."""
+    past: Past
+    """What all ranks have found, less the copies that were found damaged."""
+    parent: int = 0
+    """The generation of the version that was recovered: the newest one of any rank's; 0 for none."""
+    residuals: Mapping[str, Any] = field(default_factory=dict)
+    """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
+    (:mod:`tiercheck.streams.gradient_encoder`)."""
+    sound: frozenset[Source] = frozenset()
+    """This rank's copies, less those that were found damaged."""
+    in_memory: bool = False
+    """Every rank came to the version by what its first tier holds."""
+
+    @property
+    def version(self) -> int:
+        """The version that the state is at."""
+        return self.recovery.version if self.recovery else 0
+
+
+@dataclass(frozen=True)
+class _Rebuilt:
+    """A rank's masters and optimizer state are those of the version."""
+
+    replayed: Replayed
+    residuals: Mapping[str, Any]
 
 
 @dataclass
 class Restorer:
-    """Restores one rank, together with all the others. Make one, :meth:`survey`, then :meth:`restore`.
+    """Restores one rank, together with all the others: make one and call :meth:`restore`, once.
 
-    ``deadline_s`` bounds each wait for the other ranks, and each rank's waiting for tiers: once for all that it
-    verifies, and once for all that it replays. ``threads`` and ``exact``: see
+    The deadline of ``ranks`` bounds each wait for the other ranks, and each rank's waiting for tiers: once for all that
+    it verifies, and once for all that it replays. ``threads`` and ``exact``: see
     :func:`~tiercheck.streams.replay.replay.replay_runs`.
     """
 
     hierarchy: OpenHierarchy
     provider: StateProvider
-    group: Group
-    loop: LoopThread
-    deadline_s: float
+    ranks: Ranks
     threads: int | None = None
     exact: bool = True
     restart: bool = False
     """Begin anew where versions were saved and none is left that all ranks can come to."""
-    residuals: Mapping[str, Any] = field(default_factory=dict)
-    """After :meth:`restore`, by master, the residuals of training on compressed gradients: what the base holds, less
-    what was sent since (:mod:`tiercheck.streams.gradient_encoder`)."""
-    parent: int = 0
-    """After :meth:`restore`, the generation of the version that was recovered: the newest one of any rank's."""
-    sound: frozenset[Source] = frozenset()
-    """After :meth:`restore`, this rank's copies, less those that were found damaged."""
-    in_memory: bool = False
-    """After :meth:`restore`: whether every rank came to its version by what its first tier holds."""
     _past: Past | None = None
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
 
-    @property
-    def past(self) -> Past:
-        """What all ranks have found. Not before :meth:`survey`."""
-        if self._past is None:
-            raise AssertionError("the tiers were not surveyed")
-        return self._past
-
-    def survey(self) -> None:
-        """Learn what every rank can read. Collective.
+    def restore(self) -> Restored:
+        """Bring every rank to the newest version that all can reach. Collective.
 
         A tier that cannot be listed is done without where every rank has its way to the newest version in its memory;
-        else it is asked until the deadline. Errors: ``Mismatch`` where the checkpoint is one of another world size;
-        ``RecoveryError`` for two histories, and where a tier that stays away may hold something newer; ``GroupError``.
+        else it is asked until the deadline. Errors, before anything was changed: ``Mismatch`` for another world size,
+        another model, or another form of its state; ``RecoveryError`` for two histories, for versions of which none can
+        be read by every rank, and for a tier that stays away and may hold something newer. ``GroupError``.
         """
-        soon_s = min(ASK_AGAIN_S, self.deadline_s / 4)
-        everywhere = range(len(self.hierarchy.tiers))
-        found = self._look(everywhere, retry_s=soon_s, answer_s=self.deadline_s / 2, insist=False)
-        self._past = Past(found, self.hierarchy.roles, self._places())
-        self._points(None)
-        self.past.check(self.group.world_size)
-
-    def restore(self) -> Recovery | None:
-        """Bring every rank to the newest version all can reach; ``None``: there is nothing, begin at 0.
-
-        Collective. Errors: ``Mismatch`` (another model, or another form of its state) and ``RecoveryError`` (versions
-        exist, but none that every rank can read, or none that is as new as what a tier that cannot be asked may hold)
-        before anything was changed; ``GroupError``.
-        """
+        self._survey()
         began = time.perf_counter()
         threads = threads_granted(self.threads)
-        reader = Reader(self.hierarchy, self.group.rank, self.loop, self.deadline_s, threads, self.past.lineage)
+        reader = Reader(
+            self.hierarchy, self.ranks.rank, self.ranks.loop, self.ranks.deadline_s, threads, self._found.lineage
+        )
         best: Points | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
             points = self._points(best)
-            self.past.check_form(points)
+            self._found.check_form(points)
             if points is None:
-                self.past.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
+                self._found.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
-                return None
+                return Restored(None, self._found)
             best = best or points
-            matrix = self.past.matrix(points)
-            part = self._verify(reader, points[self.group.rank])
+            matrix = self._found.matrix(points)
+            part = self._verify(reader, points[self.ranks.rank])
             if part is None:
                 continue
             touched = True
-            replayed = self._rebuild(reader, part)
-            if replayed is not None:
-                self.in_memory = self.past.in_memory(points)
-                self.parent = max(point.generation for point in points)
-                self.sound = self._own - reader.quarantined.keys()
-                return self._report(reader, part, self._settle(part, replayed), matrix, began)
+            rebuilt = self._rebuild(reader, part)
+            if rebuilt is not None:
+                return Restored(
+                    self._report(reader, part, self._settle(part, rebuilt), matrix, began),
+                    self._found,
+                    parent=max(point.generation for point in points),
+                    residuals=rebuilt.residuals,
+                    sound=self._own - reader.quarantined.keys(),
+                    in_memory=self._found.in_memory(points),
+                )
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
+
+    @property
+    def _found(self) -> Past:
+        """What all ranks have found. Not before :meth:`_survey`."""
+        if self._past is None:
+            raise AssertionError("the tiers were not surveyed")
+        return self._past
+
+    def _survey(self) -> None:
+        """Learn what every rank can read. Collective. Errors: as :meth:`restore`."""
+        soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
+        everywhere = range(len(self.hierarchy.tiers))
+        found = self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
+        self._past = Past(found, self.hierarchy.roles, self._places())
+        self._points(None)
+        self._found.check(self.ranks.world_size)
 
     def _points(self, best: Points | None) -> Points | None:
         """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
         have met before copies were found damaged."""
-        points = self.past.points()
-        if not self.past.away:
+        points = self._found.points()
+        if not self._found.away:
             return points
-        if not behind(points, best) and self.past.orphaned is None and self.past.in_memory(points):
+        if not behind(points, best) and self._found.orphaned is None and self._found.in_memory(points):
             return points
         if not self._asked:
             self._ask_absent()
-            points = self.past.points()
-        if self.past.away and (behind(points, best) or not self.past.covers(points)):
-            raise self.past.cannot_ask(points)
+            points = self._found.points()
+        if self._found.away and (behind(points, best) or not self._found.covers(points)):
+            raise self._found.cannot_ask(points)
         return points
 
     def _ask_absent(self) -> None:
         """Look again into the tiers that are away, until the deadline; where nothing tells of a past, only those whose
         errors pass by themselves: where nothing listens, most likely the address is wrong."""
-        evidence = any(survey.generations or survey.recorded for survey in self.past.surveys)
-        absent = [tier for tier, _ in self.past.surveys[self.group.rank].away]
-        for rank, tier, error in self.past.away:
-            if rank == self.group.rank:
+        evidence = any(survey.generations or survey.recorded for survey in self._found.surveys)
+        absent = [tier for tier, _ in self._found.surveys[self.ranks.rank].away]
+        for rank, tier, error in self._found.away:
+            if rank == self.ranks.rank:
                 log.warning("tier %s cannot be asked what it holds: %s", tier, error)
-        later = self._look(absent, retry_s=self.deadline_s, answer_s=self.deadline_s, insist=evidence)
-        self._past = self.past.joined(later)
-        self._asked = bool(self.past.away)
+        later = self._look(absent, retry_s=self.ranks.deadline_s, answer_s=self.ranks.deadline_s, insist=evidence)
+        self._past = self._found.joined(later)
+        self._asked = bool(self._found.away)
 
     def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> list[Survey]:
         """What every rank finds in these of its tiers. Collective. Options: as :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
         def look() -> dict[str, Any]:
-            looking = survey(chosen, self.group.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
+            looking = survey(chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
             within_s = max(retry_s, answer_s) + ANSWER_S / 2
-            return self.loop.call(looking, what="the survey of the tiers", deadline_s=within_s).to_object()
+            return self.ranks.loop.call(looking, what="the survey of the tiers", deadline_s=within_s).to_object()
 
-        deadline_s = self.deadline_s + ANSWER_S
-        answers = gather(self.group, "the survey before recovery", look, deadline_s=deadline_s)
+        answers = self.ranks.gather("the survey before recovery", look, more_s=ANSWER_S)
         return [Survey.from_object(answer) for answer in answers]
 
     def _places(self) -> str:
@@ -266,7 +254,7 @@ class Restorer:
 
     @property
     def _own(self) -> frozenset[Source]:
-        return self.past.surveys[self.group.rank].sources
+        return self._found.surveys[self.ranks.rank].sources
 
     def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
         """Read and verify this rank's part; ``None`` where some rank cannot."""
@@ -283,13 +271,19 @@ class Restorer:
         (part,) = parts
         return part
 
-    def _rebuild(self, reader: Reader, part: Part) -> Replayed | None:
+    def _rebuild(self, reader: Reader, part: Part) -> _Rebuilt | None:
         """Load the base and replay; ``None`` where some rank could not: then the state is at no version."""
-        done: list[Replayed] = []
+        done: list[_Rebuilt] = []
 
         def attempt() -> bool:
             start, own = part.start, self._own
-            self.residuals = {name: residual.clone() for name, residual in part.base.residuals.items()}
+            residuals = {name: residual.clone() for name, residual in part.base.residuals.items()}
+
+            def forget(run: Run) -> None:
+                """Take out of the residuals what a run has sent."""
+                for step in run.steps:
+                    forget_sent(residuals, step.gradients)
+
             try:
                 self.provider.load(
                     masters=start.masters,
@@ -297,15 +291,14 @@ class Restorer:
                     extras=start.extras,
                     hyperparameters=start.hyperparameters,
                 )
-                done.append(
-                    replay_runs(
-                        self.provider,
-                        lambda threads: reader.runs(part, own, threads=threads),
-                        threads=self.threads,
-                        exact=self.exact,
-                        before=self._forget_sent,
-                    )
+                replayed = replay_runs(
+                    self.provider,
+                    lambda threads: reader.runs(part, own, threads=threads),
+                    threads=self.threads,
+                    exact=self.exact,
+                    before=forget,
                 )
+                done.append(_Rebuilt(replayed, residuals))
             except UNFIT as error:
                 if not reader.doubt(part, own, error):
                     raise RecoveryError(
@@ -319,11 +312,6 @@ class Restorer:
         # A rank that fails says so, so that no other one trains on alone, or waits for it in the refresh.
         return done[0] if self._together(reader, "the replay", attempt) else None
 
-    def _forget_sent(self, run: Run) -> None:
-        """Take out of the residuals what a run has sent."""
-        for step in run.steps:
-            forget_sent(self.residuals, step.gradients)
-
     def _together(self, reader: Reader, what: str, attempt: Callable[[], bool]) -> bool:
         """Whether every rank succeeded. Where one did not, copies that failed are forgotten everywhere."""
 
@@ -335,23 +323,23 @@ class Restorer:
                 "unusable": [(source.tier, str(source.key), why) for source, why in sorted(whole.items())],
             }
 
-        answers = gather(self.group, what, produce, deadline_s=self.deadline_s + ANSWER_S)
+        answers = self.ranks.gather(what, produce, more_s=ANSWER_S)
         if all(answer["succeeded"] for answer in answers):
             return True
         for rank, answer in enumerate(answers):
             whole = {source: why for tier, key, why in answer["unusable"] for source in sources_of([(tier, key)])}
-            self.past.forget(rank, sources_of(answer["failed"]), whole)
+            self._found.forget(rank, sources_of(answer["failed"]), whole)
         return False
 
-    def _settle(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
+    def _settle(self, part: Part, rebuilt: _Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
         is, which is what the worst rank reached, and why."""
         found: list[tuple[Fidelity, tuple[str, ...]]] = []
 
         def settle() -> str:
-            found.append(self._reached(part, replayed))
+            found.append(self._reached(part, rebuilt))
             self.provider.refresh()
-            state = replayed.host_state
+            state = rebuilt.replayed.host_state
             try:
                 self.provider.restore_host_state(part.start.host_state if state is None else state)
             except UNFIT as error:
@@ -361,15 +349,16 @@ class Restorer:
                 ) from error
             return str(found[0][0])
 
-        answers = gather(self.group, "the end of the recovery", settle, deadline_s=self.deadline_s)
+        answers = self.ranks.gather("the end of the recovery", settle)
         everywhere = [Fidelity(answer) for answer in answers]
         worst, (fidelity, notes) = Fidelity.worst(*everywhere), found[0]
         if worst is not fidelity:
             notes += (f"rank {everywhere.index(worst)} reached {worst}; this rank alone would be {fidelity}",)
         return worst, notes
 
-    def _reached(self, part: Part, replayed: Replayed) -> tuple[Fidelity, tuple[str, ...]]:
+    def _reached(self, part: Part, rebuilt: _Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         """How true this rank's state is, and why."""
+        replayed = rebuilt.replayed
         host_state = part.start.host_state if replayed.host_state is None else replayed.host_state
         doubts = Doubts.of(host_state)
         fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally, doubts)
@@ -377,7 +366,7 @@ class Restorer:
             fidelity = Fidelity.APPROXIMATE
             last, anchor = part.point.last, part.point.anchor
             notes += (f"version {last} is base {anchor} and a snapshot of what had changed since",)
-        if self.residuals and part.point.last > part.point.anchor:
+        if rebuilt.residuals and part.point.last > part.point.anchor:
             notes += (
                 f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
                 "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
@@ -393,14 +382,14 @@ class Restorer:
         began: float,
     ) -> Recovery:
         fidelity, notes = fidelity_and_notes
-        for note in self._absent() if self.group.rank == 0 else ():
+        for note in self._absent() if self.ranks.rank == 0 else ():
             log.warning("%s", note)
         names = [tier.name for tier in self.hierarchy.tiers]
         return Recovery(
             point=part.point,
             sources=tuple((str(source.key), names[source.tier]) for source in reader.used),
             quarantined=(
-                *sorted(self.past.surveys[self.group.rank].set_aside),
+                *sorted(self._found.surveys[self.ranks.rank].set_aside),
                 *((str(s.key), names[s.tier], why) for s, why in sorted(reader.quarantined.items())),
             ),
             matrix=matrix,
@@ -415,7 +404,7 @@ class Restorer:
         return tuple(
             f"tier {tier} of rank {rank} could not be asked what it holds ({error}): the recovery needed nothing of "
             "it, and what is captured from here on is brought there when it answers"
-            for rank, tier, error in self.past.away
+            for rank, tier, error in self._found.away
         )
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tiercheck.errors import DeadlineExceeded, GroupError, Mismatch, RecoveryError
-from tiercheck.recovery.restorer import gather
+from tiercheck.errors import DeadlineExceeded, GroupError
 from tiercheck.runtime.group import SimulatedGroup, SingleProcess, TorchGroup
 from tiercheck.runtime.loop_thread import LoopThread
 
@@ -60,52 +59,6 @@ def test_the_late_ranks_are_named() -> None:
     for thread in threads:
         thread.join()
     assert errors == [(1, 3), (1, 3)]
-
-
-def test_a_rank_that_fails_tells_the_others() -> None:
-    def act(group: SimulatedGroup) -> list[Any]:
-        def produce() -> int:
-            if group.rank == 1:
-                raise Mismatch("another model")
-            return group.rank
-
-        return gather(group, "comparing", produce, deadline_s=10)
-
-    first, second, third = on_all_ranks(3, act)
-    assert isinstance(second, Mismatch)
-    assert str(second) == "another model"
-    for other in (first, third):
-        assert isinstance(other, Mismatch)
-        assert str(other) == "comparing: rank 1 reports: another model"
-
-
-def test_ranks_that_do_different_things_tell_each_other() -> None:
-    def act(group: SimulatedGroup) -> list[Any]:
-        return gather(group, ("the end of the job", "agreeing")[group.rank], dict, deadline_s=10)
-
-    first, second = on_all_ranks(2, act)
-    assert isinstance(first, GroupError)
-    assert isinstance(second, GroupError)
-    assert "the end of the job: rank 1 is at 'agreeing' instead" in str(first)
-    assert "agreeing: rank 0 is at 'the end of the job' instead" in str(second)
-
-
-def test_what_travels_comes_back_as_it_was() -> None:
-    value = {"a": [1, (2, b"3")], "b": None}
-    assert on_all_ranks(2, lambda group: gather(group, "x", lambda: value, deadline_s=10)) == [[value, value]] * 2
-
-
-def test_an_error_of_another_rank_is_a_recovery_error_unless_it_is_a_mismatch() -> None:
-    def act(group: SimulatedGroup) -> list[Any]:
-        def produce() -> None:
-            if group.rank == 0:
-                raise GroupError("lost")
-
-        return gather(group, "reading", produce, deadline_s=10)
-
-    first, second = on_all_ranks(2, act)
-    assert isinstance(first, GroupError)
-    assert isinstance(second, RecoveryError)
 
 
 def test_without_torch_distributed_the_message_says_what_to_do() -> None:

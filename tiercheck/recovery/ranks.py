@@ -1,0 +1,78 @@
+"""The ranks of a job as one of them sees them: what they do together, each either succeeds in or hears of.
+
+A rank that fails tells the others, which name it in their own error, instead of leaving them to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tiercheck.errors import GroupError, Mismatch, RecoveryError, TierCheckError
+from tiercheck.format.host_state import pack, unpack
+from tiercheck.runtime.group import Group
+from tiercheck.runtime.loop_thread import LoopThread
+
+__all__ = ["Ranks", "gather"]
+
+T = TypeVar("T")
+
+
+def gather(
+    group: Group, what: str, produce: Callable[[], Any], *, deadline_s: float, after: str | None = None
+) -> list[Any]:
+    """Every rank's value of ``produce()``, in rank order. A rank that fails tells the others instead of
+    leaving them to wait. ``after``: an error of this rank's before, for those who are somewhere else for its sake.
+
+    Errors: this rank's own; ``RecoveryError`` naming another rank and its error; ``GroupError`` naming a rank that does
+    something else meanwhile; those of the group.
+    """
+    failure: Exception | None = None
+    try:
+        message: Mapping[str, Any] = {"what": what, "after": after, "value": produce()}
+    except Exception as error:  # noqa: BLE001  it is raised below; the others must not wait for it
+        failure = error
+        said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
+        message = {"what": what, "error": said, "mismatch": isinstance(error, Mismatch)}
+    answers: list[Any] = [unpack(each) for each in group.all_gather(pack(message), what=what, deadline_s=deadline_s)]
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            kind = Mismatch if answer["mismatch"] else RecoveryError
+            raise kind(f"{answer['what']}: rank {rank} reports: {answer['error']}")
+        if answer["what"] != what:
+            errors = {each: other["after"] for each, other in enumerate(answers) if other["after"]}
+            why = "".join(f"; rank {each} had failed before: {error}" for each, error in errors.items())
+            raise GroupError(
+                f"{what}: rank {rank} is at {answer['what']!r} instead{why}: all ranks must take the same steps, and "
+                "end their iterations and close the checkpointer at the same version"
+            )
+    return [answer["value"] for answer in answers]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of the job, as one of them sees them, and the event loop on which it calls its tiers."""
+
+    group: Group
+    loop: LoopThread
+    deadline_s: float
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    def gather(self, what: str, produce: Callable[[], Any], *, more_s: float = 0.0) -> list[Any]:
+        """As :func:`gather`. ``more_s``: how much longer than the deadline the ranks wait for each other."""
+        return gather(self.group, what, produce, deadline_s=self.deadline_s + more_s)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """As :meth:`LoopThread.call`."""
+        return self.loop.call(coroutine, what=what, deadline_s=self.deadline_s)
