@@ -168,7 +168,6 @@ STORES: Mapping[str, Callable[[], contextlib.AbstractContextManager[Store]]] = {
     "lustre": lambda: files("lustre", "tmpfs", debris_s=LUSTRE_DEBRIS_S),
     "peer": peer,
     "s3": s3,
-    "fsspec": lambda: files("fsspec+file", "tmpfs"),
     "sftp": sftp,
     "wrappers": lambda: files("nvme", "tmpfs", wrapped=True),
 }

@@ -167,5 +167,4 @@ FIGURES = (
     figure("nvme", partial(files, scheme="nvme")),
     figure("lustre", partial(files, scheme="lustre")),
     figure("s3", s3),
-    figure("fsspec", partial(files, scheme="fsspec+file")),
 )

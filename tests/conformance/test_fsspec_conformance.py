@@ -1,44 +1,15 @@
 """The fsspec driver passes the kit on file systems that need no server; tests/cluster has those that do."""
 
-import contextlib
-import functools
 import secrets
-from collections.abc import Callable
-from pathlib import Path
-from unittest import mock
 
 import fsspec
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.file_tiers import FileTierMachine, FileTierTests
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.testing.faults import FaultyDriver, Killed
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
-
-
-class TestLocal(FileTierTests):
-    @pytest.fixture(autouse=True)
-    def directory(self, tmp_path: Path) -> None:
-        self.root = tmp_path / "some dir" / "tier"
-
-    async def make_driver(self) -> TierDriver:
-        return make_driver(f"fsspec+file://{self.root}?part=256KiB")
-
-    async def second_client(self, driver: TierDriver) -> TierDriver:
-        return make_driver(f"fsspec+local://{self.root}?survives=rack&part=1MiB")
-
-    async def make_small_driver(self) -> TierDriver | None:
-        place = self.small_place()
-        return None if place is None else make_driver(f"fsspec+file://{place}?part=256KiB")
-
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
-        return functools.partial(make_driver, f"fsspec+file://{self.root}?part=256KiB")
-
-    def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.fsspec.renaming.LocalBackend.replace", side_effect=Killed)
 
 
 class TestMemory(TierDriverTests):
@@ -66,11 +37,6 @@ class TestMemory(TierDriverTests):
         return None  # writing and publishing are one assignment
 
 
-class LocalMachine(FileTierMachine):
-    def make_driver(self) -> TierDriver:
-        return FaultyDriver(make_driver(f"fsspec+file://{self.root}"))
-
-
 class MemoryMachine(DriverMachine):
     def make_driver(self) -> TierDriver:
         self.root = getattr(self, "root", None) or f"/{secrets.token_hex(8)}"
@@ -84,7 +50,5 @@ class MemoryMachine(DriverMachine):
 
 FAST = settings(max_examples=10, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
-TestLocalMachine = LocalMachine.TestCase
-TestLocalMachine.settings = FAST
 TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = FAST

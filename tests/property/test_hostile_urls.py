@@ -19,7 +19,7 @@ OPTIONS = {
         "endpoint_url", "region", "profile", "addressing", "survives", "part", "parts_in_flight", "conditional",
         "listing", "access", "shards", "storage_class", "sse", "sse_kms_key", "timeout", "deadline", "abandoned_after",
     ),
-    "fsspec+file:///tmp/x": ("survives", "part", "parts_in_flight", "deadline", "publish", "fs.auto_mkdir", "fs.x"),
+    "fsspec+sftp://h/x": ("survives", "part", "parts_in_flight", "deadline", "publish", "fs.auto_mkdir", "fs.x"),
     "fsspec+memory://x": ("survives", "part", "deadline", "fs.key"),
 }  # fmt: skip
 NUMBERS = ("0", "-1", "nan", "inf", "-inf", "1e999", "9" * 5000, "0.0", "0B", "0s", "1e-400", "99999999PiB")

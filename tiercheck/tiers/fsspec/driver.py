@@ -2,15 +2,15 @@
 
 - ``fsspec+sftp://user@host/scratch/run?survives=rack``
 - ``fsspec+abfs://container/run?survives=site&fs.account_name=...``
-- ``fsspec+file:///mnt/run``
+
+A directory is refused: ``nvme://`` is the driver for it, or ``lustre://`` if several nodes mount it.
 
 Options that begin with ``fs.`` go to the file system's constructor: numbers, ``true``, ``false``, ``null``, and JSON
 are converted; what looks secret stays text. Better than in a URL, secrets are kept in the environment, or in
 fsspec's own configuration files (``~/.config/fsspec/*.json``). The others are TierCheck's:
 
 - ``survives``: the widest failure the data outlives. Default: ``node`` for a server, since nobody but the user knows
-  whether it stands in the same rack; ``process`` for a local directory; ``memory://`` survives nothing, and cannot
-  be said to.
+  whether it stands in the same rack; ``memory://`` survives nothing, and cannot be said to.
 - ``part`` (8MiB), ``parts_in_flight`` (4): how objects are cut, and how many pieces of one are read at a time.
 - ``deadline`` (60): seconds that the file system may make no progress.
 - ``publish``: ``close`` or ``rename``, for a file system that is not known here; see :class:`FsspecDriver`.
@@ -46,7 +46,7 @@ from tiercheck.tiers.fsspec.errors import first_line, map_foreign_errors
 from tiercheck.tiers.fsspec.probe import probe
 from tiercheck.tiers.fsspec.protocols import argument, known_protocol, shown_url
 from tiercheck.tiers.fsspec.workers import Ticket, Workers
-from tiercheck.tiers.url import TierURL, directory_of, number_from, seconds_from, size_from
+from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["FsspecDriver"]
@@ -61,12 +61,12 @@ PARTS_IN_FLIGHT_MAX = 256
 class FsspecDriver(TierDriver):
     """A tier in any fsspec file system that publishes whole objects, by one of two ways.
 
-    Atomicity: ``close`` (object stores): nothing shows before the file is closed. ``rename`` (local, SFTP): a
+    Atomicity: ``close`` (object stores): nothing shows before the file is closed. ``rename`` (SFTP): a
     temporary file under ``.tiercheck/tmp`` is moved onto the key, by a move that replaces atomically. A probe at open
     tries it. A file system that is not known here needs ``publish=close`` or ``publish=rename``, on the word of the
     user where the probe cannot see it (whether a move is atomic); one that can do neither is refused.
 
-    Durability: local: file and directories are fsynced. SFTP: the file is, where the server knows
+    Durability: SFTP: the file is fsynced, where the server knows
     ``fsync@openssh.com``; its directory cannot be, so a server that loses power may forget the newest puts. Object
     stores: theirs.
 
@@ -110,8 +110,6 @@ class FsspecDriver(TierDriver):
         self._protocol = known_protocol(protocol, publish, url=self._url)
         if self._protocol.needs_path and "/" not in location:
             raise ConfigurationError(f"{self._url} names no directory; write an absolute one, as in scheme://host/dir")
-        if self._protocol.is_local:
-            directory_of(f"fsspec+{protocol}", location)
         survives = self._protocol.survives if survives is None else survives
         if survives > self._protocol.survives_max:
             raise ConfigurationError(
@@ -142,7 +140,7 @@ class FsspecDriver(TierDriver):
         reader.finish()
         protocol = url.scheme.partition("+")[2]
         if not protocol:
-            raise ConfigurationError("say which file system: fsspec+sftp://host/path, fsspec+file:///path, ...")
+            raise ConfigurationError("say which file system: fsspec+sftp://host/path, fsspec+abfs://container/run, ...")
         return cls(
             protocol,
             url.location,

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.fsspec.backends import Backend, ClosingBackend, MemoryBackend
-from tiercheck.tiers.fsspec.renaming import LocalBackend, MovingBackend, SftpBackend
+from tiercheck.tiers.fsspec.renaming import MovingBackend, SftpBackend
 from tiercheck.tiers.url import TierURL
 from tiercheck.types import Survives
 
@@ -26,8 +26,7 @@ class Protocol:
     """What is known of a protocol.
 
     ``refused_in_keys``: text that it takes for something else than a part of a name. ``needs_path``: a host alone is
-    no place. ``is_local``: the location is a path. ``arguments``: what its constructor is given where the user does
-    not say, from the deadline in seconds.
+    no place. ``arguments``: what its constructor is given where the user does not say, from the deadline in seconds.
     """
 
     backend: type[Backend]
@@ -36,7 +35,6 @@ class Protocol:
     threads: int = THREADS
     refused_in_keys: tuple[str, ...] = ()
     needs_path: bool = False
-    is_local: bool = False
     arguments: Callable[[float], dict[str, Any]] = field(default=lambda deadline_s: no_listings_cache(deadline_s))
 
 
@@ -58,17 +56,16 @@ def sftp_arguments(deadline_s: float) -> dict[str, Any]:
 
 _AZURE = Protocol(ClosingBackend, refused_in_keys=("?versionid=",))
 _OBJECT_STORE = Protocol(ClosingBackend)
-_LOCAL = Protocol(LocalBackend, Survives.PROCESS, is_local=True)
 _SFTP = Protocol(SftpBackend, needs_path=True, arguments=sftp_arguments)
 PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
     {
         **dict.fromkeys(("abfs", "abfss", "az"), _AZURE),
         **dict.fromkeys(("gs", "gcs", "s3", "s3a"), _OBJECT_STORE),
-        **dict.fromkeys(("file", "local"), _LOCAL),
         **dict.fromkeys(("sftp", "ssh"), _SFTP),
         "memory": Protocol(MemoryBackend, Survives.NOTHING, Survives.NOTHING),
     }
 )
+_DIRECTORIES = ("file", "local")
 _UNSAFE: Mapping[str, str] = MappingProxyType(
     {
         "webdav": "its move does not replace an existing file",
@@ -83,8 +80,14 @@ _UNSAFE: Mapping[str, str] = MappingProxyType(
 def known_protocol(protocol: str, publish: str | None, *, url: str) -> Protocol:
     """What is known of ``protocol``, or what the user says of it by ``publish``; ``url`` is for messages.
 
-    Errors: ``ConfigurationError`` where neither says how it could publish an object all at once.
+    Errors: ``ConfigurationError`` for a local directory, and if neither says how the file system could publish an
+    object all at once.
     """
+    if protocol in _DIRECTORIES:
+        raise ConfigurationError(
+            f"{url} cannot be used: directories have drivers of their own; write nvme:///path, or lustre:///path if "
+            "several nodes mount it"
+        )
     if publish not in (None, "close", "rename"):
         raise ConfigurationError(f"publish= of {url} is either close or rename, not {publish!r}")
     if publish is not None:

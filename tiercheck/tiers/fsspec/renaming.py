@@ -15,18 +15,14 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tiercheck.errors import Transient, Unsupported
 from tiercheck.tiers.fsspec.backends import CONTROL, Backend, Parts, Reading, opened, token
 from tiercheck.tiers.fsspec.errors import meaning_of
 from tiercheck.tiers.fsspec.workers import Ticket
-from tiercheck.tiers.posix.beneath import Beneath, check_owners, parent_of
-from tiercheck.tiers.posix.files import fsync_directory
-from tiercheck.tiers.posix.object_files import once_published
 
-__all__ = ["LocalBackend", "MovingBackend", "RenamingBackend", "SftpBackend", "Stamps"]
+__all__ = ["MovingBackend", "RenamingBackend", "SftpBackend", "Stamps"]
 
 T = TypeVar("T")
 
@@ -69,7 +65,7 @@ class RenamingBackend(Backend):
 
     def prepare(self) -> None:
         """Make the tier's directory, and remove what dead processes have left there."""
-        self.make_directory(self.path_of(TEMPORARY))
+        self.fs.makedirs(self.path_of(TEMPORARY), exist_ok=True)
         for info in self._entries(TEMPORARY):
             if info["type"] == "file" and time.time() - age_stamp_s(info) > DEBRIS_AGE_S:
                 self._drop(str(info["name"]))
@@ -86,14 +82,6 @@ class RenamingBackend(Backend):
             if reason is not None:
                 raise reason from error
             raise
-        self.make_durable(key)
-
-    def make_directory(self, path: str) -> None:
-        """Make the directory, and those above it that are missing."""
-        self.fs.makedirs(path, exist_ok=True)
-
-    def make_durable(self, key: str) -> None:
-        """See that the name that an object has just got outlives a power failure. Errors: ``Transient`` alone."""
 
     def write(self, path: str, parts: Parts) -> None:
         """Write a new file; on return its bytes are as durable as the file system can make them."""
@@ -116,7 +104,7 @@ class RenamingBackend(Backend):
             except FileNotFoundError:
                 if attempt == PUBLISH_TRIES:
                     raise
-            self.make_directory(path.rpartition("/")[0])
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         return None
 
     def _drop(self, path: str) -> None:
@@ -150,66 +138,6 @@ class MovingBackend(RenamingBackend):
 
     def replace(self, source: str, path: str) -> None:
         self.fs.mv(source, path)
-
-
-class LocalBackend(RenamingBackend):
-    """``fsspec+file:///directory``: a put returns once the file and its name are on the disk (fsync of each).
-
-    Files and directories are their user's alone. A symbolic link below the tier's directory is refused when it is seen;
-    fsspec takes paths, so one that is put there in the middle of a call may be followed. ``nvme://`` follows none.
-    """
-
-    def __init__(self, fs: Any, root: str, *, place: str, part_bytes: int, deadline_s: float) -> None:
-        super().__init__(fs, root, place=place, part_bytes=part_bytes, deadline_s=deadline_s)
-        self._beneath = Beneath(Path(self.root))
-
-    def prepare(self) -> None:
-        make_private_directory(Path(self.root))
-        self._beneath.make(TEMPORARY)
-        check_owners(self._beneath, CONTROL)
-        super().prepare()
-
-    def path_of(self, key: str) -> str:
-        """Errors: ``OSError`` (``ELOOP``) for a link on the way."""
-        above = parent_of(key)
-        with suppress(FileNotFoundError, NotADirectoryError), self._beneath.folder(above):
-            pass
-        return super().path_of(key)
-
-    def make_directory(self, path: str) -> None:
-        make_private_directory(Path(path))
-
-    def write(self, path: str, parts: Parts) -> None:
-        with open(path, "xb", opener=open_private) as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def stamp(self, temporary: str, path: str) -> None:
-        # Whole microseconds: fsspec gives modification times as floats, which keep no finer step apart.
-        try:
-            current = Path(path).stat().st_mtime_ns // 1000
-        except (FileNotFoundError, NotADirectoryError):
-            current = None
-        stamp_ns = _stamps.next(f"{self.place} {path}", time.time_ns() // 1000, current) * 1000
-        os.utime(temporary, ns=(stamp_ns, stamp_ns))
-
-    def replace(self, source: str, path: str) -> None:
-        Path(source).replace(path)
-
-    def make_durable(self, key: str) -> None:
-        # All of them up to the tier's own: any may be new, and a clean one costs microseconds. Where one is missing,
-        # another client has removed what was put, and the directory with it.
-        with once_published(key), suppress(FileNotFoundError):
-            for folder in Path(self.path_of(key)).parents:
-                fsync_directory(folder)
-                if folder == Path(self.root or "/"):
-                    break
-
-    def free_bytes(self) -> int | None:
-        status = os.statvfs(self.root or "/")
-        return status.f_bavail * status.f_frsize
 
 
 class SftpBackend(RenamingBackend):
@@ -335,21 +263,3 @@ def may_have_a_reason(error: BaseException) -> bool:
         return False
     meaning = meaning_of(error)
     return meaning is None or meaning[0] is not Transient
-
-
-def make_private_directory(path: Path) -> None:
-    """Make the directory and those missing above it, each for this user alone, and each name durable."""
-    if path.is_dir():
-        return
-    make_private_directory(path.parent)
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-    else:
-        fsync_directory(path.parent)
-
-
-def open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

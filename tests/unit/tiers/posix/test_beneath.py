@@ -18,7 +18,6 @@ from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.tiers.posix.mounts import Traits
 from tiercheck.tiers.posix.nvme import NvmeDriver
-from tiercheck.tiers.registry import make_driver
 
 
 @pytest.fixture(params=["openat2", "step by step"], autouse=True)
@@ -149,41 +148,6 @@ class TestLinks:
             assert bytes(await driver.get("v/a")) == b"x"
             assert [info.key async for info in driver.list()] == ["v/a"]
         assert (tmp_path / "real" / "v" / "a").read_bytes() == b"x"
-
-
-class TestFsspecFile:
-    async def test_a_link_that_is_there_is_refused_and_what_it_points_to_stays(self, root: Path, outside: Path) -> None:
-        before = snapshot(outside)
-        async with make_driver(f"fsspec+file://{root}") as driver:
-            await driver.put("g/a", [b"ours"])
-            (root / "d").symlink_to(outside)
-            for call in (
-                lambda: driver.get("d/secret"),
-                lambda: driver.put("d/secret", [b"planted"]),
-                lambda: driver.put("d/new", [b"planted"]),
-                lambda: driver.delete(["d/secret"]),
-            ):
-                with pytest.raises(Unauthorized, match="symbolic link"):
-                    await call()
-            assert [info.key async for info in driver.list()] == ["g/a"]
-        assert snapshot(outside) == before
-
-    @pytest.mark.parametrize("at", [".tiercheck", ".tiercheck/tmp"])
-    async def test_nor_is_what_a_linked_control_directory_points_to_removed(
-        self, root: Path, outside: Path, at: str
-    ) -> None:
-        (root / at).parent.mkdir(parents=True)
-        (root / at).symlink_to(outside / at)
-        before = snapshot(outside)
-        with pytest.raises(Unauthorized, match="symbolic link"):
-            await make_driver(f"fsspec+file://{root}").open()
-        assert snapshot(outside) == before
-
-    async def test_a_directory_that_everybody_may_write_is_refused(self, root: Path) -> None:
-        root.mkdir()
-        root.chmod(0o777)
-        with pytest.raises(Unauthorized, match="every user may write"):
-            await make_driver(f"fsspec+file://{root}").open()
 
 
 class TestOwners:
