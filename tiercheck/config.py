@@ -28,39 +28,42 @@ class CheckpointConfig:
     base_every: int = 50
     """Versions from one base to the next."""
     batch: int = 5
-    """Differentials in one object of the slower tiers; never more than ``base_every``, since a base makes those before
-    it superfluous."""
+    """Differentials in one object of the slower tiers, at most ``base_every``: a base supersedes those before it."""
     codec: str = "exact"
-    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`. ``NAME+feedback`` encodes at each version
-    what the versions before have left out, too; that takes four bytes a trained element, in host memory."""
+    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`. ``NAME+feedback`` also encodes at each version
+    what the versions before have left out. That takes four bytes a trained element, in host memory."""
     train_on_compressed: bool = False
-    """Have the optimizer step with the gradients as ``codec`` keeps them, so that replaying them is exact. It changes
-    what is trained. What ``+feedback`` keeps is part of the state then: bases hold it, too."""
+    """Make the optimizer step with the gradients as ``codec`` keeps them, so that replaying them is exact. This changes
+    what is trained. What ``+feedback`` keeps is then part of the state, and bases hold it, too."""
     encode_threads: int = 1
     """The most threads that encode a gradient, the training's own among them."""
     exact_replay: bool = True
-    """Recover with the very bits of the optimizer's steps. ``False``: Adam's steps over sparse gradients may be
-    replayed in closed form, several times faster, within 2e-5 of the movement; the recovery says it is approximate."""
+    """Recover with the very bits of the optimizer's steps. If ``False``, Adam's steps over sparse gradients may be
+    replayed in closed form: several times faster, within 2e-5 of the movement. The recovery says that it is
+    approximate."""
     keep_last: int = 2
     """Committed bases kept in the tier that survives most."""
     keep_every: int = 0
-    """Besides, each base whose version is a multiple of this is kept (0: none)."""
+    """Each base whose version is a multiple of this is kept, too (0: none)."""
     on_save_error: str = "fail"
-    """``fail``: a version that cannot be saved raises ``SaveError`` where it is saved: out of the step, of
-    ``end_iteration``, or of the forward pass after. ``warn``: it is logged and
-    counted, and training goes on; bases are tried again at each version, without waiting for a tier once it has kept
-    one waiting for ``deadline_s``. Closing logs what could not be brought to its tiers, too."""
+    """What to do if a version cannot be saved.
+
+    ``fail``: raise ``SaveError`` from the call that saves the version: the step, ``end_iteration``, or the next forward
+    pass. ``warn``: log and count it, and go on training. A base is tried again at each version. If a tier has kept one
+    base waiting for ``deadline_s``, later bases do not wait for that tier. Closing also logs what could not be moved to
+    its tiers."""
     on_nothing_left: str = "refuse"
-    """When versions were saved and none is left that every rank can come to, as when a node is lost before its first
-    base has left it. ``refuse``: ``RecoveryError`` says what was found where. ``restart``: begin anew at version 0, as
-    a new lineage, and log so as an error; never while a tier is away, or every rank's versions lie somewhere."""
+    """What to do if versions were saved, and none is left that every rank can reach, such as when a node is lost before
+    its first base has left it. ``refuse``: raise ``RecoveryError``, which says what was found in which tier.
+    ``restart``: begin anew at version 0, as a new lineage, and log that as an error. ``restart`` still refuses while a
+    tier is away, or while every rank's versions lie somewhere."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
-    which goes on while no trainer lives, and is started where none runs. ``auto``: the agent where a tier is a
-    neighbour's memory (``peer://``), which takes one anyway; else the trainer."""
+    which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a
+    neighbour's memory (``peer://``), which needs an agent anyway; else the trainer."""
     deadline_s: float = 300.0
-    """The longest any single wait may take: for other ranks, for a tier, for a base to drain, for reading a whole
-    checkpoint. Make it longer than your slowest tier needs for that."""
+    """The longest that any single wait may take: for other ranks, for a tier, for a base to drain, for reading a whole
+    checkpoint. Make it longer than your slowest tier needs for the longest of these."""
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         refuse_unknown(options, [each.name for each in fields(cls)])
@@ -106,7 +109,7 @@ BOUNDS = (
 
 
 def refuse_unknown(options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Errors: ``ConfigurationError`` for an option of another name; it says which one may be meant."""
+    """Errors: ``ConfigurationError`` for an unknown option; the message suggests a known name."""
     for key in options:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
@@ -115,7 +118,7 @@ def refuse_unknown(options: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it is long; of an integer that Python refuses to print, the size."""
+    """A value for a message, cut if it is long. Of an integer that Python refuses to print, the size is shown."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return reprlib.repr(value)

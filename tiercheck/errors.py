@@ -3,7 +3,7 @@
 ::
 
     TierCheckError
-    ├── ConfigurationError        the caller's set-up is wrong; nothing was touched
+    ├── ConfigurationError        the caller's set-up is wrong; nothing was changed
     │   ├── UnsupportedSetup      a training set-up that cannot be saved whole, refused at attach
     │   └── Mismatch              the checkpoint belongs to another model, form of state or world size
     ├── TierError                 a driver could not do what was asked (carries ``tier`` and ``key``)
@@ -15,6 +15,7 @@
     │   ├── Corruption            bytes read are not the bytes written
     │   ├── Unauthorized          the tier refuses this caller
     │   ├── Transient             worth another try
+    │   │   └── NothingListens    no server is at the address
     │   └── Closed                the driver is not open
     ├── GroupError                a collective among the ranks failed
     │   ├── DeadlineExceeded      some ranks did not arrive in time (carries ``late``)
@@ -58,7 +59,7 @@ class TierCheckError(Exception):
 
 
 class ConfigurationError(TierCheckError):
-    """The caller asked for something that cannot be; nothing was touched."""
+    """The caller asked for something impossible; nothing was changed."""
 
 
 class UnsupportedSetup(ConfigurationError):
@@ -66,14 +67,15 @@ class UnsupportedSetup(ConfigurationError):
 
 
 class Mismatch(ConfigurationError):
-    """The checkpoint found was written by another model or at another world size, or has another form than this job's
+    """The checkpoint was written by another model or at another world size, or has another form than this job's
     state."""
 
 
 class TierError(TierCheckError):
     """A driver could not do what was asked of it.
 
-    ``tier`` names the tier (its URL without secrets) and ``key`` the object, where they are known.
+    ``tier`` names the tier (its URL without secrets), and ``key`` names the object. Each is ``None`` if it is not
+    known.
     """
 
     def __init__(self, message: str, *, tier: str | None = None, key: str | None = None) -> None:
@@ -94,11 +96,11 @@ class NotFound(TierError):
 
 
 class AlreadyExists(TierError):
-    """``CREATE`` met an object that is already there; it was left as it is."""
+    """``CREATE`` met an object under this key. The object is unchanged."""
 
 
 class PreconditionFailed(TierError):
-    """``UPDATE`` met an object with another etag, or none; it was left as it is."""
+    """``UPDATE`` met an object with another etag, or no object. Nothing is changed."""
 
 
 class Unsupported(TierError):
@@ -122,7 +124,7 @@ class Transient(TierError):
 
 
 class NothingListens(Transient):
-    """The store's machine answers, and no server is there: it is down, or the address is wrong."""
+    """The store's machine answers, but no server listens there: the server is down, or the address is wrong."""
 
 
 class Closed(TierError):
@@ -134,7 +136,7 @@ class GroupError(TierCheckError):
 
 
 class DeadlineExceeded(GroupError):
-    """A wait for other ranks ended; ``late`` holds the ranks that had not arrived, where known."""
+    """A wait for other ranks reached its deadline. ``late`` holds the ranks that had not arrived, if they are known."""
 
     def __init__(self, message: str, *, late: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -28,10 +28,10 @@ PEER_SCHEME = "peer"
 class Tier:
     """A driver's URL with a place in the hierarchy.
 
-    ``url`` may hold ``{rank}``, ``{local_rank}`` and ``{node}``, filled in where the tier is opened. ``name``
-    is what messages and reports call the tier; by default its scheme. ``wrap`` puts a wrapper around the driver,
-    such as a throttled or a faulty one. ``codec``, one that keeps every bit such as ``exact+entropy``, is
-    what gradients are encoded in on their way there where they were captured as they are (``exact``).
+    ``url`` may hold ``{rank}``, ``{local_rank}`` and ``{node}``, which are filled in when the tier is opened. ``name``
+    is the tier's name in messages and reports, by default its scheme. ``wrap`` puts a wrapper around the driver,
+    such as a throttled or a faulty one. ``codec`` encodes gradients on their way into this tier, if they were captured
+    as ``exact``. It must keep every bit, such as ``exact+entropy``.
     """
 
     url: str
@@ -55,7 +55,7 @@ class Tier:
             check_codec_of_tier(self.codec, self.name)
 
     def __repr__(self) -> str:
-        """As any value's, but for what may be secret in the URL."""
+        """As for any dataclass, without what may be secret in the URL."""
         try:
             url = str(TierURL.parse(self.url))
         except ConfigurationError:
@@ -63,7 +63,7 @@ class Tier:
         return f"Tier(url={url!r}, name={self.name!r}, wrap={self.wrap!r}, codec={self.codec!r})"
 
     def resolved(self, places: Mapping[str, int]) -> str:
-        """The URL for one rank. Errors: ``ConfigurationError`` for a field nobody fills in."""
+        """The URL for one rank. Errors: ``ConfigurationError`` for an unknown field."""
         try:
             fields = [field for _, field, _, _ in Formatter().parse(self.url) if field is not None]
         except ValueError as error:
@@ -84,13 +84,12 @@ class Tier:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Tiers, fastest first. Captures land in the first; each later one is to outlive a wider failure.
+    """Tiers, fastest first. Versions are captured in the first tier; each later tier is to outlive a wider failure.
 
     >>> Hierarchy.of("shm://run-7?size=8GiB", "nvme:///shared/run-7?survives=rack")  # doctest: +ELLIPSIS
     Hierarchy(tiers=(Tier(url='shm://run-7?size=8GiB', name='shm', wrap=None, codec=''), ...)
 
-    ``must_survive``: the failure the user asks to outlive. Opening a hierarchy that cannot is a
-    ``ConfigurationError``.
+    ``must_survive``: the failure that the hierarchy must survive. If it cannot, opening it is a ``ConfigurationError``.
     """
 
     tiers: tuple[Tier, ...]
@@ -125,7 +124,7 @@ class Hierarchy:
 
     @property
     def needs_peer(self) -> bool:
-        """Whether a tier is a neighbour's memory that nobody has named yet: ``peer://NAME`` without ``at=``."""
+        """Whether a tier is a neighbour's memory whose address is not known yet: ``peer://NAME`` without ``at=``."""
         return any(_lacks_address(tier) for tier in self.tiers)
 
     def with_peer(self, address: str, server_key: str | None) -> Hierarchy:
@@ -140,13 +139,13 @@ class Hierarchy:
     def resolved(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> Hierarchy:
         """The hierarchy of one rank, with every field of its URLs filled in. Errors: as :meth:`Tier.resolved`."""
         places = {"rank": rank, "local_rank": local_rank, "node": node}
-        # A brace that is left is meant as one, and must stay one when the tier is opened.
+        # A brace that is left is part of the URL, and must still be one when the tier is opened.
         urls = [tier.resolved(places).replace("{", "{{").replace("}", "}}") for tier in self.tiers]
         return replace(self, tiers=tuple(replace(tier, url=url) for tier, url in zip(self.tiers, urls, strict=True)))
 
     def patient(self, open_s: float | None = None) -> Hierarchy:
-        """The same, which opens even where a store behind the first tier is away: its calls fail until it is back.
-        ``open_s``: how long opening waits for each of them."""
+        """The same hierarchy, but it opens even if a store behind the first tier is away. Calls to that store fail
+        until it is back. ``open_s``: how long opening waits for each store."""
         first, *others = self.tiers
         return replace(self, tiers=(first, *(replace(tier, wrap=_patient(tier.wrap, open_s)) for tier in others)))
 
@@ -182,7 +181,7 @@ class OpenTier:
     name: str
     driver: TierDriver
     codec: str = ""
-    """What gradients are encoded in on their way here; empty: they stay as they were captured."""
+    """Encodes gradients on their way into this tier. Empty: they stay as they were captured."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -206,7 +205,7 @@ class OpenHierarchy:
 
     @property
     def first(self) -> OpenTier:
-        """The tier captures land in."""
+        """The tier in which versions are captured."""
         return self.tiers[0]
 
     @property
@@ -219,7 +218,7 @@ class OpenHierarchy:
         return max(tier.capabilities.survives for tier in self.tiers)
 
     def coverage(self) -> dict[Survives, str | None]:
-        """Per failure, the fastest tier that survives it, or ``None``: then the failure costs the run."""
+        """Per failure, the fastest tier that survives it. ``None``: the failure costs the run."""
         return {
             failure: next((tier.name for tier in self.tiers if tier.capabilities.survives >= failure), None)
             for failure in Survives
@@ -227,10 +226,9 @@ class OpenHierarchy:
         }
 
     def check(self) -> None:
-        """Refuse a hierarchy that cannot do what it is for.
+        """Refuse a hierarchy that cannot serve its purpose.
 
-        Errors: ``ConfigurationError`` where no tier survives ``must_survive``, or the first tier hands out
-        no memory for captures to land in.
+        Errors: ``ConfigurationError`` if no tier survives ``must_survive``, or the first tier hands out no memory.
         """
         if self.survives < self.must_survive:
             tiers = ", ".join(f"{tier.name} ({tier.capabilities.survives.name.lower()})" for tier in self.tiers)
@@ -251,7 +249,7 @@ class OpenHierarchy:
     async def opened(self, deadline_s: float | None) -> Self:
         """Connect all drivers within ``deadline_s``, or none; :meth:`__aexit__` closes them.
 
-        Errors: the drivers' own; ``Transient``, which names the tier and what it was told last, after the deadline.
+        Errors: the drivers' own; after the deadline ``Transient``, which names the tier and its last error.
         """
         until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         async with AsyncExitStack() as stack:

@@ -2,12 +2,12 @@
 
 The layout keeps one directory a version, so that a parallel file system sees few metadata operations::
 
-    lineage/g000002                                                  who started generation 2, from where
-    lineage/g000002.4f0c9a17e2b85d36                                 who asked for it, where puts know no conditions
-    nominations/r00001                                               what rank 1 wants moved, and where to
+    lineage/g000002                                                  who opened generation 2, and from where
+    lineage/g000002.4f0c9a17e2b85d36                                 a claim to it, if puts have no conditions
+    nominations/r00001                                               rank 1's replication job
     g000002/base/000000000040/r00001.safetensors                     rank 1's shard of base 40
-    g000002/base/000000000040/r00001.done                            its marker: stored whole, size, checksum
-    g000002/base/000000000040/commit                                 the commit record: every rank's is
+    g000002/base/000000000040/r00001.done                            the shard's marker: its size and checksum
+    g000002/base/000000000040/commit                                 all ranks' shards are stored whole
     g000002/differential/000000000041-000000000045/r00001.safetensors   rank 1's batch 41..45
     g000002/snapshot/000000000041-000000000045/r00001.safetensors       what changed from base 40 to version 45
 
@@ -50,8 +50,11 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class ShardKey:
-    """One rank's part of a base (``first == last``: its version), of a batch of differentials, or of a snapshot: what
-    its versions changed, so that it leads from the base before ``first`` to ``last``, and nowhere in between."""
+    """One rank's part of a base, of a batch of differentials, or of a snapshot.
+
+    A base has one version: ``first == last``. A snapshot leads from the base of version ``first - 1`` to ``last``, and
+    to no version in between.
+    """
 
     generation: int
     stream: Stream
@@ -79,7 +82,7 @@ class ShardKey:
 
     @classmethod
     def snapshot(cls, generation: int, base: int, version: int, rank: int) -> ShardKey:
-        """The state's change from ``base`` to ``version``, which is a later one."""
+        """The state's change from version ``base`` to a later ``version``."""
         return cls(generation, Stream.SNAPSHOT, base + 1, version, rank)
 
     @property
@@ -95,7 +98,7 @@ class ShardKey:
 
 @dataclass(frozen=True, order=True)
 class MarkerKey:
-    """A rank's word that its shard of a base is stored whole in this tier."""
+    """A rank's statement that its shard of a base is stored whole in this tier."""
 
     generation: int
     version: int
@@ -107,7 +110,7 @@ class MarkerKey:
 
 @dataclass(frozen=True, order=True)
 class CommitKey:
-    """The record that every rank's shard of a base is stored whole in this tier."""
+    """The record which says that every rank's shard of a base is stored whole in this tier."""
 
     generation: int
     version: int
@@ -128,7 +131,7 @@ class LineageKey:
 
 @dataclass(frozen=True, order=True)
 class ClaimKey:
-    """One job's wish to open a generation, under a name of its own: see :mod:`tiercheck.replication.generation`."""
+    """One job's claim to the generation that it wants to open: see :mod:`tiercheck.replication.generation`."""
 
     generation: int
     token: str
@@ -139,7 +142,7 @@ class ClaimKey:
 
 @dataclass(frozen=True, order=True)
 class JobKey:
-    """What a rank has registered: where its objects are to go. Kept in its first tier."""
+    """The rank's replication job: where its objects are to go. It is kept in the rank's first tier."""
 
     rank: int
 
@@ -152,17 +155,17 @@ Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey
 _BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
 _VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
 _LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
-_NOMINATION = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
+_JOB = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 def generation_prefix(generation: int) -> str:
-    """What the keys of all that a generation captured begin with."""
+    """The beginning of the key of every object that a generation captured."""
     return f"g{generation:06d}/"
 
 
 def parse(text: str) -> Key | None:
-    """The key that ``text`` names, or ``None`` where it is none of TierCheck's."""
+    """The key that ``text`` names, or ``None`` if it is no key of TierCheck's."""
     if match := _BASE.match(text):
         generation, version = int(match[1]), int(match[2])
         if match[5]:
@@ -175,16 +178,16 @@ def parse(text: str) -> Key | None:
         return ShardKey(generation, Stream(match[2]), first, last, rank) if first <= last else None
     if match := _LINEAGE.match(text):
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
-    if match := _NOMINATION.match(text):
+    if match := _JOB.match(text):
         return JobKey(int(match[1]))
     return None
 
 
 def validate_key(key: str, *, bytes_max: int = KEY_BYTES_MAX) -> str:
-    """``key`` itself, where it is safe to turn into a path or a URL.
+    """Return ``key`` if it is safe to turn into a path or a URL.
 
     Raises:
-        ValueError: empty, absolute, overlong, or with an empty, ``.`` or ``..`` component, a control
+        ValueError: the key is empty, absolute or too long, or it has an empty, ``.`` or ``..`` component, a control
             character, a backslash or a lone surrogate.
     """
     try:

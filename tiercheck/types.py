@@ -50,7 +50,7 @@ class Survives(IntEnum):
 
 
 class Fidelity(StrEnum):
-    """How much of the truth a codec keeps, from best to worst."""
+    """How faithfully a codec keeps gradients, from best to worst."""
 
     EXACT = "exact"
     EXACT_IF_TRAINED_ON = "exact-if-trained-on"
@@ -94,7 +94,7 @@ class PutMode:
 
     @staticmethod
     def UPDATE(etag: str) -> PutMode:
-        """Publish only where the object's current etag is ``etag``."""
+        """Publish only if the object's current etag is ``etag``."""
         return PutMode("update", etag)
 
     @property
@@ -108,8 +108,8 @@ PutMode.CREATE = PutMode("create")
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a tier knows of an object. ``etag`` changes with every put of the key; where ``capabilities.lists_etags`` is
-    false it is empty in a listing."""
+    """What a tier knows of an object. ``etag`` changes with every put of the key. In a listing it is empty if
+    ``capabilities.lists_etags`` is false."""
 
     key: str
     nbytes: int
@@ -130,7 +130,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a driver can do. Tested both ways: what a false flag excludes raises ``Unsupported``."""
+    """What a driver can do. Both values of a flag are tested: a call that a false flag excludes raises
+    ``Unsupported``."""
 
     survives: Survives
     """The widest failure the data outlives."""
@@ -141,7 +142,7 @@ class Capabilities:
     ranged_get: bool = True
     """``get(range=...)`` transfers only that range."""
     lists_etags: bool = True
-    """``list`` tells each object's etag. Else it is empty there, and ``stat`` tells it."""
+    """``list`` tells each object's etag. If false, the etag is empty in a listing, and ``stat`` tells it."""
     part_bytes: int = 8 << 20
     """The unit of transfer at which the driver is fast."""
     parts_in_flight: int = 1
@@ -161,7 +162,7 @@ def bytes_text(nbytes: int) -> str:
 
 
 class _Shown(reprlib.Repr):
-    """Of each container a few items, of each text its ends."""
+    """Shows a few items of each container, and the ends of each text."""
 
     def repr_int(self, value: int, level: int) -> str:
         if value.bit_length() > 256:  # Python prints none of over 4300 digits, and nobody reads one of 78
@@ -173,7 +174,7 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object, characters_max: int = 80) -> str:
-    """``repr(value)`` for a message, cut: short, quick and without an error, whatever came from outside."""
+    """``repr(value)`` cut to a length for a message. It is quick and raises nothing, whatever came from outside."""
     short = _Shown()
     short.maxlevel, short.maxstring, short.maxother = 2, characters_max, characters_max
     short.maxdict = short.maxlist = short.maxtuple = 4
@@ -181,7 +182,7 @@ def shown(value: object, characters_max: int = 80) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether ``text`` can be encoded: a lone surrogate cannot, in no log and in no file."""
+    """Whether ``text`` can be encoded. A lone surrogate cannot, so no log and no file takes it."""
     try:
         text.encode()
     except UnicodeEncodeError:

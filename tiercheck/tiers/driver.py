@@ -1,7 +1,7 @@
 """The driver protocol: what a storage tier can be asked to do.
 
 A driver moves bytes under keys. It never sees a tensor, a version or a rank. It is an async context
-manager, made from a URL by :mod:`tiercheck.tiers.registry`. Capabilities are a value; nobody asks
+manager, made from a URL by :mod:`tiercheck.tiers.registry`. Capabilities are a value; no caller asks
 ``isinstance``. Foreign exceptions are mapped to :class:`tiercheck.errors.TierError` once, at the driver's
 edge.
 """
@@ -22,9 +22,9 @@ __all__ = ["Reservation", "TierDriver"]
 class Reservation(abc.ABC):
     """Writable memory inside a tier, not yet an object.
 
-    Fill ``buffer``, then ``publish`` it or ``drop`` it, once. A reservation that its process leaves behind
-    (a crash, ``kill -9``) is no object, and its memory is reclaimed by the next process that opens the tier, if not
-    before.
+    Fill ``buffer``, then ``publish`` it or ``drop`` it, once. If its process ends before that (a crash, ``kill -9``),
+    the reservation does not become an object. The next process that opens the tier reclaims its memory, if nobody has
+    done so before.
     """
 
     key: str
@@ -38,15 +38,15 @@ class Reservation(abc.ABC):
     async def publish(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         """Make the first ``nbytes`` (default: all) the object's content, atomically.
 
-        Atomicity, durability, idempotence, errors: as for :meth:`TierDriver.put`. Where the mode's condition
+        Atomicity, durability, idempotence, errors: as for :meth:`TierDriver.put`. If the mode's condition
         fails, nothing is published and the reservation is dropped.
         """
 
     def publish_nowait(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo | None:
-        """As :meth:`publish`, by the calling thread, whichever it is; ``None`` where that cannot be, and then nothing
-        has happened.
+        """As :meth:`publish`, in the calling thread, which may be any thread. ``None``: that is not possible, and
+        nothing has happened.
 
-        See :meth:`TierDriver.reserve_nowait`. A driver need not have it: this default returns ``None``.
+        See :meth:`TierDriver.reserve_nowait`. It is optional: this default returns ``None``.
         Errors: as for :meth:`publish`.
         """
         del nbytes, mode
@@ -54,21 +54,21 @@ class Reservation(abc.ABC):
 
     @abc.abstractmethod
     async def drop(self) -> None:
-        """Give the memory back; no object appears. Idempotent."""
+        """Free the memory. No object appears. Idempotent."""
 
 
 class TierDriver(abc.ABC):
     """One storage tier.
 
-    Open it with ``async with``; every call outside of that raises ``Closed``. All methods may be called
-    concurrently from one event loop, and those that end in ``_at_once`` from any thread meanwhile. Keys are
-    checked by :func:`tiercheck.keys.validate_key`; a bad one raises ``ValueError`` before anything is touched.
+    Open it with ``async with``; every call outside of that raises ``Closed``. All methods may be called concurrently
+    from one event loop. Methods whose name ends in ``_nowait`` may meanwhile be called from any thread. Keys are
+    checked by :func:`tiercheck.keys.validate_key`: a bad key raises ``ValueError``, and nothing is changed.
     """
 
     @property
     @abc.abstractmethod
     def url(self) -> str:
-        """Where the tier is, for messages; never holds a secret."""
+        """Where the tier is, for messages. It never holds a secret."""
 
     @property
     @abc.abstractmethod
@@ -78,17 +78,18 @@ class TierDriver(abc.ABC):
     def facts(self) -> Mapping[str, str]:
         """What the driver found out about its tier, for people: short names to short texts, no secrets.
 
-        Such as ``{"io": "buffered (tmpfs has no O_DIRECT)"}``. Empty where there is nothing to say, and before
-        the driver was first opened, but for ``trouble``: what keeps the driver from opening, or keeps it trying again.
-        Touches nothing, and raises nothing. A wrapper passes on what it wraps.
+        Such as ``{"io": "buffered (tmpfs has no O_DIRECT)"}``. Empty if there is nothing to say, and until the driver
+        is first opened. One fact may come before that: ``trouble``, which says what keeps the driver from opening, or
+        makes it try again. Does no I/O, and raises nothing. A wrapper returns the facts of the driver it wraps.
         """
         return {}
 
     def doubts(self) -> Sequence[str]:
         """What the driver, once open, sees that speaks against what its URL claims, each a phrase for people.
 
-        Such as ``["it claims to survive a rack failure, but lies on ext4, a file system of this node alone"]``. Nothing
-        is refused for it. Touches nothing, and raises nothing. A wrapper passes on what it wraps.
+        Such as ``["it claims to survive a rack failure, but lies on ext4, a file system of this node alone"]``. Doubts
+        are told to the user, and nothing is refused because of them. Does no I/O, and raises nothing. A wrapper returns
+        the doubts of the driver it wraps.
         """
         return ()
 
@@ -96,7 +97,7 @@ class TierDriver(abc.ABC):
     async def open(self) -> None:
         """Connect, check the tier's space and permissions, reclaim what dead processes left.
 
-        Errors: ``Unauthorized``; ``CapacityExceeded`` where the tier is smaller than its URL asks for;
+        Errors: ``Unauthorized``; ``CapacityExceeded`` if the tier is smaller than its URL asks for;
         ``Transient``. Idempotence: opening an open driver is a ``RuntimeError``.
         """
 
@@ -120,7 +121,7 @@ class TierDriver(abc.ABC):
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         """Store the concatenation of ``payload`` under ``key``.
 
-        Atomicity: all or nothing. A reader sees the previous object (or none) or the new one, whole,
+        Atomicity: all or nothing. A reader sees the whole previous object (or none), or the whole new one,
         whatever happens to the writer, ``kill -9`` included.
         Durability: on return the object outlives every failure in ``capabilities.survives``.
         Idempotence: ``OVERWRITE`` may be repeated. ``CREATE`` and ``UPDATE`` may not: a repeat after a lost
@@ -142,10 +143,10 @@ class TierDriver(abc.ABC):
     ) -> memoryview:
         """The object's bytes, or those of ``range``.
 
-        With ``into`` (writable, format ``B``, at least as long as the result) the bytes are written there
-        and the filled part of it is returned. Without it a read-only buffer is returned, which on a
-        mappable tier is a mapping: it keeps showing the content it was opened on, even if the object is
-        overwritten or deleted meanwhile, for as long as it is referenced.
+        With ``into`` (writable, format ``B``, at least as long as the result) the bytes are written there,
+        and the filled part of it is returned. Without ``into`` a read-only buffer is returned. On a mappable
+        tier this buffer is a mapping. As long as it is referenced, it shows the content that the call
+        found, even if the object is overwritten or deleted meanwhile.
 
         Atomicity: the bytes are those of one put. Idempotent. Cancellation: ``into`` may be partly filled,
         and is not written to after the cancelled call has returned.
@@ -161,16 +162,16 @@ class TierDriver(abc.ABC):
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Objects whose key starts with ``prefix`` (a plain string prefix), in the byte order of their keys.
 
-        Atomicity: an object that was there during the whole listing is reported once; one that came or went
-        during it may or may not be. Reservations and half-written objects never appear.
+        Atomicity: an object that was there during the whole listing is reported once. An object that came or
+        went during the listing may be reported or not. Reservations and half-written objects never appear.
         Errors: ``Transient``. Idempotent.
         """
 
     @abc.abstractmethod
     async def delete(self, keys: Iterable[str]) -> None:
-        """Remove the objects; a missing one is no error.
+        """Remove the objects. A missing object is no error.
 
-        Atomicity: an object at a time. Idempotent. Cancellation: some are gone and some are not.
+        Atomicity: each object by itself. Idempotent. Cancellation: some are gone and some are not.
         Readers that hold a mapping keep it. Errors: ``Transient``, ``Unauthorized``.
         """
 
@@ -179,7 +180,7 @@ class TierDriver(abc.ABC):
         """Bytes held, reservations included, and the limit. Idempotent. Errors: ``Transient``."""
 
     async def reserve(self, key: str, nbytes: int) -> Reservation:
-        """Writable memory inside the tier for an object of up to ``nbytes``, only where ``mappable``.
+        """Writable memory inside the tier for an object of up to ``nbytes``, only if ``capabilities.mappable``.
 
         The memory is backed before the call returns, so that writing to it cannot fail.
         Atomicity: until ``publish`` nothing can be seen under ``key``. Cancellation: nothing stays reserved.
@@ -188,23 +189,23 @@ class TierDriver(abc.ABC):
         raise Unsupported("the tier hands out no memory (capabilities.mappable is false)", tier=self.url, key=key)
 
     def reserve_nowait(self, key: str, nbytes: int) -> Reservation | None:
-        """As :meth:`reserve`, by the calling thread, whichever it is; ``None`` where that cannot be, and then nothing
-        has happened.
+        """As :meth:`reserve`, in the calling thread, which may be any thread. ``None``: that is not possible, and
+        nothing has happened.
 
-        For a thread that cannot await, such as training's: where memory is ready, waking the event loop's thread and
-        waiting for it takes longer than handing it out. A driver need not have it: this default returns ``None``.
+        This is for a thread that cannot await, such as training's. If memory is ready, waking the event loop's thread
+        and waiting for it takes longer than handing the memory out. It is optional: this default returns ``None``.
         Errors: as for :meth:`reserve`.
         """
         del key, nbytes
         return None
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Have memory ready for reservations to come, so that :meth:`reserve` need not make it.
+        """Prepare memory for later reservations, so that :meth:`reserve` need not make it.
 
-        ``sizes`` holds pairs: bytes of a reservation, and how many such there may be before any of them comes
-        back. A hint: this default does nothing, and a mappable driver may prepare. Meant for when nothing
-        waits, since it fills memory.
-        Idempotent: what is ready already is counted. Cancellation: some is ready and some is not; nothing is
-        lost. No object is removed. Errors: ``CapacityExceeded``; ``ValueError`` for a negative number.
+        ``sizes`` holds pairs: the bytes of a reservation, and how many of that size may be held at the same time.
+        It is a hint: this default does nothing, and a mappable driver may prepare memory. Call it when nothing
+        waits, because it takes time to fill memory.
+        Idempotent: memory that is ready already is counted. Cancellation: some memory is ready and some is not;
+        nothing is lost. No object is removed. Errors: ``CapacityExceeded``; ``ValueError`` for a negative number.
         """
         del sizes

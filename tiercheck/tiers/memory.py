@@ -1,7 +1,7 @@
 """Objects in a dictionary of this process: the simplest driver, and the oracle of the others' tests.
 
-``memory://`` is a store of its own; all ``memory://name`` of one name in one process share a store, so that
-a second client, or a restart, can be tried without leaving the process.
+Each ``memory://`` is a store of its own. All ``memory://name`` of one name in one process share a store, so that
+a test can have a second client, or a restart, within one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoredObject:
 
 
 class MemoryStore:
-    """What drivers of one name share. Safe for threads: each step holds the lock, and none waits inside it."""
+    """The store that drivers of one name share. Thread-safe: each step holds the lock, and no step waits inside it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -40,9 +40,9 @@ class MemoryStore:
     def publish(
         self, key: str, content: memoryview, mode: PutMode, *, tier: str, reserved_bytes: int = 0
     ) -> ObjectInfo:
-        """Make ``content``, which nobody writes to any more, the object; the mode's condition is checked here.
+        """Make ``content`` the object, if the mode's condition holds. Nobody writes to ``content`` any more.
 
-        ``reserved_bytes`` had been reserved for it, and are no longer, whether it succeeds or not.
+        ``reserved_bytes``: the bytes that were reserved for it. They are released, whether the call succeeds or not.
         """
         with self.lock:
             self.reserved_bytes -= reserved_bytes
@@ -81,7 +81,7 @@ _named: dict[str, MemoryStore] = {}
 class MemoryDriver(TierDriver):
     """``memory://[name][?size=2GiB]``. Survives nothing; mappable; conditional puts are atomic in the process.
 
-    Each call gives way to the event loop once, so that callers interleave as they do on a real tier.
+    Each call yields to the event loop once, so that callers interleave as they do on a real tier.
     """
 
     def __init__(self, name: str = "", *, size: int | None = None) -> None:

@@ -37,9 +37,9 @@ def schemes() -> dict[str, str]:
 def make_driver(url: str | TierURL) -> TierDriver:
     """The driver for ``url``, not yet open.
 
-    Errors: ``ConfigurationError`` for a scheme nobody provides (close ones are suggested), one that two
-    distributions provide (both are named), a driver whose dependencies are missing (it says what to
-    install), and whatever the driver finds wrong with the URL.
+    Errors: ``ConfigurationError`` if no distribution provides the scheme (similar schemes are suggested), two
+    distributions provide it (both are named), the driver's dependencies are missing (the message says what to
+    install), or the driver finds something wrong with the URL.
     """
     parsed = TierURL.parse(url) if isinstance(url, str) else url
     entry = find(parsed.scheme)
@@ -74,9 +74,9 @@ async def open_driver(url: str | TierURL) -> TierDriver:
 
 
 def find(scheme: str) -> EntryPoint:
-    """The one entry point for ``scheme``. ``fsspec+gs`` and its like go to the entry point ``fsspec``."""
+    """The one entry point for ``scheme``. Schemes such as ``fsspec+gs`` go to the entry point ``fsspec``."""
     name = "fsspec" if scheme.startswith("fsspec+") else scheme
-    # One distribution may be seen twice on sys.path (an editable install and its source tree): that is no conflict.
+    # One distribution may be twice on sys.path (an editable install and its source tree): that is no conflict.
     found = {(distribution_of(entry), entry.value): entry for entry in entry_points(group=GROUP, name=name)}
     if len(found) == 1:
         return next(iter(found.values()))

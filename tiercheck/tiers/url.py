@@ -55,8 +55,8 @@ _PUBLIC: Mapping[str, frozenset[str]] = MappingProxyType(
         }.items()
     }
 )
-"""Options whose values are never secret, by scheme, and under the empty one those of every scheme. ``server_key`` is a
-public key; ``keys`` and ``fs.client_keys`` are paths of files."""
+"""By scheme, the options whose values are never secret. Those under the empty scheme are common to all schemes.
+``server_key`` is a public key; ``keys`` and ``fs.client_keys`` are paths of files."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class TierURL:
 
     @classmethod
     def parse(cls, text: str) -> TierURL:
-        """Read ``text``. ``ConfigurationError`` if it is no tier URL, names an option twice, or holds what no name can
-        hold: a control character, a lone surrogate, or an escape that is no UTF-8."""
+        """Read ``text``. Errors: ``ConfigurationError`` if it is no tier URL, names an option twice, or holds a control
+        character, a lone surrogate, or an escape that is no UTF-8."""
         scheme, separator, rest = text.partition("://")
         if len(text) > URL_CHARS_MAX:
             raise ConfigurationError(f"a tier URL has up to {URL_CHARS_MAX} characters, not {len(text)}")
@@ -106,7 +106,7 @@ class TierURL:
 
     @property
     def text(self) -> str:
-        """The URL for messages: user information is hidden, and so is every option not known to be public."""
+        """The URL for messages. It hides user information, and the value of every option not known to be public."""
         location = quote(_USER_INFO.sub(f"{_HIDDEN}@", self.location), safe="/:@*[]", errors="replace")
         query = "&".join(
             f"{quote(name, errors='replace')}={shown_value(self.scheme, name, value)}"
@@ -122,7 +122,7 @@ class TierURL:
 
     @property
     def has_secret(self) -> bool:
-        """Whether the URL itself may hold a password, a token or their like, by names and values."""
+        """Whether the URL itself may hold a password, a token or another secret, judged by names and values."""
         texts = [self.location, *self.options.values()]
         return any(map(_PASSWORD.search, texts)) or any(
             may_be_secret(self.scheme, name, value) for name, value in self.options.items()
@@ -134,7 +134,7 @@ class TierURL:
 
 
 class OptionReader:
-    """Reads a URL's options one by one, then refuses those that nobody asked for.
+    """Reads a URL's options one by one, then refuses the options that were not read.
 
     ::
 
@@ -149,10 +149,10 @@ class OptionReader:
         self._known: list[str] = []
 
     def take(self, name: str, convert: Callable[[str], T], default: T) -> T:
-        """The option's value through ``convert``, or ``default`` where the URL does not have it.
+        """The option's value, converted by ``convert``; ``default`` if the URL does not have the option.
 
-        Errors: ``ConfigurationError`` where ``convert`` raises ``ValueError``; its text is kept if the option is
-        known to be public.
+        Errors: ``ConfigurationError`` if ``convert`` raises ``ValueError``. The message repeats the text of that error
+        only if the option is known to be public.
         """
         self._known.append(name)
         if name not in self._left:
@@ -182,8 +182,8 @@ def is_public(scheme: str, name: str) -> bool:
 
 
 def shown_value(scheme: str, name: str, value: str) -> str:
-    """The value of an option as messages show it, quoted: hidden unless the option is known to be public. Of a URL in
-    it, user information and what follows a ``?`` are hidden in any case."""
+    """The value of an option for messages, quoted. It is hidden unless the option is known to be public. If the value
+    is a URL, its user information and what follows a ``?`` are always hidden."""
     if not is_public(scheme, name):
         return _HIDDEN
     address, question, _ = value.partition("?")
@@ -192,7 +192,8 @@ def shown_value(scheme: str, name: str, value: str) -> str:
 
 
 def may_be_secret(scheme: str, name: str, value: str) -> bool:
-    """Whether an option may be a secret, by its name; of an fsspec file system's own, also by its value."""
+    """Whether an option may be a secret, judged by its name. An option of an fsspec file system is also judged by its
+    value."""
     if is_public(scheme, name):
         return False
     if name.startswith("fs.") and not _PLAIN.fullmatch(value):
@@ -201,8 +202,8 @@ def may_be_secret(scheme: str, name: str, value: str) -> bool:
 
 
 def directory_of(scheme: str, location: str | Path) -> Path:
-    """The directory that a tier of files lies in. ``ConfigurationError`` unless it is absolute, without ``..``, and
-    below the root of the file system."""
+    """The directory in which a tier of files lies. Errors: ``ConfigurationError`` unless the directory is absolute,
+    without ``..``, and below the root of the file system."""
     path = Path(location)
     if not path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
         raise ConfigurationError(
