@@ -1,10 +1,10 @@
-"""What the ranks agree on where no tier is shared: the mark.
+"""What the ranks agree on if they share no tier: the mark.
 
-Nothing tells a rank then which bases the others still have, and no commit record says that a base is whole. So the
-ranks tell one another, when a base is due, which versions each can come to from its node's memory alone, and also from
-the tiers alone that outlive its node: whichever of the two fails next. The newest one that all of them can come to is
-the mark, and each keeps its own ways there, and all that is newer (:class:`tiercheck.policy.watermark.Retention`). A
-rank that was not told a mark deletes nothing.
+Without a shared tier, nothing tells a rank which bases the others still have, and no commit record says that a base is
+whole. So whenever a base is due, each rank tells the others which versions it can reach from its node's memory alone,
+and also from the tiers alone that outlive its node: either of the two may fail next. The newest version that all ranks
+can reach is the mark. Each rank keeps its own ways to the mark, and everything newer
+(:class:`tiercheck.policy.watermark.Retention`). A rank that was told no mark deletes nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ __all__ = ["NO_MARK", "Span", "agreed", "held_twice", "needs_agreement", "reach"
 NO_MARK = -1
 
 Span = tuple[int, int]
-"""The first and the last of consecutive versions."""
+"""The first and the last of a range of consecutive versions."""
 
 
 def needs_agreement(roles: Sequence[Role], world_size: int) -> bool:
-    """Whether the ranks must agree on a mark: several of them, and no tier that all of them see."""
+    """Whether the ranks must agree on a mark: there are several ranks, and no tier that all of them see."""
     return world_size > 1 and not any(role.shared for role in roles)
 
 
 def reach(seen: Observation) -> tuple[Span, ...]:
-    """The versions of the job's own past that this rank can come to whichever of its copies are lost, oldest first."""
+    """The versions of the job's own past that this rank can reach, whichever of its copies are lost. Oldest first."""
     return spans_of(held_twice({role.index: seen.own(role) for role in seen.roles}, seen.roles, seen.lineage))
 
 
 def held_twice(held: Mapping[int, Iterable[ShardKey]], roles: Sequence[Role], lineage: Lineage) -> set[int]:
-    """The versions that a rank can come to from the tiers that outlive its node, and also from the others alone. Where
-    all outlive it, or none does, from all together. ``held``: by tier index, its shards."""
+    """The versions that a rank can reach from the tiers that outlive its node, and also from the other tiers alone. If
+    all tiers outlive the node, or none does: the versions that it can reach from all tiers together. ``held``: the
+    rank's shards, by tier index."""
     outliving = {role.index for role in lasting(roles)}
     groups = [[index for index in held if (index in outliving) is each] for each in (True, False)]
     ways = [
@@ -60,14 +61,14 @@ def spans_of(versions: Iterable[int]) -> tuple[Span, ...]:
 
 
 def agreed(ranks: Sequence[Collection[Span]]) -> int:
-    """The newest version that every rank can come to; :data:`NO_MARK` where there is none."""
+    """The newest version that every rank can reach; :data:`NO_MARK` if there is none."""
     common = reduce(_both, ranks)
     return max((last for _, last in common), default=NO_MARK)
 
 
 def way_to_mark(seen: Observation) -> RecoveryPoint | None:
-    """This rank's way to the mark from its lasting tiers, by what they hold now. A rank that is alone need not be
-    told."""
+    """This rank's way to the mark from its lasting tiers, by what they hold now. A rank that is alone computes the mark
+    by itself."""
     mark = seen.mark
     if seen.world_size == 1:
         mark = agreed([reach(seen)])

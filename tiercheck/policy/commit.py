@@ -1,12 +1,12 @@
 """When a base counts as committed in a tier that all ranks share.
 
-Each rank puts a marker behind its shard. The coordinator (rank 0) checks every marker against the shard it
-speaks of, then publishes the commit record with a conditional put. Both carry the generation, and nobody
-commits or purges once a newer generation has opened: a process of an older one that is still alive cannot
-touch the job any more.
+Each rank puts a marker behind its shard. The coordinator (rank 0) checks every marker against its shard, then
+publishes the commit record with a conditional put. Markers and commit records carry the generation. When a newer
+generation has opened, an older one commits and purges nothing: a process of the older generation that is still alive
+cannot change the job any more.
 
-A tier that lies inside a node needs none of this: a rank's shards there are published one by one, and
-recovery takes what every rank can read.
+A tier that lies inside a node needs no commit: a rank's shards there are published one by one, and recovery uses what
+every rank can read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANKS_NAMED_MAX = 8
 
 @dataclass(frozen=True)
 class Marker:
-    """What a rank says of its shard: its length, the digest its header carries, and its generation's token."""
+    """What a rank says about its shard: its length, the digest in its header, and its generation's token."""
 
     nbytes: int
     digest: str
@@ -37,7 +37,7 @@ class Marker:
 
     @classmethod
     def from_object(cls, value: Any) -> Marker:
-        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
+        """Raises ``ValueError`` for anything that :meth:`to_object` does not return."""
         match value:
             case {"nbytes": int(nbytes), "digest": str(digest), "token": str(token)} if len(value) == 3:
                 return cls(nbytes, digest, token)
@@ -51,7 +51,7 @@ class CommitRecord:
     generation: int
     version: int
     token: str
-    """Of the generation; each marker says the same."""
+    """The generation's token. Each marker has the same token."""
     shards: tuple[Marker, ...]
 
     def to_object(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class CommitRecord:
 
 
 def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:
-    """Markers this rank owes the tier: its uncommitted bases there that have none yet."""
+    """Markers that this rank has to put into the tier: for its uncommitted bases there without a marker."""
     if not seen.roles[tier].shared:
         return []
     contents = seen.contents[tier]
@@ -73,7 +73,8 @@ def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:
 
 
 def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
-    """Commit records the coordinator owes the tier, oldest first: all ranks have marked, none is published."""
+    """Commit records that the coordinator has to publish in the tier, oldest first: all ranks' markers are there, and
+    the record is not."""
     if seen.rank != COORDINATOR or not seen.roles[tier].shared:
         return []
     contents = seen.contents[tier]
@@ -86,15 +87,14 @@ def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
 
 
 def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
-    """The rank's bases newer than the newest commit; older ones are superseded, and other ranks may be deleting
-    theirs."""
+    """The rank's bases that are newer than the newest commit. Older bases are superseded, and other ranks may be
+    deleting their shards of them."""
     newest = max((commit.version for commit in contents.commits if commit.generation == seen.generation), default=-1)
     return [base for base in own_bases(seen, contents) if base.first > newest]
 
 
 def lagging(seen: Observation) -> str:
-    """Whose bases are not whole, in words: the ranks without a marker for the oldest base of this rank that is not
-    committed."""
+    """Which ranks are late, in words: those without a marker for this rank's oldest base that is not committed."""
     if not seen.durable.shared:
         return "the ranks have agreed on none that is newer"
     contents = seen.contents[seen.durable.index]
@@ -112,6 +112,6 @@ def lagging(seen: Observation) -> str:
 
 
 def superseded(seen: Observation) -> int | None:
-    """The newer generation that has opened, or ``None``: then this one may still commit and purge."""
+    """The newer generation that has opened. ``None``: there is none, and this generation may commit and purge."""
     newest = seen.newest_generation
     return newest if newest > seen.generation else None

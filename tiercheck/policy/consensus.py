@@ -1,9 +1,10 @@
-"""Where all ranks can meet: the recovery point.
+"""The version at which all ranks can meet: the recovery point.
 
-The newest version that *every* rank can come to, each from whatever anchor it has: a base of its own and an unbroken
-run of differentials after it, or a base and the snapshot that was made for it. The ranks need no base in common: a rank
-whose base, differential or snapshot failed has made a base of its own since, at a version where the others have none. A
-minimum of the ranks' maxima would be cheaper and wrong: it can name a version that some rank has already purged.
+It is the newest version that *every* rank can reach, each from an anchor of its own: a base and an unbroken run of
+differentials after it, or a base and the snapshot that was made for it. The ranks need no base in common. If a base,
+differential or snapshot of a rank failed, the rank has made a base of its own since, at a version of which the others
+have no base. A minimum of the ranks' maxima would be cheaper and wrong: it can name a version that some rank has
+already purged.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ __all__ = ["Readable", "RecoveryPoint", "decide"]
 
 @dataclass(frozen=True)
 class RecoveryPoint:
-    """One rank's way to the version at which all ranks meet. ``last`` is the same on every rank; the rest is its
-    own."""
+    """One rank's way to the version at which all ranks meet. ``last`` is the same on every rank. The other fields are
+    the rank's own."""
 
     generation: int
-    """Of the shards that lead there. The base that a generation opens with is the version at which it left its parent,
-    so that one rank may come to that by either of the two."""
+    """The generation of the shards that lead there. The opening base of a generation is the version at which it left
+    its parent, so a rank may reach that version in either generation."""
     anchor: int
     """The rank's newest base that leads to ``last``."""
     last: int
     """The version at which the ranks meet."""
     by_snapshot: bool = False
-    """A snapshot leads from ``anchor`` to ``last``, not differentials."""
+    """A snapshot leads from ``anchor`` to ``last``, instead of differentials."""
 
     @property
     def replayed(self) -> int:
@@ -62,13 +63,13 @@ class Readable:
         return cls(frozenset(bases), frozenset(differentials), frozenset(snapshots))
 
     def points(self) -> dict[tuple[int, int], RecoveryPoint]:
-        """The rank's way to each ``(generation, version)`` that it can come to: by differentials where they lead there,
-        since they may be exact; from the newest base."""
+        """The rank's way to each ``(generation, version)`` that it can reach, from the newest base. Differentials are
+        preferred to a snapshot, since they may be exact."""
         ways: dict[tuple[int, int], RecoveryPoint] = {}
         for generation, anchor in self.bases:
             last = anchor
             ways[generation, last] = RecoveryPoint(generation, anchor, last)
-            # The next base is an anchor of its own.
+            # The next base is an anchor itself.
             while (generation, last + 1) in self.differentials and (generation, last + 1) not in self.bases:
                 last += 1
                 ways[generation, last] = RecoveryPoint(generation, anchor, last)
@@ -78,16 +79,16 @@ class Readable:
         return ways
 
     def ways(self, lineage: Lineage) -> dict[int, RecoveryPoint]:
-        """The rank's way to each version of the job's own past that it can come to; the newest generation's, but
-        differentials before a snapshot."""
+        """The rank's way to each version of the job's own past that it can reach. Differentials are preferred to a
+        snapshot, then the newest generation."""
         points = sorted(self.points().values(), key=lambda point: (not point.by_snapshot, point.generation))
         return {point.last: point for point in points if lineage.admits(point.generation, point.last)}
 
 
 def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
-    """The way of each rank, in rank order, to the newest version that every rank can reach; ``None`` for none.
+    """The way of each rank, in rank order, to the newest version that every rank can reach; ``None`` if there is none.
 
-    Of the job's own past there is one state a version, whatever generation wrote it.
+    In the job's own past a version is one state, whatever generation wrote it.
     """
     ways = [rank.ways(lineage) for rank in ranks]
     common = reduce(frozenset.intersection, (frozenset(each) for each in ways))

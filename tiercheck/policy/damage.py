@@ -1,11 +1,11 @@
-"""What damaged copies cost, and when they go.
+"""What damaged copies cost, and when they are deleted.
 
-A copy that has failed verification counts as absent in every other decision. It still tells the next start that there
-is a past, and how new that is. So it stays for as long as a sound copy would, and goes by the same rules: what is left
-then is what retention leaves if nothing is damaged.
+A copy that has failed verification counts as absent in every other decision. But it tells the next start that the job
+has a past, and how new that past is. So a damaged copy stays as long as a sound copy would, and is deleted by the same
+rules. What is left is then what retention leaves if nothing is damaged.
 
-Memory has room for two bases that stay, and for the one that is captured. So of sound and damaged bases together no
-more than two stay there, and the damaged ones go first.
+Memory has room for two bases that stay, and for the base that is being captured. So no more than two bases stay there,
+sound and damaged ones together, and the damaged ones are deleted first.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Copy = tuple[int, ShardKey]
 
 
 def lost(seen: Observation, damaged: Iterable[Copy]) -> list[Copy]:
-    """Those of which no tier holds what they held, and for which nothing newer makes up."""
+    """The damaged copies whose content no tier holds, and which nothing newer supersedes."""
     return [copy for copy in damaged if copy[1].generation == seen.generation and not _is_made_up_for(seen, copy[1])]
 
 
 def base_needed_after(lost: Iterable[Copy]) -> int | None:
-    """The newest version after which only a newer base can be restored from what is left; ``None`` for none."""
-    # A base at the version of a lost differential is as good as the differential. The next snapshot makes up for one.
+    """The version after which only a newer base makes later versions recoverable; ``None`` if there is none."""
+    # A base at the version of a lost differential replaces the differential. The next snapshot replaces a lost one.
     needed = (
         key.last if key.stream is Stream.BASE else key.last - 1 for _, key in lost if key.stream is not Stream.SNAPSHOT
     )
@@ -38,7 +38,7 @@ def base_needed_after(lost: Iterable[Copy]) -> int | None:
 
 
 def outlived(seen: Observation, retention: Retention, damaged: Collection[Copy]) -> dict[int, list[Key]]:
-    """Per tier index, the damaged copies that may go. ``seen``: without them."""
+    """Per tier index, the damaged copies that may be deleted. ``seen``: the observation without them."""
     if not damaged:
         return {}
     as_if_sound = retention.reclaimable(seen.after(damaged))
@@ -69,7 +69,7 @@ def _is_made_up_for(seen: Observation, key: ShardKey) -> bool:
 
 
 def _is_held(contents: Contents, key: ShardKey) -> bool:
-    """Whether the contents have what the shard holds."""
+    """Whether ``contents`` hold every version that the shard holds."""
     if key.stream is not Stream.DIFFERENTIAL:
         return key in contents
     batches = contents.differentials(key.rank)

@@ -1,6 +1,6 @@
 """The chain of generations: which of the versions found belong to the job's own past.
 
-A restart opens a generation and leaves its parent at the version it recovered. What the parent wrote after
+A restart opens a generation, which leaves its parent at the version that was recovered. What the parent wrote after
 that version is another future of the same job, and never part of a chain (invariant I3).
 """
 
@@ -15,14 +15,14 @@ __all__ = ["Branch", "Lineage", "bearing", "strangers"]
 
 @dataclass(frozen=True, order=True)
 class Branch:
-    """A generation, and where it left its parent (``parent`` 0: it began at version 0)."""
+    """A generation, and the version at which it left its parent (``parent`` 0: it began at version 0)."""
 
     generation: int
     parent: int
     left_at: int
     world_size: int
     token: str
-    """Drawn by the job that opened the generation: two jobs that race for one number differ in it."""
+    """A random text of the job that opened the generation. Two jobs that race for one number have different tokens."""
 
     def to_object(self) -> dict[str, Any]:
         return {
@@ -35,7 +35,7 @@ class Branch:
 
     @classmethod
     def from_object(cls, value: Any) -> Branch:
-        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
+        """Raises ``ValueError`` for anything that :meth:`to_object` does not return."""
         fields = {"generation": int, "parent": int, "left_at": int, "world_size": int, "token": str}
         if not isinstance(value, dict) or set(value) != set(fields):
             raise ValueError(f"a lineage record has the fields {', '.join(fields)}")
@@ -50,15 +50,16 @@ class Branch:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The job's own past: ``(generation, last version that counts)``, newest first; ``None``: all count."""
+    """The job's own past: pairs of a generation and the last version of it that counts, newest first. ``None``: all of
+    its versions count."""
 
     chain: tuple[tuple[int, int | None], ...]
     branches: Mapping[int, Branch] = field(default_factory=dict, compare=False, repr=False)
-    """The records that the chain was made of, by generation."""
+    """The lineage records of the chain, by generation."""
 
     @classmethod
     def of(cls, branches: Iterable[Branch]) -> Lineage:
-        """The chain that ends in the newest generation. A gap (a record that is lost) ends the chain there."""
+        """The chain that ends in the newest generation. A missing record ends the chain there."""
         by_generation = {branch.generation: branch for branch in branches}
         chain: list[tuple[int, int | None]] = []
         generation, limit = max(by_generation, default=0), None
@@ -72,12 +73,12 @@ class Lineage:
 
     @property
     def newest(self) -> int:
-        """The newest generation; 0 for none."""
+        """The newest generation; 0 if there is none."""
         return self.chain[0][0] if self.chain else 0
 
     def disowns(self, generation: int, token: str) -> str | None:
-        """Why a shard of that generation with that token is no part of the job's past, whatever its version; ``None``
-        where it may be."""
+        """Why a shard of that generation with that token is no part of the job's past, whatever its version.
+        ``None``: it may be part of it."""
         branch = self.branches.get(generation)
         if branch is None or branch.token == token:
             return None
@@ -95,9 +96,9 @@ class Lineage:
 
 
 def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branch]:
-    """The branches less the newest ones of which no shard is found anywhere: nothing was trained in them that is left,
-    so that they cut nothing off. ``captured``: the generations of all shards that were found, by ranks that could look
-    into all of their tiers. An older branch counts in any case: its shards may have been deleted since."""
+    """The branches without the newest ones of which no shard was found. Nothing that was trained in those is left, so
+    they must not cut off their parents. An older branch counts in any case: its shards may have been deleted since.
+    ``captured``: the generations of all shards that were found, by ranks that could look into all of their tiers."""
     left = sorted(branches)
     while len(left) > 1 and left[-1].generation not in captured:
         left.pop()
@@ -105,10 +106,11 @@ def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branc
 
 
 def strangers(lineage: Lineage, recorded: Iterable[int], captured: Iterable[int]) -> list[int]:
-    """Generations of another history in one tier, ascending: after the newest of the lineage's that the tier knows of,
-    and with something captured. ``recorded``, ``captured``: the generations that have a record, and shards, there.
+    """The generations of another history in one tier, ascending. Such a generation is newer than every generation of
+    the lineage that the tier knows, and has captured something.
 
-    What a failed start left behind comes before a generation of the lineage, or has captured nothing.
+    What a failed start left behind is older than a generation of the lineage, or has captured nothing. ``recorded``,
+    ``captured``: the generations that have a record in the tier, and those that have shards there.
     """
     known = {generation for generation, _ in lineage.chain}
     newest = max(known & set(recorded), default=0)

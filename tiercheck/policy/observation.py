@@ -15,7 +15,7 @@ __all__ = ["Contents", "Observation", "Role", "lasting"]
 
 @dataclass(frozen=True)
 class Role:
-    """A tier's place in the hierarchy, as far as a decision needs it. Index 0 is the tier captures land in."""
+    """A tier's place in the hierarchy, as far as a decision needs it. Versions are captured in the tier of index 0."""
 
     index: int
     name: str
@@ -23,12 +23,12 @@ class Role:
 
     @property
     def shared(self) -> bool:
-        """Whether every rank of the job sees the same objects: what outlives a rack lies outside any node."""
+        """Whether every rank of the job sees the same objects: a tier that outlives a rack lies outside any node."""
         return self.survives >= Survives.RACK
 
 
 class _Held:
-    """What one tier holds of one rank; of no rank: commit records and the lineage."""
+    """What one tier holds of one rank, or of no rank: commit records and lineage records."""
 
     def __init__(self, nbytes: Mapping[Key, int]) -> None:
         self.nbytes = nbytes
@@ -53,8 +53,8 @@ class _Held:
 class Contents:
     """The objects of one tier: TierCheck's keys and their sizes in bytes.
 
-    A value, kept by rank: what one rank asks costs what that rank has there, however many others there are, and
-    :meth:`changed` shares with the contents before whatever has not changed.
+    It is a value, stored by rank. So a question about one rank costs as much as that rank has there, however many ranks
+    there are, and :meth:`changed` shares with the old contents whatever has not changed.
     """
 
     def __init__(self, held: Mapping[int | None, _Held] | None = None) -> None:
@@ -65,7 +65,7 @@ class Contents:
         return cls().changed(dict(objects))
 
     def changed(self, changes: Mapping[Key, int | None]) -> Contents:
-        """The contents with these objects put (their sizes), or gone (``None``)."""
+        """The contents after these changes: an object is put (its size), or deleted (``None``)."""
         by_rank: dict[int | None, dict[Key, int]] = {}
         for key, nbytes in changes.items():
             rank = _rank_of(key)
@@ -105,7 +105,7 @@ class Contents:
 
     @cached_property
     def newest_generation(self) -> int:
-        """The newest generation that opened here; 0 for none."""
+        """The newest generation that opened here; 0 if there is none."""
         return max((key.generation for key in self._of_no_rank.nbytes if isinstance(key, LineageKey)), default=0)
 
     def bases(self, rank: int) -> tuple[ShardKey, ...]:
@@ -117,7 +117,7 @@ class Contents:
         return self._held.get(rank, _NOTHING).differentials
 
     def snapshots(self, rank: int) -> tuple[ShardKey, ...]:
-        """The rank's snapshots, oldest first; of one version that of the newest base last."""
+        """The rank's snapshots, oldest first. Of several for one version, the newest base's comes last."""
         return self._held.get(rank, _NOTHING).snapshots
 
     @property
@@ -133,7 +133,7 @@ def _rank_of(key: Key) -> int | None:
 
 
 def lasting(roles: Sequence[Role]) -> tuple[Role, ...]:
-    """The tiers that outlive the node; where none does, those that survive most."""
+    """The tiers that outlive the node. If none does: those that survive most."""
     least = min(Survives.NODE, max(role.survives for role in roles))
     return tuple(role for role in roles if role.survives >= least)
 
@@ -148,7 +148,7 @@ class Observation:
     world_size: int
     generation: int
     lineage: Lineage
-    """The job's own past. What lies outside of it is another future, of use to nobody."""
+    """The job's own past. What lies outside of it is another future, which nobody needs."""
     mark: int | None = None
     """Without a shared tier, the version that the ranks agreed on last (:mod:`tiercheck.policy.agreement`); ``None``:
     this rank was not told."""
@@ -159,7 +159,7 @@ class Observation:
 
     @cached_property
     def durable(self) -> Role:
-        """The tier that survives most; the slowest of those that survive alike."""
+        """The tier that survives most; if several do, the slowest of them."""
         return max(self.roles, key=lambda role: (role.survives, role.index))
 
     def own(self, role: Role) -> list[ShardKey]:
@@ -168,7 +168,7 @@ class Observation:
         return [*held.bases(self.rank), *held.differentials(self.rank), *held.snapshots(self.rank)]
 
     def after(self, puts: Iterable[tuple[int, Key]]) -> Observation:
-        """The same, with these objects (tier index, key) put."""
+        """The observation after these objects (tier index, key) were put."""
         more: list[dict[Key, int | None]] = [{} for _ in self.roles]
         for index, key in puts:
             more[index][key] = 0
@@ -177,5 +177,5 @@ class Observation:
 
     @property
     def newest_generation(self) -> int:
-        """The newest generation that any tier knows of. Newer than ``generation``: this job is superseded."""
+        """The newest generation that any tier knows of. If it is newer than ``generation``, this job is superseded."""
         return max(contents.newest_generation for contents in self.contents)

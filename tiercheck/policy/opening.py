@@ -1,9 +1,9 @@
-"""What goes from the tiers inside the nodes when a generation opens, before it captures anything.
+"""What is deleted from the tiers inside the nodes when a generation opens, before it captures anything.
 
-All ranks have read and verified the recovery point by then. What is not on the way to it, nor to the version that the
-failure of a node would leave, is of use to nobody any more: older bases, what an earlier attempt to restart has
-captured, another future of the job. A job that crashes again and again before anything has reached its durable tier
-would fill its memory with that.
+All ranks have read and verified the recovery point by then. Two versions matter: the recovery point, and the version
+that a failure of a node would leave. Nobody needs what leads to neither of them: older bases, what an earlier attempt
+to restart has captured, another future of the job. If it stayed, a job that crashes again and again before anything has
+reached its durable tier would fill its memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["Anew", "Reach", "anew", "superseded_at_opening"]
 
 @dataclass(frozen=True)
 class Reach:
-    """The versions of the job's own past that one rank can come to."""
+    """The versions of the job's own past that one rank can reach."""
 
     twice: tuple[Span, ...]
-    """Whichever of its copies are lost: as of :mod:`tiercheck.policy.agreement`."""
+    """Whichever of its copies are lost: see :mod:`tiercheck.policy.agreement`."""
     lasting: tuple[Span, ...]
     """From the tiers that outlive its node."""
     anyhow: tuple[Span, ...]
+    """From all of its tiers together."""
 
     @classmethod
     def of(cls, held: Collection[Source], roles: Sequence[Role], lineage: Lineage) -> Reach:
@@ -57,10 +58,10 @@ class Anew:
     """What the ranks know together when a generation opens."""
 
     mark: int
-    """As of :mod:`tiercheck.policy.agreement`."""
+    """See :mod:`tiercheck.policy.agreement`."""
     versions: tuple[int, ...]
-    """What must stay within reach, the most important first: the recovery point, the mark, and where there is none,
-    what the failure of each node would leave to the others."""
+    """What must stay within reach, the most important first: the recovery point, then the mark. If there is no mark:
+    what the failure of each node would leave."""
 
 
 def anew(ranks: Sequence[Reach], reached: int | None) -> Anew:
@@ -86,11 +87,11 @@ def superseded_at_opening(
 ) -> list[Source]:
     """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
 
-    ``versions``: what must stay within reach, by all tiers together and by each that reaches it alone: nobody knows
-    which of them fail next. Where that takes more bases than leave room for another one, the last ones go.
-    ``sound``: the rank's own copies, less those that were found damaged. ``lineage``: as of
-    the recovery. ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see
-    lies in memory that the owner has left, and the owner has come to the recovery point without it.
+    ``versions``: what must stay within reach, from all tiers together, and from each tier that reaches it alone: nobody
+    knows which tiers fail next. If that needs more bases than leave room for another one, the last ones are deleted.
+    ``sound``: the rank's own copies without those that were found damaged. ``lineage``: that of the recovery.
+    ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see lies in memory
+    that the owner has left, and the owner has reached the recovery point without it.
     """
     gone = [source for source in held if source.key.rank != rank and source not in seen_by_owner]
     by_any = _ways(sound, lineage, versions)
@@ -114,8 +115,8 @@ def _ways(held: Iterable[Source], lineage: Lineage, versions: Sequence[int]) -> 
 
 
 def _leads_to(way: RecoveryPoint, key: ShardKey, lineage: Lineage) -> bool:
-    """Whether the shard is part of the way; or of what its generation recorded after it, for which another copy of a
-    version between may still come to light."""
+    """Whether the shard is part of the way, or follows it in the same generation: another copy of a version in between
+    may still be found."""
     if key.generation != way.generation or not lineage.admits(key.generation, key.first):
         return False
     if key.stream is Stream.BASE:

@@ -1,9 +1,9 @@
 """Whose memory keeps a rank's objects: its peer's.
 
-The nodes of a failure domain form a ring, in the order of the lowest rank each has, and the peer of a node is the next
-one on it. The user names the domains (racks, power feeds, switches). A ring inside a domain keeps the traffic on its
-fast network, and what takes the whole domain is what remote storage is for. A domain with one node has no ring: it
-joins one over all nodes.
+The nodes of a failure domain form a ring, in the order of the lowest rank that each node has. The peer of a node is the
+next node of the ring. The user names the domains (racks, power feeds, switches). A ring inside a domain keeps the
+traffic on the domain's fast network; remote storage survives a failure of the whole domain. If a domain has one node,
+the node's peer is the next one of a ring over all nodes.
 
 Source: the TierCheck paper's node tier, one neighbour a node.
 """
@@ -25,10 +25,10 @@ class Place:
 
 
 def peer_of(rank: int, places: Sequence[Place]) -> int | None:
-    """The rank whose node keeps the objects of ``rank``; ``None`` where all ranks are on one node.
+    """The rank whose node keeps the objects of ``rank``; ``None`` if all ranks are on one node.
 
-    ``places``: of every rank, in rank order. On the peer node it is the rank with the same place among the ranks of
-    its node, or the last one where there are fewer.
+    ``places``: the place of every rank, in rank order. On the peer node it is the rank with the same position among the
+    ranks of its node, or the last rank if that node has fewer.
     """
     own = places[rank]
     ring = _nodes(places, own.domain)

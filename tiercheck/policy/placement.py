@@ -1,12 +1,15 @@
 """Which stream goes to which tier.
 
-Captures land in the first tier: bases, and one differential a version. Every other tier is to hold each
-base. A tier inside the cluster (a neighbour's memory) is to hold each differential as soon as it can, so that the
-failure of a node costs what was on its way and no more; one outside is to hold them in batches of N consecutive
-versions, so that a remote store sees one object where the first tier holds N. A batch is made on the way: its
-records are read from the faster tier and put as one object. Of snapshots only the newest is worth a copy. A tier inside
-the cluster gets each one while it keeps up; one that does not, or lies outside, the newest of every Nth version, since
-there the ranks must meet at the same ones.
+Versions are captured in the first tier: bases, and one differential a version. Every other tier is to hold each base.
+
+A tier inside the cluster (a neighbour's memory) is to hold each differential as soon as possible, so that a failure
+of a node costs only what was on its way. A tier outside is to hold differentials in batches of N consecutive
+versions, so that a remote store sees one object for N objects of the first tier. A batch is made on the way: its
+differentials are read from the faster tier and put as one object.
+
+Of snapshots only the newest is worth a copy. A tier inside the cluster gets each snapshot while it keeps up. If it does
+not keep up, or lies outside, it gets the newest snapshot of every Nth version, since the ranks must meet at the same
+versions there.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ __all__ = ["Placement", "Transfer"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Put ``target`` into tier ``target_tier``, made of ``sources`` (one: a copy; more: a merge)."""
+    """Put ``target`` into tier ``target_tier``, made of ``sources``: a copy of one, or a merge of several."""
 
     source_tier: int
     target_tier: int
@@ -41,9 +44,9 @@ class Placement:
             raise ValueError(f"a batch holds at least one version, not {self.batch}")
 
     def transfers(self, seen: Observation, *, closing: bool = False) -> list[Transfer]:
-        """What is missing in each slower tier and can be had from a faster one; bases first.
+        """What each slower tier lacks and a faster tier has; bases first.
 
-        ``closing``: no further version will come, so an incomplete batch goes as it is.
+        ``closing``: no further version will come, so an incomplete batch is copied as it is.
         """
         missing: list[Transfer] = []
         for role in seen.roles[1:]:
@@ -58,15 +61,15 @@ class Placement:
         held = seen.contents[target.index]
         newest = max((base.first for base in own_bases(seen, held)), default=-1)
         for base in own_bases(seen, seen.contents[source.index]):
-            # An older base than the newest there is superseded: it would be copied only to be deleted. Where no tier
-            # is shared it may be the one at which the ranks can meet.
+            # A base older than the newest there is superseded: it would be copied only to be deleted. But if no tier
+            # is shared, the ranks may be able to meet only at that base.
             if base not in held and (base.first > newest or not seen.durable.shared):
                 yield Transfer(source.index, target.index, (base,), base)
 
     def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
         held = seen.contents[target.index]
         anchors = [base.first for base in own_bases(seen, held)]
-        # Before the oldest base of the target nothing there can be replayed.
+        # Differentials before the target's oldest base cannot be replayed there.
         floor = min(anchors, default=-1)
         covered = {version for key in own_differentials(seen, held) for version in key.versions}
         run: list[ShardKey] = []
@@ -75,7 +78,7 @@ class Placement:
                 continue
             window = self.window(key.first, target)
             if run and (key.first != run[-1].last + 1 or run[-1].first not in window):
-                # Something newer exists beyond the run, so nothing more will join it.
+                # A later batch has begun, so the run gets no more versions.
                 yield self._merge(source, target, run)
                 run = []
             if not covered.issuperset(key.versions):
@@ -87,7 +90,7 @@ class Placement:
         bases = own_bases(seen, seen.contents[source.index])
         own = own_snapshots(seen, seen.contents[source.index])
         held = own_snapshots(seen, seen.contents[target.index])
-        # What leads no further than the newest base, or than a snapshot that is there, is superseded.
+        # A snapshot is superseded by a base of its version or later, and by a snapshot there of its version or later.
         floor = max((key.last for key in (*bases, *held)), default=-1)
         for key in reversed(own):
             if key.last <= floor:
@@ -109,7 +112,7 @@ class Placement:
         return range(first, first + batch)
 
     def completes(self, version: int, roles: Sequence[Role]) -> bool:
-        """Whether with the differential ``version`` some tier has one more object to be given."""
+        """Whether the differential ``version`` completes an object for some tier."""
         return any(version == self.window(version, role)[-1] for role in roles[1:])
 
 
@@ -129,7 +132,7 @@ def own_snapshots(seen: Observation, contents: Contents) -> list[ShardKey]:
 
 
 def _first_per_target(transfers: list[Transfer]) -> list[Transfer]:
-    """Of several sources for one object the fastest tier's."""
+    """If several tiers can give one object, only the fastest tier's transfer."""
     chosen: dict[tuple[int, ShardKey], Transfer] = {}
     for transfer in transfers:
         chosen.setdefault((transfer.target_tier, transfer.target), transfer)

@@ -1,8 +1,8 @@
-"""From where each object of a recovery is read.
+"""From which tier each object of a recovery is read.
 
 Tiers are asked in the order of the hierarchy, cheapest first: own memory, the node's, a neighbour's, remote
-storage. A copy that fails verification is quarantined and the plan is made again without it; when no copy of
-a version is left, the rank says so and the ranks decide on another recovery point.
+storage. If a copy fails verification, it is quarantined, and the plan is made again without it. If no copy of
+a version is left, the rank says so, and the ranks decide on another recovery point.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unreachable:
-    """The version of a stream that this rank has no good copy of."""
+    """A version of a stream of which this rank has no sound copy."""
 
     stream: Stream
     version: int
@@ -47,13 +47,13 @@ class Unreachable:
 
 @dataclass(frozen=True)
 class Availability:
-    """A cell row of the availability matrix: what one tier can give one rank for the recovery point."""
+    """A row of the availability matrix: what one tier can give one rank for the recovery point."""
 
     rank: int
     tier: str
     anchor: bool
     differentials: tuple[int, ...]
-    """The versions after the anchor that are there, ascending; of a snapshot its own alone."""
+    """The versions after the anchor that the tier has, ascending. For a snapshot: only its own version."""
 
 
 def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | Unreachable:
@@ -74,8 +74,8 @@ def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | U
 
 
 def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
-    """The cheapest objects that together hold the versions from ``first`` to the last of the point, in order. One may
-    begin before ``first``, or overlap the one before it."""
+    """The cheapest objects that together hold the versions from ``first`` to the point's last one, in order. An object
+    may begin before ``first``, or overlap the object before it."""
     usable = sorted(
         source
         for source in sources
@@ -96,7 +96,7 @@ def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Sourc
 
 
 def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source, ...], ...]:
-    """Consecutive objects that are read together: of up to ``versions_max`` versions, or one object that holds more."""
+    """Groups of consecutive objects to read together. A group has up to ``versions_max`` versions, or is one object."""
     groups: list[list[Source]] = []
     room = 0
     for source in sources:
@@ -111,8 +111,8 @@ def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source,
 def availability(
     points: Sequence[RecoveryPoint], tiers: Sequence[str], sources: Sequence[Iterable[Source]]
 ) -> tuple[Availability, ...]:
-    """The availability matrix of a recovery point: a row for each rank (its way there: ``points[rank]``, its copies:
-    ``sources[rank]``) and tier."""
+    """The availability matrix of a recovery point: a row for each rank and tier. ``points[rank]`` is the rank's way
+    to the point, and ``sources[rank]`` are its copies."""
     rows: list[Availability] = []
     for rank, (point, held) in enumerate(zip(points, sources, strict=True)):
         own = [source for source in held if source.key.rank == rank and source.key.generation == point.generation]

@@ -1,23 +1,23 @@
-"""What may go: reclamation by watermark.
+"""What may be deleted: reclamation by watermark.
 
-The watermark is the newest base committed in the tier that survives most. What it makes purgeable:
+The watermark is the newest base committed in the tier that survives most. It makes these purgeable:
 
-- in a volatile tier: bases older than the newest two (two deep, so that a crash in mid-capture never costs
-  the last whole one, and since ranks that train in lock step are never more than one base apart), and
-  differentials before the older of the two, once the durable tier no longer needs either;
-- in the tier that survives most: what comes before the last ``keep_last`` committed bases. Its differentials
-  are kept from the oldest of these on, so one interval longer than a recovery needs;
-- what another future of the job left behind (versions outside its lineage), once the present generation has
-  a base of its own to stand on; and what other ranks have left in this node's memory, or in its neighbour's.
+- in a volatile tier: bases older than the newest two, and differentials before the older of the two, when the durable
+  tier no longer needs them. Two bases are kept for two reasons: a crash in the middle of a capture never costs the last
+  whole base, and ranks that train in lock step are never more than one base apart;
+- in the tier that survives most: what comes before the last ``keep_last`` committed bases. Its differentials are kept
+  from the oldest of these bases on, so one interval longer than a recovery needs;
+- what another future of the job left behind (versions outside its lineage), when the present generation has a base of
+  its own; and what other ranks have left in this node's memory, or in its neighbour's.
 
-Where no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.agreement`): each keeps its own way
-there, and all that is newer, in every tier.
+If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.agreement`): each rank keeps its own way
+to the mark, and everything newer, in every tier.
 
-A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart, so that the
-newest two are kept in a volatile tier, and the newest two of every Nth version, which are what a shared tier is given;
-in a shared tier those from the newest on that every rank has there, with the base that it was made for.
+A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart. So a
+volatile tier keeps the newest two snapshots, and the newest two of every Nth version, which a shared tier is given. A
+shared tier keeps the newest snapshot that every rank has there, with the base for which it was made, and later ones.
 
-Never the newest committed base, and never anything newer than it.
+The newest committed base, and anything newer than it, is never deleted.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ SNAPSHOTS_IN_VOLATILE_TIERS = 2
 
 
 def watermark(seen: Observation) -> CommitKey | None:
-    """The newest base of the job's own past that is committed in the tier that survives most; ``None`` for none, or for
-    no shared tier."""
+    """The newest base of the job's own past that is committed in the tier that survives most. ``None``: there is no
+    such base, or no shared tier."""
     commits = seen.contents[seen.durable.index].commits if seen.durable.shared else ()
     return max((each for each in commits if seen.lineage.admits(each.generation, each.version)), default=None)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """``keep_last``: committed bases of the job's own past kept in the durable tier. ``keep_every``: besides, each
-    base whose version is a multiple of it (0: none); these keep no differentials. ``batch``: that of
-    :class:`tiercheck.policy.placement.Placement`."""
+    """Which objects stay.
+
+    ``keep_last``: the number of committed bases of the job's own past that are kept in the durable tier.
+    ``keep_every``: each base whose version is a multiple of it is kept, too (0: none), without differentials.
+    ``batch``: that of :class:`tiercheck.policy.placement.Placement`.
+    """
 
     keep_last: int = 2
     keep_every: int = 0
@@ -66,7 +69,8 @@ class Retention:
 
     def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
         """Per tier index, the objects that nothing needs any more: this rank's, and in memory also those that other
-        ranks have left behind. Commit records come first: a base that is being deleted must not look committed."""
+        ranks have left behind. Commit records are deleted first: a base that is being deleted must not look
+        committed."""
         gone: dict[int, list[Key]] = {}
         way = None if seen.durable.shared else way_to_mark(seen)
         mark = watermark(seen)
@@ -80,14 +84,14 @@ class Retention:
         return gone
 
     def wanted(self, seen: Observation, transfers: Sequence[Transfer]) -> list[Transfer]:
-        """The transfers less those of which the outcome would be deleted again at once."""
+        """The transfers without those whose outcome would be deleted again at once."""
         if not transfers:
             return []
         gone = self.reclaimable(seen.after((each.target_tier, each.target) for each in transfers))
         return [each for each in transfers if each.target not in gone[each.target_tier]]
 
     def has_room(self, seen: Observation) -> bool:
-        """Whether the first tier may take another base: of those it has, no more than two must stay."""
+        """Whether the first tier may take another base: no more than two of its bases must stay."""
         gone = self.reclaimable(seen)[0]
         staying = [base for base in seen.contents[0].bases(seen.rank) if base not in gone]
         return len(staying) <= BASES_IN_VOLATILE_TIERS
@@ -107,9 +111,9 @@ class Retention:
         covered = {(key.generation, version) for key in durable.differentials(seen.rank) for version in key.versions}
 
         def drained(key: ShardKey) -> bool:
-            """Whether the durable tier has no more use for this copy. Once the generation has a committed base, that is
-            so where it has what is in it, or something newer: ranks whose bases are not of the same versions commit
-            none of them, and must not hold them all."""
+            """Whether the durable tier does not need this copy any more. When the generation has a committed base,
+            that is so if the durable tier has the copy's content, or something newer: ranks whose bases have
+            different versions commit none of them, and must not keep them all."""
             if mark is not None and (key.generation, key.last) <= (mark.generation, mark.version):
                 return True
             if not settled:
@@ -127,11 +131,11 @@ class Retention:
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
     def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
-        """``way``: this rank's way to what the ranks have agreed on. It stays, and all that is newer."""
+        """``way``: this rank's way to the mark. It stays, and everything newer."""
         superseded = self._superseded(seen, seen.contents[role.index])
         if way is None:
             return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
-        # Each tier by itself: the others may be lost with a node.
+        # Each tier is judged by itself: the others may be lost with a node.
         way = Readable.of(seen.own(role)).ways(seen.lineage).get(way.last, way)
         anchor = ShardKey.base(way.generation, way.anchor, seen.rank)
         oldest = min([anchor, *seen.contents[role.index].bases(seen.rank)[-BASES_IN_VOLATILE_TIERS:]])
@@ -141,7 +145,7 @@ class Retention:
         return list(dict.fromkeys(gone))
 
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
-        """Snapshots in a volatile tier that newer ones make superfluous."""
+        """Snapshots in a volatile tier that newer ones supersede."""
         own = [key for key in contents.snapshots(seen.rank) if key.generation == seen.generation]
         meeting = [key for key in own if key.last % self.batch == 0]
         kept = {*own[-SNAPSHOTS_IN_VOLATILE_TIERS:], *meeting[-SNAPSHOTS_IN_VOLATILE_TIERS:]}
@@ -154,10 +158,10 @@ class Retention:
             for commit in contents.commits
             if seen.lineage.admits(commit.generation, commit.version) and _is_whole(seen, contents, commit)
         ]
-        # Without a base of its own the generation rests on what its parents have left.
+        # Until the generation has a base of its own, it needs what its parents have left.
         if not commits or commits[-1].generation != seen.generation:
             return []
-        # A restart commits the version it resumed from once more: that is one version to go back to, not two.
+        # A restart commits the version that it resumed from once more: that counts as one version, not two.
         latest = {commit.version: commit for commit in commits}
         kept = set(sorted(latest.values())[-self.keep_last :])
         oldest, newest = min(kept), commits[-1]
@@ -176,7 +180,7 @@ class Retention:
             if (key.generation, key.last) <= (oldest.generation, oldest.version)
             or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
         ]
-        # Put by a process of an older generation after the bases had gone.
+        # A process of an older generation put these after the bases were deleted.
         late = [commit for commit in contents.commits if commit < newest and not _is_whole(seen, contents, commit)]
         records = [*(late if seen.rank == COORDINATOR else ()), *_records(seen, contents, gone)]
         return [*records, *gone, *passed]
@@ -188,9 +192,9 @@ def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:
 
 
 def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | None) -> bool:
-    """Whether every rank can come to a version without what older generations have captured: a base of this one is
-    committed, or the ranks have agreed on a version that came after it opened. At the version that it opened with,
-    another rank may still rest on its older copies."""
+    """Whether every rank can reach a version without what older generations have captured. That is so if a base of this
+    generation is committed, or the mark is newer than the version at which the generation opened. At that version,
+    another rank may still need its older copies."""
     if seen.durable.shared:
         return mark is not None and mark.generation == seen.generation
     older = [generation for generation, _ in seen.lineage.chain if generation != seen.generation]
@@ -198,8 +202,8 @@ def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | 
 
 
 def _left_behind(seen: Observation, role: Role) -> list[Key]:
-    """Other ranks' shards of older generations: of ranks that run elsewhere now, or have another neighbour. Nobody goes
-    back behind what the present generation has settled, so that whoever sees them deletes them."""
+    """Other ranks' shards of older generations. Those ranks run elsewhere now, or have another neighbour. No rank goes
+    back behind what the present generation has settled, so every rank that sees such shards deletes them."""
     held = seen.contents[role.index]
     return [
         key
@@ -211,7 +215,8 @@ def _left_behind(seen: Observation, role: Role) -> list[Key]:
 
 
 def common_snapshots(seen: Observation, contents: Contents) -> dict[int, int]:
-    """Per generation the newest version of which every rank has a snapshot here, and the base that it was made for."""
+    """Per generation, the newest version of which every rank has a snapshot here, with the base for which it was
+    made."""
     usable = {
         (key.generation, key.last, key.rank)
         for rank in contents.ranks
@@ -223,7 +228,7 @@ def common_snapshots(seen: Observation, contents: Contents) -> dict[int, int]:
 
 
 def _records(seen: Observation, contents: Contents, bases: list[ShardKey]) -> list[Key]:
-    """The commit records (the coordinator's to delete) and own markers of these bases."""
+    """The commit records of these bases, which the coordinator deletes, and this rank's markers of them."""
     commits: list[Key] = [CommitKey(base.generation, base.first) for base in bases]
     markers: list[Key] = [MarkerKey(base.generation, base.first, base.rank) for base in bases]
     owed = [*(commits if seen.rank == COORDINATOR else []), *markers]
