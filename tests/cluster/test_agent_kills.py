@@ -50,7 +50,9 @@ run_agent(AgentSettings.from_json(sys.argv[1]))
 HANGING = """
 import sys, threading
 from pathlib import Path
-from tiercheck.agent import AgentSettings, assignment, life, run_agent, service
+from tiercheck.agent import AgentSettings, run_agent
+from tiercheck.agent.jobs import replicator
+from tiercheck.agent.server import process, service
 from tiercheck.tiers.posix.nvme import NvmeDriver
 run = NvmeDriver.run
 async def never_ends(self, work, key=None, undo=None):
@@ -59,7 +61,7 @@ async def never_ends(self, work, key=None, undo=None):
         threading.Event().wait()
     return await run(self, hang, key, undo)
 NvmeDriver.run = never_ends
-assignment.CLOSE_S_MAX = service.OVERDUE_S = life.END_S_MAX = life.AT_ONCE_S_MAX = 0.5
+replicator.CLOSE_S_MAX = service.OVERDUE_S = process.END_S_MAX = process.AT_ONCE_S_MAX = 0.5
 run_agent(AgentSettings.from_json(sys.argv[1]))
 """
 
