@@ -335,6 +335,9 @@ class Cluster(Surveys):
         branch = Branch(self.generation, parent, left_at, self.world, f"token {self.restarts}")
         for tier in self.tiers():
             if not self.is_away(tier):
+                for ancestor in past.lineage.branches.values():
+                    if LineageKey(ancestor.generation) not in tier:
+                        tier[LineageKey(ancestor.generation)] = ancestor
                 tier[LineageKey(self.generation)] = branch
         if points and self.random.random() < self.opening_fails / 2:
             return False

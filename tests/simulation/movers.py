@@ -133,8 +133,14 @@ class Movers:
             recorded = [key.generation for key in tier if isinstance(key, LineageKey)]
             captured = [key.generation for key in tier if isinstance(key, ShardKey)]
             assert tier is not self.durable or not strangers(self.lineage, recorded, captured), "another job went on"
-            tier[LineageKey(self.generation)] = self.lineage.branches[self.generation]
+            self.record(tier)
         self.away = []
+
+    def record(self, tier: Tier) -> None:
+        """The generation, and its ancestors that opened while the tier did not answer."""
+        for generation, branch in self.lineage.branches.items():
+            if LineageKey(generation) not in tier:
+                tier[LineageKey(generation)] = branch
 
     def actions(self, index: int, seen: Observation, closing: bool) -> list[Callable[[], None]]:
         tiers = self.tiers_of(index)

@@ -45,7 +45,8 @@ def open_job(ranks: Ranks, tiers: OpenHierarchy, restored: Restored) -> Branch:
 
         def open_it(branch: Branch = branch) -> dict[str, Any]:
             retry_s = 0.9 * ranks.deadline_s  # the error names the tier
-            opening = open_generation(tiers, branch, may_wait=restored.in_memory, retry_s=retry_s)
+            past = restored.past.lineage
+            opening = open_generation(tiers, branch, past=past, may_wait=restored.in_memory, retry_s=retry_s)
             return asdict(ranks.call(opening, f"opening generation {branch.generation}"))
 
         try:

@@ -22,7 +22,6 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from tiercheck import keys
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
@@ -68,9 +67,14 @@ def propose(taken: int, *, parent: int, left_at: int, world_size: int) -> Branch
 
 
 async def open_generation(
-    hierarchy: OpenHierarchy, branch: Branch, *, may_wait: bool = False, retry_s: float = 0.0
+    hierarchy: OpenHierarchy,
+    branch: Branch,
+    *,
+    past: Lineage | None = None,
+    may_wait: bool = False,
+    retry_s: float = 0.0,
 ) -> Opening:
-    """Record the generation in each of this rank's tiers.
+    """Record the generation in each of this rank's tiers, and before it those of its ``past`` that a tier lacks.
 
     Every rank does so, and in a shared tier all write the same record. ``may_wait``: a tier behind the first one that
     fails is left for later. Any other one is asked again for ``retry_s`` where its error may pass. Errors:
@@ -81,7 +85,7 @@ async def open_generation(
     for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
         waits = may_wait and tier is not hierarchy.first
         try:
-            await _record_within(tier, branch, 0.0 if waits else retry_s)
+            await _record_within(tier, branch, past, 0.0 if waits else retry_s)
         except (Corruption, Unsupported) as error:
             log.warning("generation %d is passed over: %s", branch.generation, error)
             return Opening(occupied=True)
@@ -93,7 +97,7 @@ async def open_generation(
 
 
 async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
-    """Have the generation recorded in a tier, before anything else is put there. Idempotent.
+    """Have the generation recorded in a tier, and its ancestors, before anything else is put there. Idempotent.
 
     A damaged record of it is replaced. Errors: ``JobConflict`` where another job has opened this number, or has gone on
     there from an older version than ``lineage`` did; ``TierError``.
@@ -102,6 +106,7 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) ->
     try:
         if await read_branch(tier, key) != branch:
             raise _conflict(tier, branch)
+        await _put_ancestors(tier, branch, lineage)
         return
     except NotFound:
         pass
@@ -113,7 +118,18 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) ->
         await tier.driver.put(str(key), [seal(key, branch.to_object())], mode=mode)
         return
     await _check_strangers(tier, branch, lineage)
+    await _put_ancestors(tier, branch, lineage)
     await _put_record(tier, branch)
+
+
+async def _put_ancestors(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
+    """Generations that opened while the tier could not be written to are recorded there now. Without them the chain
+    would end before what the tier holds, and a recovery from it alone would find nothing. Errors: ``TierError``."""
+    recorded = {keys.parse(info.key) async for info in tier.driver.list("lineage/")}
+    for generation, ancestor in sorted(lineage.branches.items()):
+        key = LineageKey(generation)
+        if generation < branch.generation and key not in recorded:
+            await tier.driver.put(str(key), [seal(key, ancestor.to_object())])
 
 
 async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
@@ -144,12 +160,18 @@ async def _put_record(tier: OpenTier, branch: Branch) -> None:
         await _claim(tier, branch)
 
 
-async def _record_within(tier: OpenTier, branch: Branch, retry_s: float) -> None:
-    """As :func:`_put_record`; what may pass is tried again for so long."""
-    if not retry_s:
+async def _record_within(tier: OpenTier, branch: Branch, past: Lineage | None, retry_s: float) -> None:
+    """As :func:`_put_record`, after the ancestors; what may pass is tried again for so long."""
+
+    async def record() -> None:
+        if past is not None:
+            await _put_ancestors(tier, branch, past)
         await _put_record(tier, branch)
+
+    if not retry_s:
+        await record()
         return
-    error = await patiently(partial(_put_record, tier, branch), tier, retry_s, retry_s, insist=False)
+    error = await patiently(record, tier, retry_s, retry_s, insist=False)
     if error is not None:
         raise error
 

@@ -14,8 +14,9 @@ import pytest
 from tiercheck.errors import JobConflict, Unsupported
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ClaimKey, LineageKey
-from tiercheck.policy.lineage import Branch
-from tiercheck.replication.generation import open_generation, propose
+from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.replication.generation import open_generation, propose, record_generation
+from tiercheck.replication.lineage_records import read_branches
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import Capabilities, ObjectInfo, Payload, PutMode, Survives
@@ -130,3 +131,16 @@ async def test_what_a_crashed_claimant_left_is_passed_over() -> None:
         assert again.generation == 2
         await open_generation(hierarchy, again)
         assert str(LineageKey(2)) in [info.key async for info in hierarchy.first.driver.list()]
+
+
+@pytest.mark.parametrize("later", [True, False])
+async def test_generations_that_opened_while_a_tier_was_away_are_recorded_there_with_the_next(later: bool) -> None:
+    """Else a recovery from that tier alone would find no way back to what was committed before."""
+    first, away, newest = (Branch(number, number - 1, number, 1, str(number) * 16) for number in (1, 2, 3))
+    async with Hierarchy.of(f"memory://{uuid.uuid4().hex}").open() as hierarchy:
+        await open_generation(hierarchy, first)
+        if later:
+            await record_generation(hierarchy.first, newest, Lineage.of([first, away, newest]))
+        else:
+            await open_generation(hierarchy, newest, past=Lineage.of([first, away]))
+        assert (await read_branches(hierarchy.first))[0] == [first, away, newest]
