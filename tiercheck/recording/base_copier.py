@@ -1,4 +1,4 @@
-"""A base on its way into the first tier: copied on a thread of its own, while training goes on."""
+"""Copies a base into the first tier, on a thread of its own, while training goes on."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["BaseCopier", "BaseInFlight", "CopiedBase"]
 @dataclass(frozen=True)
 class CopiedBase:
     nbytes: int | None
-    """Its length; ``None`` if the state may have changed under the copy: then it is given up."""
+    """The length of the base. ``None``: the state may have changed during the copy, so the base is given up."""
     unexpected: tuple[str, ...] = ()
-    """The trained tensors in which the copy has other bits than the step left there, though nobody has seen a write."""
+    """Trained tensors of which the copy has other bits than the step left there, though no write was seen."""
 
 
 @dataclass
 class BaseInFlight:
     version: int
     copied: concurrent.futures.Future[bool]
-    """Done once the state may change again: whether it has changed before."""
+    """Done when the state may change again. Its result: whether the state has changed before that."""
     published: concurrent.futures.Future[CopiedBase]
-    """Done once the base is in the first tier, or given up."""
+    """Done when the base is in the first tier, or given up."""
 
 
 class BaseCopier:
-    """Copies one base at a time into ``memory``. ``arrived`` is called on its thread for each one that is published."""
+    """Copies one base at a time into ``memory``. It calls ``arrived`` on its thread for each base that it publishes."""
 
     def __init__(self, memory: Reservations, arrived: Callable[[], None]) -> None:
         self._memory = memory
@@ -44,7 +44,7 @@ class BaseCopier:
         return BaseInFlight(version, copied, self._thread.submit(self._copy, capture, reservation, copied, lazily))
 
     def close(self) -> None:
-        """Wait for the copy that still runs. Idempotent."""
+        """Wait until a running copy ends. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _copy(
@@ -60,7 +60,7 @@ class BaseCopier:
             finally:
                 copied.set_result(capture.disturbed)
             nbytes = None if capture.disturbed else capture.finish()
-            if nbytes is None or (lazily and capture.unexpected):  # that may have come during the copy, too
+            if nbytes is None or (lazily and capture.unexpected):  # those writes may have come during the copy
                 self._memory.drop(reservation, "dropping a base")
                 return CopiedBase(None, capture.unexpected)
             self._memory.publish(reservation, nbytes, "publishing a base")

@@ -1,8 +1,8 @@
-"""The writing side of a checkpointer: one rank's streams, into the first tier, while training goes on.
+"""The writing side of a checkpointer: it writes one rank's streams into the first tier, while training goes on.
 
-Per iteration a differential, whole or not at all; now and then a base, copied while the next forward and backward
-pass run. What cannot be recorded as a differential gets a base instead, since a chain with a gap would restore
-another state than the one that was.
+Each iteration writes a differential, whole or not at all. Now and then a base is written; it is copied while the next
+forward and backward pass run. If an iteration cannot be recorded as a differential, it gets a base instead, since a
+chain with a gap would restore a wrong state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOLD_S = 5.0
-"""What the mover may take beyond its own deadline, whose error names the tier that it waits for."""
+"""The time that the mover may take beyond its own deadline. Its own error names the tier for which it waits."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _OpenRecord:
     capture: IterationCapture
     reservation: Reservation
     nbytes: int
-    """Needed at most; what is reserved may be more."""
+    """The most that the record needs. The reservation may be longer."""
 
 
 class _Saving:
@@ -75,7 +75,7 @@ class _Saving:
 
 
 class Recorder:
-    """Captures versions of one rank, of one generation, from ``version`` on. One thread, the training's, calls it."""
+    """Captures the versions of one rank and one generation, from ``version`` on. Only training's thread calls it."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class Recorder:
         version: int,
         settle: Callable[[int], None] | None = None,
     ) -> None:
-        """``settle``: called on every rank at the versions at which all of them make a base."""
+        """``settle`` is called on every rank, at the versions at which all ranks make a base."""
         self.version = version
         """The newest version captured."""
         self.trained = version
-        """The newest version whose step is done: the next one, while its iteration goes on."""
+        """The newest version whose step is done. Until its iteration has ended, that is ``version + 1``."""
         self.stats = Stats()
         self.failure: str | None = None
-        """Why the newest version could not be saved, where that was raised."""
+        """Why the newest version could not be saved, if that was raised."""
         self._stream = stream
         self._first = hierarchy.first
         self._roles = hierarchy.roles
@@ -117,36 +117,36 @@ class Recorder:
             deadline_s=config.deadline_s,
         )
         self._unrecorded: int | None = None
-        """The version of which a part could not be recorded: what is left of it is worth nothing."""
+        """The version of which a part could not be recorded. The other parts of it are not recorded either."""
         self._base: BaseInFlight | None = None
         self._newest: ShardKey | None = None
-        """The newest base in the first tier; ``None`` where the newest one failed."""
+        """The newest base, if it is in the first tier; ``None`` if it failed."""
         self._reference: ShardKey | None = None
-        """The base that the stream knows of."""
+        """The base that the stream refers to."""
         self._base_due = False
         self._begun = -1
-        """The version of the newest base that was begun."""
+        """The version of the newest base whose copy was begun."""
         self._anchor: int | None = None
         """The version of the newest base that is in the first tier."""
         self._written = False
-        """Somebody but the optimizer writes to what it trains: bases are copied before the step returns."""
+        """Something other than the optimizer writes to what it trains. So bases are copied before the step returns."""
         self._durable_is_full = False
-        """A base has waited in vain for its predecessors to drain: until they do, none waits again."""
+        """A base has waited in vain until the bases before it have drained. Until they have, no base waits again."""
         self._copier = BaseCopier(self._memory, self._nudge)
 
     def begin(self) -> None:
-        """Capture the base that the generation opens with. Errors: ``SaveError`` (see ``on_save_error``)."""
+        """Capture the generation's opening base. Errors: ``SaveError`` (see ``on_save_error``)."""
         self._stream.mark_stepped()
         with self._saving(self.version):
             self._begin_base(self.version, opening=True)
 
     def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take the gradients of the coming step, or of a part of it, before it changes anything.
+        """Take the gradients of the coming step, or of a part of it, before the step changes anything.
 
-        ``gradients``: by the provider's names, in their own dtype and shape; their memory is free again on
-        return. With ``train_on_compressed`` they are written to, and the step must use them as they are then.
-        Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version that is not the
-        next one.
+        ``gradients``: by the provider's names, in their own dtype and shape. On return their memory is free again. With
+        ``train_on_compressed`` they are written to, and the step must use the new values.
+        Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` if ``version`` is not the next
+        version.
         """
         self._check_next(version)
         self._finish_copy()
@@ -160,34 +160,34 @@ class Recorder:
         with self._recording(version):
             if self._open_differential is not None:
                 self._open_differential.capture.add(gradients)
-            else:  # the whole version or nothing of it
+            else:  # the whole version is recorded, or nothing of it
                 self._stream.leave_out(gradients, version)
         self._count(differential_stall_s=time.perf_counter() - began)
 
     def complete(self, version: int) -> None:
-        """The step is done: publish the differential, and begin a base where one is due. Errors: as :meth:`capture`."""
+        """The step is done: publish the differential, and begin a base if one is due. Errors: as :meth:`capture`."""
         self._check_next(version)
         began = time.perf_counter()
-        # What gradients do not lead to must not be published as if they did, not even while a base is on its way.
-        if self.trained != version:  # nobody has said when the step was done
+        # A version that gradients do not lead to must not get a differential, not even while a base is on its way.
+        if self.trained != version:  # nobody has called stepped()
             self._stream.mark_stepped()
         written = self._stream.masters_written() or self._rewritten()
         self._publish_differential(version, began, skipped=False, written=written)
 
     def stepped(self, version: int) -> None:
-        """The optimizer has stepped, and :meth:`complete` follows: what else is written to the parameters from here on
-        is no part of the step."""
+        """The optimizer has stepped, and :meth:`complete` follows. Later writes to the parameters are no part of the
+        step."""
         self.trained = version
         began = time.perf_counter()
         self._stream.mark_stepped(every_bit=self._is_base_due(version))
         self._count(base_stall_s=time.perf_counter() - began)
 
     def begin_iteration(self) -> None:
-        """A forward pass begins. The newest version was published when its iteration was said to be over.
+        """A forward pass begins. The newest version was published when the loop said that its iteration was over.
 
-        If something has written to the state since then, no version holds that write. Later versions say so. The first
-        time, the newest version is captured again, as a base with the write in it, which says so, too. If that version
-        is a base already, it stays as it is, and a recovery of it cannot tell. Errors: ``SaveError`` (see
+        If something has written to the state since then, no version holds that write. Later versions record that as a
+        doubt. The first time, the newest version is captured again, as a base that holds the write and the doubt. If
+        that version is a base already, it stays as it is, and a recovery of it cannot tell. Errors: ``SaveError`` (see
         ``on_save_error``).
         """
         if not (names := self._stream.written()):
@@ -196,8 +196,9 @@ class Recorder:
             self.recapture()
 
     def recapture(self) -> bool:
-        """Capture the newest version as a base, as it is now, if something was written to since it was published, and
-        it is no base yet; returns whether something was. Errors: as :meth:`begin_iteration`."""
+        """Capture the newest version again, as a base of the present state, if the state was written to after that
+        version was published and the version is no base yet. Returns whether the state was written to. Errors: as
+        :meth:`begin_iteration`."""
         if not self._stream.written():
             return False
         version = self.version
@@ -212,7 +213,7 @@ class Recorder:
         return True
 
     def _rewritten(self) -> bool:
-        """Whether the masters have other bits than the step left there, without anybody having seen a write."""
+        """Whether the masters have other bits than the step left there, though no write was seen."""
         began = time.perf_counter()
         names = self._stream.masters_rewritten()
         self._doubt(self._stream.doubts.with_unseen(names))
@@ -220,7 +221,7 @@ class Recorder:
         return bool(names)
 
     def _doubt(self, doubts: Doubts) -> bool:
-        """From here on versions say so; returns whether that is new."""
+        """Record ``doubts`` with all later versions. Returns whether they are new."""
         if doubts == self._stream.doubts:
             return False
         self._stream.doubts = doubts
@@ -228,7 +229,7 @@ class Recorder:
         return True
 
     def skip(self, version: int) -> None:
-        """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
+        """The iteration counts, but its step was skipped: record that. Errors: as :meth:`capture`."""
         self._check_next(version)
         self._finish_copy()
         with self._recording(version):
@@ -238,17 +239,17 @@ class Recorder:
         self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
 
     def flush(self) -> None:
-        """Bring everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
+        """Move everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
         self.finish_base()
         self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
 
     def close(self) -> None:
-        """Wait for the copy of a base that still runs, and give back memory that no record needs. Idempotent."""
+        """Wait until a running copy of a base ends, and free memory that no record needs. Idempotent."""
         self._copier.close()
         self._memory.drop_ahead()
 
     def _set_reference_base(self) -> bool:
-        """Let the stream know the newest base, once it is in the first tier; ``False`` where there is none."""
+        """Make the stream refer to the newest base, when it is in the first tier. ``False``: there is none."""
         self.finish_base()
         if self._newest is None:
             return False
@@ -257,7 +258,7 @@ class Recorder:
             key, tier = str(self._newest), self._first
             try:
                 content = self._call(tier.driver.get(key), f"mapping {key}")
-            except NotFound:  # it was damaged, and has gone: another base is due
+            except NotFound:  # the base was damaged, and was deleted: another base is due
                 self._newest = None
                 return False
             self._stream.set_reference_base(container.parse(content, key=key, tier=tier.name))
@@ -265,7 +266,7 @@ class Recorder:
         return True
 
     def _begin_differential(self, version: int) -> None:
-        """Open the version's record; what can be no change since a base is given up."""
+        """Open the version's record. If it must refer to a base and there is none, the version is given up."""
         if self._stream.supersedes and not self._set_reference_base():
             self._give_up(version)
             return
@@ -274,7 +275,7 @@ class Recorder:
         self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation, nbytes)
 
     def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
-        """``written``: whether something else than the optimizer has written to a master since its step."""
+        """``written``: whether something other than the optimizer has written to a master since the step."""
         if version != self._unrecorded and (written or self._stream.frozen_changed()):
             self._leave_out(version)
         self._stream.mark_published()
@@ -286,7 +287,7 @@ class Recorder:
                     self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
                     captured = {"differentials": 1, "captured_bytes": nbytes}
         finally:
-            # The optimizer has stepped, recorded or not: the next step must not take this version's place.
+            # The optimizer has stepped, whether the step was recorded or not: the next step is another version.
             self._open_differential = None
             self.version = self.trained = version
         if opened is not None and version != self._unrecorded:
@@ -295,7 +296,7 @@ class Recorder:
         if self._placement.completes(version, self._roles):
             self._nudge()
         if not self._is_anchored():
-            self.finish_base()  # until then nothing leads to this version; and that base may have to be given up
+            self.finish_base()  # until then nothing leads to this version, and that base may be given up
         if self._is_base_due(version) or self._lost():
             with self._saving(version):
                 if version % self._config.base_every == 0:
@@ -313,7 +314,7 @@ class Recorder:
         return self._anchor is not None and (self._unrecorded is None or self._anchor >= self._unrecorded)
 
     def _lost(self) -> bool:
-        """Whether something was damaged in the first tier before it was copied on, that no base since makes up for."""
+        """Whether something was damaged in the first tier before it was copied on, and no base since replaces it."""
         after = self._mover.status.base_needed_after
         if after is None or after < self._begun:
             return False
@@ -321,7 +322,7 @@ class Recorder:
         return True
 
     def _settle_with_others(self, version: int) -> None:
-        """All ranks are here. Errors: ``SaveError``; ``GroupError``."""
+        """Every rank calls this. Errors: ``SaveError``; ``GroupError``."""
         if self._settle is None:
             return
         self.finish_base()
@@ -334,8 +335,8 @@ class Recorder:
             self._count(drain_stall_s=time.perf_counter() - began)
 
     def _begin_base(self, version: int, *, opening: bool = False) -> None:
-        """Reserve memory and start the lazy copy. Waits where the bases before have not drained; the one that opens a
-        generation has none before it."""
+        """Reserve memory and start the lazy copy. If the bases before have not drained, wait for them. A generation's
+        opening base has none before it."""
         self.finish_base()
         if not opening:
             self._wait_for_room(version)
@@ -361,8 +362,8 @@ class Recorder:
             self._finish_copy()
 
     def _wait_for_room(self, version: int) -> None:
-        """Wait until the bases before have drained: once. With a durable tier that takes nothing for hours, training
-        that goes on all the same (``on_save_error``) must not stand still for the deadline at every iteration."""
+        """Wait until the bases before have drained, but only once. If the durable tier takes nothing for hours and
+        training goes on (``on_save_error``), training must not wait for the deadline at every iteration."""
         deadline_s = 0.0 if self._durable_is_full else self._config.deadline_s
         self._durable_is_full = True
         began = time.perf_counter()
@@ -373,13 +374,13 @@ class Recorder:
         self._durable_is_full = False
 
     def _finish_copy(self) -> None:
-        """Wait until the state may change: the lazy copy of a base has read it."""
+        """Wait until the lazy copy of a base has read the state, so that the state may change."""
         if self._base is None:
             return
         began = time.perf_counter()
         try:
             if self._base.copied.result(timeout=self._config.deadline_s):
-                self._written = True  # told once the base is given up, and not again for the version that comes now
+                self._written = True  # the warning comes when the base is given up, and only then
         except concurrent.futures.TimeoutError:
             raise SaveError(f"base {self._base.version} was not copied within {self._config.deadline_s:g} s") from None
         self._count(base_stall_s=time.perf_counter() - began)
@@ -399,7 +400,7 @@ class Recorder:
                 if base.published.done():  # the copier's own error, not ours
                     raise
                 raise DeadlineExceeded(f"base {base.version} was not published in time") from None
-            # It tells of writes that nothing else has seen: no differential holds such.
+            # The copy may have found writes that nothing else has seen: no differential holds them.
             self._doubt(self._stream.doubts.with_unseen(result.unexpected))
             if result.nbytes is None:
                 log.warning("base %d is given up, since its state was written to while it was copied", base.version)
@@ -411,7 +412,7 @@ class Recorder:
 
     def _give_up(self, version: int) -> None:
         self._unrecorded = version
-        self._base_due = True  # the chain has a gap: only a base makes what follows reachable
+        self._base_due = True  # the chain has a gap: later versions are reachable only from a new base
         opened, self._open_differential = self._open_differential, None
         if opened is not None:
             self._memory.drop(opened.reservation, f"dropping differential {version}")
@@ -429,16 +430,16 @@ class Recorder:
         self._give_up(version)
 
     def _saving(self, version: int) -> _Saving:
-        """What runs in it is a save: where it fails, ``on_save_error`` says what happens."""
+        """A context for a save. If the save fails, ``on_save_error`` says what happens."""
         return _Saving(self, version, records=False)
 
     def _recording(self, version: int) -> _Saving:
-        """The same, of a part of a differential, which is given up as a whole where any part of it fails, for whatever
-        reason: published without that part it would be replayed as if it were all."""
+        """The same for a part of a differential. If any part fails, for whatever reason, the whole differential is
+        given up: without that part it would be replayed as if it were complete."""
         return _Saving(self, version, records=True)
 
     def failed(self, version: int, error: BaseException, *, records: bool) -> bool:
-        """A save, of a part of a differential where it ``records``, has failed. Whether training goes on all the same.
+        """A save has failed. Returns whether training goes on. ``records``: the save was a part of a differential.
 
         Errors: ``SaveError``.
         """

@@ -1,6 +1,7 @@
-"""Memory in the first tier for what a recorder writes: asked for, reserved ahead, published, given back.
+"""Memory in the first tier for what a recorder writes: reserved, reserved ahead, published, freed.
 
-A driver is asynchronous; what it can do at once is done in the thread that asks, and the rest in the event loop's.
+A driver is asynchronous. What it can do without waiting is done in the calling thread, and the rest in the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ T = TypeVar("T")
 
 
 class Reservations:
-    """Of one first tier. ``make_room`` has the mover delete what may go. Each call waits ``deadline_s`` at most."""
+    """The reservations in one first tier.
+
+    ``make_room`` makes the mover delete what may be deleted. Each call waits ``deadline_s`` at most.
+    """
 
     def __init__(self, tier: OpenTier, loop: LoopThread, make_room: Callable[[], None], *, deadline_s: float) -> None:
         self._tier = tier
@@ -31,10 +35,10 @@ class Reservations:
         self._make_room = make_room
         self._deadline_s = deadline_s
         self._ahead: Reservation | None = None
-        """Memory for the next version's record, where the driver gives it at once."""
+        """Memory for the next version's record, if the driver gives it without waiting."""
 
     def reserve(self, key: ShardKey, nbytes: int) -> Reservation:
-        """Memory; where the tier is full, after the mover has deleted what may go."""
+        """Reserve memory. If the tier is full, try again after the mover has deleted what may be deleted."""
         try:
             return self._reserved(key, nbytes)
         except CapacityExceeded:
@@ -51,10 +55,10 @@ class Reservations:
         try:
             self._ahead = self._tier.driver.reserve_nowait(str(key), nbytes)
         except TierError as error:
-            log.debug("%s finds no memory yet: %s", key, error)  # it asks again, and tells
+            log.debug("%s finds no memory yet: %s", key, error)  # reserve() asks again, and raises
 
     def take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
-        """What was reserved ahead for this record, if it still suffices."""
+        """What was reserved ahead for this record, if it is long enough."""
         if self._ahead is not None and self._ahead.key == str(key) and len(self._ahead.buffer) >= nbytes:
             ahead, self._ahead = self._ahead, None
             return ahead
@@ -67,7 +71,7 @@ class Reservations:
             self.drop(ahead, f"giving back the memory for {ahead.key}")
 
     def drop(self, reservation: Reservation, what: str) -> None:
-        """Nothing is lost where that fails, but memory until the tier is closed."""
+        """Free the reservation. If that fails, only its memory is lost, until the tier is closed."""
         try:
             self._call(reservation.drop(), what)
         except TierCheckError as error:

@@ -18,11 +18,11 @@ class Stats:
     bases: int = 0
     captured_bytes: int = 0
     differential_stall_s: float = 0.0
-    """Seconds training stood still for encoding and copying gradients."""
+    """Seconds for which training stood still to encode and copy gradients."""
     base_stall_s: float = 0.0
-    """Seconds it stood still for preparing a base, or for the end of its lazy copy."""
+    """Seconds for which training stood still to prepare a base, or until its lazy copy ended."""
     drain_stall_s: float = 0.0
-    """Seconds it waited because the durable tier had not taken the bases before."""
+    """Seconds for which training waited because the durable tier had not taken the bases before."""
     failed_saves: int = 0
     mover: MoverStatus = field(default_factory=MoverStatus)
 
@@ -35,6 +35,6 @@ class Stats:
         return {**asdict(self), "stall_s": self.stall_s}
 
     def plus(self, **more: float) -> Stats:
-        """With so much more of some."""
+        """The stats with these amounts added."""
         counts = vars(self)
         return Stats(**{**counts, **{name: counts[name] + value for name, value in more.items()}})

@@ -1,7 +1,8 @@
-"""One live process per tier and rank on a node: what keeps two jobs from writing under one name.
+"""One live process per tier and rank on a node: two jobs of one name never write to the same tier.
 
-The claim is a lock on a file, which the kernel gives back when its holder dies, however it dies. It sees
-processes of one node; across nodes the generation record of the shared tier decides (``generation.py``).
+It is a lock on a file. When the process that holds it ends, however it ends, the kernel releases the lock. The lock
+works among the processes of one node. Across nodes the lineage record in the shared tier decides
+(:mod:`tiercheck.replication.generation`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ __all__ = ["ProcessLock"]
 
 
 class ProcessLock:
-    """Holds the given tiers (by URL) for one rank until :meth:`release`, or the end of the process.
+    """Locks the given tiers (by URL) for one rank, until :meth:`release` or the end of the process.
 
-    Errors: ``JobConflict`` naming the tier and the process that holds it; then nothing is held.
+    Errors: ``JobConflict``, which names the tier and the process that has locked it. Then nothing is locked.
     """
 
     def __init__(self, tiers: Iterable[str], rank: int) -> None:
         self._descriptors: list[int] = []
-        _claims.add(self)
+        _locks.add(self)
         try:
             directory = _directory()
             for url in tiers:
@@ -36,8 +37,8 @@ class ProcessLock:
         except OSError as error:
             self.release()
             raise ConfigurationError(
-                f"the claim on a tier takes a lock on a file in {tempfile.gettempdir()}: {error}; point TMPDIR at a "
-                "directory of this node that can be written to"
+                f"a tier is locked by a file in {tempfile.gettempdir()}, which failed: {error}; point TMPDIR at a "
+                "writable directory of this node"
             ) from error
         except BaseException:
             self.release()
@@ -63,19 +64,19 @@ class ProcessLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Give the tiers back. Idempotent."""
+        """Unlock the tiers. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
 
-_claims: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """A forked child (a data loader's worker, say) shares its parent's locks. It must not hold them beyond the
+    """A forked child, such as a data loader's worker, shares its parent's locks. It must not hold them after the
     parent's end, or the job could not restart."""
-    for claim in list(_claims):
-        claim.release()
+    for lock in list(_locks):
+        lock.release()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
