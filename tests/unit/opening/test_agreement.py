@@ -317,10 +317,11 @@ def test_a_mover_that_does_not_answer_when_the_mark_is_agreed_on_is_heard_of_by_
 
 def test_a_rank_that_closes_after_a_failed_save_tells_those_who_wait_for_it_why(tmp_path: Path) -> None:
     job = Job(tmp_path)
+    kernels.warm_up()  # what a deadline of a few seconds has no time for
 
     def life(rank: int, group: SimulatedGroup) -> None:
         full = faulty(job.memories[rank], lambda at: rank == 0 and f"-{BASE_EVERY:012}" in str(at.key))
-        training, checkpointer = job.start(rank, group, first=full)
+        training, checkpointer = job.start(rank, group, first=full, deadline_s=4.0)
         try:
             train(training, checkpointer, BASE_EVERY)
         finally:
