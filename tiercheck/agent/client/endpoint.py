@@ -68,7 +68,7 @@ class RankEndpoint:
                 "server_key": str() | None as server_key,
             } if len(value) == 5:
                 return cls(node, domain, host, endpoint, server_key)
-        raise ValueError(f"{shown(value, 200)} introduces nobody")
+        raise ValueError(f"invalid rank endpoint: {shown(value, 200)}")
 
 
 def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | None]:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 REFRESH_S = 1.0
 LOOK_S = 30.0
 CYCLE_S = 600.0
-NOMINATIONS_MAX = 4
+REGISTRATIONS_MAX = 4
 AGENT = "agent"
 """Where :attr:`RemoteMover.status` shows an agent that cannot be reached, among the tiers' errors."""
 
@@ -72,7 +72,7 @@ class RemoteMover:
         generation is registered, whose record stays; ``TierError``; ``DeadlineExceeded``.
         """
         deadline_s = min(LOOK_S, self._deadline_s) if deadline_s is None else deadline_s
-        for tries_left in reversed(range(NOMINATIONS_MAX)):
+        for tries_left in reversed(range(REGISTRATIONS_MAX)):
             await write_job(self._first, self.job)
             try:
                 self._take(await self._client.register(*self._who, deadline_s=deadline_s))

@@ -119,7 +119,7 @@ class AgentSession:
     def register(self) -> None:
         """Hand this rank's objects over to the agent, as :meth:`mover` was told."""
         assert self._mover is not None, "there is a mover to register for"
-        self._call(self._mover.register(self._deadline_s), "nominating to the node's agent")
+        self._call(self._mover.register(self._deadline_s), "registering with the node's agent")
         self._lock.recovered()
         self._stop_keeping()  # from here on each look of the mover's keeps the agent alive
 

@@ -117,7 +117,7 @@ async def remove_job(first: TierDriver, rank: int, generation: int) -> None:
     if found.generation > generation:
         raise superseded(first, rank, found.generation, generation)
     if found.generation == generation:
-        # Whoever puts a newer one just now finds its record missing, and puts it again (RemoteMover.nominate).
+        # A trainer that puts a newer record just now finds it missing, and puts it again (RemoteMover.register).
         await first.delete([str(JobKey(rank))])
 
 

@@ -34,8 +34,8 @@ class AgentSettings:
     detached: bool = False
     """Started by a trainer rather than by the platform: it ends by itself when nobody needs it any more."""
     linger_s: float = 600.0
-    """For how long nobody must have needed a detached agent before it ends. Nominations whose trainer is gone, and
-    whose objects are all where they belong, are put to rest after that time by any agent."""
+    """How long nobody must have needed a detached agent before it ends. After that time, any agent also puts to rest
+    the replication jobs whose trainer is gone and whose objects are all where they belong."""
     idle_s: float = 15.0
     """The same, for a detached agent that looks after nothing at all: no replication job, no trainer of this node that
     is attaching, and nothing of a neighbour's. That is so after a clean end. Its memory for neighbours goes then."""

@@ -47,7 +47,7 @@ def _of_agent(snapshot: AgentSnapshot) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "tiercheck_agent_unreadable_jobs",
-        "Nominations that could not be taken up.",
+        "Replication jobs that the agent cannot read.",
         value=len(snapshot.unreadable),
     )
 
