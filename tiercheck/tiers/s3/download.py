@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from aiobotocore.response import AioStreamingBody
+
 from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsupported
 from tiercheck.tiers.s3.checksums import Checksum, stored_checksum
 from tiercheck.tiers.s3.client import Answer, Progress, S3Client
 from tiercheck.tiers.s3.failures import Refused
-from tiercheck.tiers.s3.incoming import Incoming
 from tiercheck.tiers.s3.payload import INLINE_BYTES_MAX
 from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.waiting import settled, together
@@ -38,6 +39,8 @@ PART_BYTES_MAX = 32 << 20
 """Of a large object, up to so much is asked for at once: a request takes the processor as long as 4 MiB of an answer.
 Beyond that little is won, and the connections come to an end at different times."""
 MAPPED_BYTES_MIN = 1 << 20
+PIECE_BYTES_MAX = 1 << 20
+"""The most that is taken from the client at once: a piece is still in the processor's cache when it is checksummed."""
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
@@ -171,14 +174,13 @@ class _Read:
         async with self._client.receiving() as progress:
             answer = await self._client.begin_get(**arguments)
             async with answer["Body"] as body:
-                incoming = Incoming(body.raw_stream)
                 self._learn(answer)
                 for part in self._parts if self._range is None else self._parts[:1]:
                     if not self._left or self._left[0] is not part:
                         break
                     self._left.popleft()
                     try:
-                        await self._fill(part, incoming, progress)
+                        await self._fill(part, body, progress)
                     except BaseException:
                         self._left.appendleft(part)
                         raise
@@ -224,9 +226,9 @@ class _Read:
             async with answer["Body"] as body:
                 if self._content_range(answer)[:2] != (start, stop):
                     raise ConnectionError(f"the server sent {answer['ContentRange']}, not {start}-{stop - 1}")
-                await self._fill(part, Incoming(body.raw_stream), progress)
+                await self._fill(part, body, progress)
 
-    async def _fill(self, part: Part, incoming: Incoming, progress: Progress) -> None:
+    async def _fill(self, part: Part, body: AioStreamingBody, progress: Progress) -> None:
         """One part from an answer's body to where it belongs, and its checksum."""
         target = self._target
         assert target is not None
@@ -234,16 +236,16 @@ class _Read:
         # Of each piece while it is in the cache, where that is quick: later it would come from memory again.
         update = checksum.update if checksum is not None and checksum.quick else None
 
-        def arrived(nbytes: int) -> None:
-            end = part.at + nbytes
-            if update is not None:
-                with target[part.at : end] as piece:
-                    part.checksum = update(piece, part.checksum)
-            part.at = end
+        while part.at < part.stop:
+            with target[part.at : min(part.stop, part.at + PIECE_BYTES_MAX)] as place:
+                nbytes = await body.readinto(place)
+                if not nbytes:
+                    raise ConnectionError(f"the answer ended {part.stop - part.at} bytes early")
+                if update is not None:
+                    with place[:nbytes] as piece:
+                        part.checksum = update(piece, part.checksum)
+            part.at += nbytes
             progress()
-
-        with target[part.at : part.stop] as place:
-            await incoming.fill(place, arrived)
 
     async def _sum(self, checksum: Checksum, part: Part) -> None:
         assert self._target is not None
