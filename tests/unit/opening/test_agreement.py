@@ -13,7 +13,7 @@ from tests.unit.opening.test_failing_ranks import ranks
 from tiercheck import kernels, keys
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveError, Transient
+from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveError, TierError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.opening.agreement import Agreement
@@ -317,16 +317,19 @@ def test_a_mover_that_does_not_answer_when_the_mark_is_agreed_on_is_heard_of_by_
 
 def test_a_rank_that_closes_after_a_failed_save_tells_those_who_wait_for_it_why(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    kernels.warm_up()  # what a deadline of a few seconds has no time for
 
     def life(rank: int, group: SimulatedGroup) -> None:
-        full = faulty(job.memories[rank], lambda at: rank == 0 and f"-{BASE_EVERY:012}" in str(at.key))
-        training, checkpointer = job.start(rank, group, first=full, deadline_s=4.0)
+        def strikes(at: Point) -> bool:
+            return rank == 0 and at.moment is Moment.BEFORE and f"-{BASE_EVERY:012}" in str(at.key)
+
+        plan = FaultPlan((Fault(strikes, lambda: TierError("the memory is broken"), 2**30),))
+        broken = Tier(job.memories[rank], wrap=lambda driver: FaultyDriver(driver, plan))
+        training, checkpointer = job.start(rank, group, first=broken)
         try:
             train(training, checkpointer, BASE_EVERY)
         finally:
-            checkpointer.close()
+            checkpointer.close() if rank == 0 else checkpointer.abort()
 
     for error in ranks(life).values():
-        assert isinstance(error, GroupError), error
-        assert f"rank 0 had failed before: version {BASE_EVERY} could not be saved: no room" in str(error)
+        assert isinstance(error, GroupError | SaveError), error
+        assert f"rank 0 had failed before: version {BASE_EVERY} could not be saved: the memory is broken" in str(error)
