@@ -126,8 +126,7 @@ def test_an_agent_that_hangs_is_named_and_waited_for_no_longer_than_the_deadline
     os.kill(pid, signal.SIGSTOP)
     try:
         who = rf"the agent '{place.name}' of .* \(process {pid}, which is stopped: 'kill -CONT {pid}' .*within 2 s"
-        assert checkpointer._recorder is not None
-        checkpointer._recorder._config = replace(checkpointer.config, deadline_s=2.0)
+        checkpointer._job.recorder._config = replace(checkpointer.config, deadline_s=2.0)
         began = time.monotonic()
         with pytest.raises(SaveError, match=who):
             checkpointer.flush()

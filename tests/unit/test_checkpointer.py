@@ -225,7 +225,7 @@ def test_a_superseded_job_stops_saving(hierarchy: Hierarchy, tmp_path: Path) -> 
     old.attach(Hierarchy.of(hierarchy.tiers[0], durable))
     old.train(2)
     elsewhere = Tier(f"memory://elsewhere-{uuid.uuid4().hex}")
-    old.checkpointer._process_lock.release()
+    old.checkpointer._job.resources.process_lock.release()
     new = Job()
     (attached,) = on_all_ranks(1, lambda _: new.attach(Hierarchy.of(elsewhere, durable)))  # in a thread, as a process
     assert attached.generation == 2

@@ -1,18 +1,33 @@
-"""Admission: before the first step, whether the first tier can hold what it will have to."""
+"""Admission: before the first step, whether the first tier can hold what it will have to; and memory made ready."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Self
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError
+from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExceeded, TierCheckError
+from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
+from tiercheck.recovery.ranks import Ranks
 from tiercheck.streams.base import base_nbytes
 from tiercheck.streams.iteration import IterationStream
-from tiercheck.types import bytes_text
+from tiercheck.types import Usage, bytes_text
 
-__all__ = ["Demand", "bases_at_most", "differentials_at_most", "refuse_gaps"]
+__all__ = [
+    "Demand",
+    "bases_at_most",
+    "differentials_at_most",
+    "prepare_memory",
+    "refuse_gaps",
+    "room_at_the_end",
+]
+
+log = logging.getLogger(__name__)
+
+USAGE_S_MAX = 5.0
+"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
 
 
 def bases_at_most() -> int:
@@ -87,3 +102,33 @@ def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> N
             f'on_save_error="warn" with {world_size} ranks needs a tier that all of them share, such as '
             'nvme:///shared/path?survives=rack; add one, or use on_save_error="fail"'
         )
+
+
+def prepare_memory(ranks: Ranks, tiers: OpenHierarchy, demand: Demand, usage: Usage) -> None:
+    """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the tier
+    keeps ready. What is not ready costs its first use more."""
+    assert usage.free_bytes is not None and usage.limit_bytes is not None
+
+    def prepare(room: int) -> None:
+        preparing = tiers.first.driver.prepare_reservations(demand.reservations(room))
+        ranks.call(preparing, f"preparing the memory of {tiers.first.name}")
+
+    try:
+        try:
+            prepare(usage.free_bytes)
+        except CapacityExceeded:  # it keeps less than that beside its objects
+            prepare(usage.limit_bytes // 2)
+    except (CapacityExceeded, DeadlineExceeded) as error:
+        log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
+
+
+def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:
+    """What the last tier holds and may hold, where all ranks share it and it says so soon."""
+    last = tiers.tiers[-1]
+    if not last.role.shared:
+        return None
+    try:
+        return ranks.loop.call(last.driver.usage(), what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
+    except TierCheckError as error:
+        log.debug("%s", error)
+        return None

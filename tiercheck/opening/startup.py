@@ -1,109 +1,303 @@
-"""What all ranks of a job do together when it starts: open its generation, and take it back where one of them fails."""
+"""Opening a job, the composition root: everything that saving needs is made here, and handed to what uses it.
+
+All ranks take the same steps in the same order: look at what is to be saved; find the tiers and, if the job has any,
+the agents; open the tiers; recover; open a generation; capture its first base; hand over to the mover. A step that
+fails on one rank fails on all. Then the generation is taken back, and everything is given back.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from tiercheck.errors import CapacityExceeded, DeadlineExceeded, GroupError, RecoveryError, TierCheckError
-from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.opening.admission import Demand
-from tiercheck.policy.lineage import Branch
-from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.restorer import Restored
-from tiercheck.replication.generation import (
-    UNSEEN,
-    Opening,
-    open_generation,
-    propose,
-    withdraw_captures,
-    withdraw_records,
+from tiercheck import kernels
+from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
+from tiercheck.agent.client.session import AgentSession
+from tiercheck.config import CheckpointConfig, int_of
+from tiercheck.errors import ConfigurationError, GroupError
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy
+from tiercheck.opening.admission import Demand, prepare_memory, refuse_gaps, room_at_the_end
+from tiercheck.opening.agreement import Agreement, clear_tiers
+from tiercheck.opening.announcement import (
+    begun,
+    doubtful_tiers,
+    nothing_outlives_a_node,
+    overruled_options,
+    too_little_room,
 )
-from tiercheck.types import Usage
+from tiercheck.opening.generation import open_on_all_ranks, take_back
+from tiercheck.opening.job import OpenedJob, Resources
+from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.placement import Placement
+from tiercheck.policy.watermark import Retention
+from tiercheck.recording.recorder import Recorder
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.restorer import Recovery, Restored, Restorer
+from tiercheck.replication.job import JobTier, ReplicationJob
+from tiercheck.replication.mover import Mover, MoverHandle
+from tiercheck.runtime.group import Group
+from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.process_lock import ProcessLock
+from tiercheck.streams.iteration import IterationStream
+from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.stream_factory import stream_of
+from tiercheck.types import Fidelity, Survives
 
-__all__ = ["open_job", "prepare_memory", "room_at_the_end", "take_back"]
+__all__ = ["open_job"]
 
 log = logging.getLogger(__name__)
 
-USAGE_S_MAX = 5.0
-"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
-NUMBERS_TRIED = 16
-"""Numbers for a generation, one after the other, until one is free in every tier."""
+OPEN_S_MAX = 20.0
+"""How long attaching waits for a store that is away before it sees whether it is needed."""
 
 
-def open_job(ranks: Ranks, tiers: OpenHierarchy, restored: Restored) -> Branch:
-    """The generation that begins with what was restored, recorded in every rank's tiers; later in those that cannot be
-    written to just now, if each rank's memory has served the recovery.
+def open_job(
+    provider: StateProvider,
+    hierarchy: Hierarchy,
+    *,
+    group: Group,
+    config: CheckpointConfig,
+    caveats: Callable[[], Sequence[str]],
+) -> OpenedJob:
+    """Restore the newest version that every rank can reach, and begin to record what follows it. Collective.
 
-    Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
+    If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` included. Arguments and
+    errors: as of :class:`tiercheck.checkpointer.Checkpointer`.
     """
-    taken = restored.past.taken + (UNSEEN if restored.past.away else 0)
-    for _ in range(NUMBERS_TRIED):
-        proposal = propose(taken, parent=restored.parent, left_at=restored.version, world_size=ranks.world_size)
-        branch = Branch.from_object(ranks.gather("choosing the generation", proposal.to_object)[0])
+    ranks = Ranks(group, LoopThread(), config.deadline_s)
+    held = Resources(ranks)
+    try:
+        return _Startup(provider, config, ranks, held).open(hierarchy, caveats)
+    except BaseException:
+        held.give_back()
+        raise
 
-        def open_it(branch: Branch = branch) -> dict[str, Any]:
-            retry_s = 0.9 * ranks.deadline_s  # the error names the tier
-            past = restored.past.lineage
-            opening = open_generation(tiers, branch, past=past, may_wait=restored.in_memory, retry_s=retry_s)
-            return asdict(ranks.call(opening, f"opening generation {branch.generation}"))
 
+@dataclass(frozen=True)
+class _State:
+    """What is to be saved."""
+
+    stream: IterationStream
+    given: Sequence[Mapping[str, Any]]
+    """The optimizer's options as the script gave them."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The tiers, open."""
+
+    hierarchy: Hierarchy
+    """As this rank sees it: every field of its URLs is filled in."""
+    tiers: OpenHierarchy
+    demand: Demand
+    agent: AgentSession | None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What the ranks have settled before anything is captured."""
+
+    recovery: Recovery | None
+    branch: Branch
+    lineage: Lineage
+    """With the branch in it."""
+
+    @property
+    def version(self) -> int:
+        return self.recovery.version if self.recovery else 0
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """What records, and what the user is told of it."""
+
+    recorder: Recorder
+    mover: MoverHandle
+    agreement: Agreement | None
+    cautions: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Startup:
+    """The steps. Each returns what it has found or made; what must be given back is noted in ``held`` as well."""
+
+    provider: StateProvider
+    config: CheckpointConfig
+    ranks: Ranks
+    held: Resources
+
+    def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
+        """All steps, in their order."""
+        ranks, config = self.ranks, self.config
+        state = ranks.together("looking at what is to be saved", self.look)
+        (placed, agent), nodes = ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
+        place = ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
+        restart = config.on_nothing_left == "restart"
+        restored = Restorer(place.tiers, self.provider, ranks, exact=config.exact_replay, restart=restart).restore()
+        recovery = ranks.together("taking over what was restored", lambda: take_over(restored, state.stream, caveats))
+        branch = open_on_all_ranks(ranks, place.tiers, restored)
+        start = _Start(recovery, branch, Lineage.of([*restored.past.branches, branch]))
         try:
-            openings = [Opening(**each) for each in ranks.gather("opening the generation", open_it)]
-        except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
+            state.stream.token = branch.token
+            mark = clear_tiers(ranks, place.tiers, restored, branch.generation)
+            recording, read_from = ranks.exchange("beginning to save", lambda: self.begin(state, place, start))
+        except GroupError:  # the ranks cannot agree to take it back
             raise
         except Exception:
-            take_back(ranks, tiers, branch)
+            if self.held.recorder is not None:
+                self.held.recorder.close()
+            take_back(ranks, place.tiers, branch)
             raise
-        if not any(opening.occupied for opening in openings):
-            for tier, error in openings[ranks.rank].later.items():
-                log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
-            return branch
-        take_back(ranks, tiers, branch)
-        taken = branch.generation
-    raise RecoveryError(
-        f"{NUMBERS_TRIED} numbers of generations up to {taken} are occupied by what is no lineage record: remove "
-        f"what is foreign under lineage/ in {', '.join(tier.driver.url for tier in tiers.tiers)}"
-    )
+        self.hand_over(agent, recording.agreement, mark)
+        mover_life = self.held.mover_life = ranks.loop.submit(recording.mover.run())
+        if ranks.rank == 0:
+            read = dict.fromkeys(chain.from_iterable(read_from))
+            log.info("%s", begun(recovery, read, place.tiers, branch.generation, place.demand.base_nbytes))
+        for caution in recording.cautions:
+            log.warning("%s", caution)
+        return OpenedJob(
+            config=config,
+            ranks=ranks,
+            tiers=place.tiers,
+            generation=branch.generation,
+            recovery=recovery,
+            recorder=recording.recorder,
+            mover=recording.mover,
+            mover_life=mover_life,
+            agent=agent,
+            resources=self.held,
+        )
+
+    def look(self) -> _State:
+        """All that may refuse without a tier: the codec, and the state's being storable."""
+        given = self.provider.hyperparameters()
+        stream = stream_of(
+            self.provider,
+            self.config.codec,
+            self.ranks.world_size,
+            train_on_compressed=self.config.train_on_compressed,
+            encode_threads=self.config.encode_threads,
+        )
+        return _State(stream, given)
+
+    def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, AgentSession | None], Any]:
+        """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
+        what the other ranks need to know of the agent."""
+        node = int_of("TIERCHECK_NODE", int_of("GROUP_RANK", 0))
+        placed = hierarchy.resolved(rank=self.ranks.rank, local_rank=int_of("LOCAL_RANK", 0), node=node)
+        if self.config.mover == "trainer" and placed.needs_peer:
+            raise ConfigurationError(
+                "a neighbour's memory (peer://) is served by the agents of the nodes: leave mover at 'auto'"
+            )
+        if self.config.mover == "trainer" or (self.config.mover == "auto" and not placed.needs_peer):
+            return (placed, None), None
+        agent = self.held.agent = AgentSession.of(placed, self.ranks.rank, self.ranks.loop, self.config.deadline_s)
+        return (placed, agent), agent.endpoint(node).to_object()
+
+    def open_tiers(
+        self, stream: IterationStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
+    ) -> _Place:
+        """``nodes``: what each rank's :meth:`find` tells the others."""
+        ranks, config = self.ranks, self.config
+        if placed.needs_peer:
+            endpoints = [RankEndpoint.from_object(each) for each in nodes]
+            placed = placed.with_peer(*peer_address(ranks.rank, endpoints))
+        kernels.warm_up()
+        tiers = placed.patient(min(OPEN_S_MAX, config.deadline_s / 4)).open()
+        lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
+        self.held.process_lock = ProcessLock(lasting, ranks.rank)
+        # A little less than the deadline, so that the error names the tier.
+        ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
+        self.held.tiers = tiers
+        refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
+        demand = Demand.of(stream, config)
+        usage = ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
+        if usage.limit_bytes is not None:
+            demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
+            prepare_memory(ranks, tiers, demand, usage)
+        return _Place(placed, tiers, demand, agent)
+
+    def begin(self, state: _State, place: _Place, start: _Start) -> tuple[_Recording, list[str]]:
+        """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
+        what records, and the tiers that this rank's state was read from."""
+        ranks, config = self.ranks, self.config
+        placement = Placement(min(config.batch, config.base_every))
+        mover = self.make_mover(place, start, placement)
+        agreement = None
+        if Agreement.needed(place.tiers, ranks.group):
+            agreement = Agreement(ranks.group, mover, ranks.loop, config.deadline_s)
+        recorder = self.held.recorder = Recorder(
+            state.stream,
+            place.tiers,
+            mover,
+            ranks.loop,
+            placement=placement,
+            config=config,
+            rank=ranks.rank,
+            generation=start.branch.generation,
+            version=start.version,
+            settle=agreement.settle if agreement else None,
+        )
+        cautions = self.cautions(state, place, start.recovery)
+        recorder.begin()
+        read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
+        return _Recording(recorder, mover, agreement, cautions), read_from
+
+    def make_mover(self, place: _Place, start: _Start, placement: Placement) -> MoverHandle:
+        """The mover, in this process; or what stands for it here, if the node's agent has it."""
+        rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
+        if place.agent is None:
+            return Mover(
+                place.tiers,
+                rank=rank,
+                world_size=world_size,
+                generation=generation,
+                placement=placement,
+                retention=Retention(self.config.keep_last, self.config.keep_every, self.config.batch),
+                lineage=start.lineage,
+            )
+        job = ReplicationJob(
+            tuple(JobTier(tier.name, tier.url, tier.codec) for tier in place.hierarchy.tiers),
+            node=place.agent.node,
+            rank=rank,
+            world_size=world_size,
+            generation=generation,
+            batch=placement.batch,
+            keep_last=self.config.keep_last,
+            keep_every=self.config.keep_every,
+        )
+        return place.agent.mover(job, place.tiers.first.driver)
+
+    def cautions(self, state: _State, place: _Place, recovery: Recovery | None) -> list[str]:
+        """What the user may not have meant, told once a job."""
+        if self.ranks.rank != 0:
+            return []
+        tiers, world_size = place.tiers, self.ranks.world_size
+        found = [nothing_outlives_a_node(tiers, world_size), doubtful_tiers(tiers)]
+        if recovery is not None:
+            scheduled = self.provider.host_state().get("scheduler") is not None
+            found.append(overruled_options(state.given, self.provider.hyperparameters(), scheduled=scheduled))
+        if (usage := room_at_the_end(self.ranks, tiers)) is not None:
+            found.append(too_little_room(tiers, usage, place.demand.base_nbytes, world_size, self.config))
+        return [each for each in found if each is not None]
+
+    def hand_over(self, agent: AgentSession | None, agreement: Agreement | None, mark: int) -> None:
+        """Let what was captured be moved from here on, up to what the ranks have agreed on."""
+        if agent is not None:
+            self.ranks.gather("handing the movers to the agents", agent.register)
+        if agreement is not None:
+            agreement.mark = mark
+            self.ranks.gather("telling the movers what is whole", agreement.begin)
 
 
-def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
-    """Take the generation back, of which nobody has moved or trained anything: first what ranks captured, then, once
-    all have, its records. Where that fails it stays, and is superseded by the next one."""
-    doing = f"taking back generation {branch.generation}"
-    try:
-        ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.rank), doing))
-        ranks.gather(doing, lambda: ranks.call(withdraw_records(tiers, branch), doing))
-    except TierCheckError as error:
-        log.warning("%s: %s; it stays, without a version of its own, until the job starts again", doing, error)
-
-
-def prepare_memory(ranks: Ranks, tiers: OpenHierarchy, demand: Demand, usage: Usage) -> None:
-    """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the tier
-    keeps ready. What is not ready costs its first use more."""
-    assert usage.free_bytes is not None and usage.limit_bytes is not None
-
-    def prepare(room: int) -> None:
-        preparing = tiers.first.driver.prepare_reservations(demand.reservations(room))
-        ranks.call(preparing, f"preparing the memory of {tiers.first.name}")
-
-    try:
-        try:
-            prepare(usage.free_bytes)
-        except CapacityExceeded:  # it keeps less than that beside its objects
-            prepare(usage.limit_bytes // 2)
-    except (CapacityExceeded, DeadlineExceeded) as error:
-        log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
-
-
-def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:
-    """What the last tier holds and may hold, where all ranks share it and it says so soon."""
-    last = tiers.tiers[-1]
-    if not last.role.shared:
-        return None
-    try:
-        return ranks.loop.call(last.driver.usage(), what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
-    except TierCheckError as error:
-        log.debug("%s", error)
-        return None
+def take_over(restored: Restored, stream: IterationStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:
+    """Give the stream the residuals. Returns the recovery: approximate, if an uninterrupted run would go on
+    otherwise."""
+    recovery = restored.recovery
+    if recovery is not None and recovery.version > 0 and (why := caveats()):
+        recovery = replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *why))
+    stream.load(restored.residuals)
+    return recovery

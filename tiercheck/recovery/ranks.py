@@ -73,6 +73,24 @@ class Ranks:
         """As :func:`gather`. ``more_s``: how much longer than the deadline the ranks wait for each other."""
         return gather(self.group, what, produce, deadline_s=self.deadline_s + more_s)
 
+    def exchange(self, what: str, act: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """``act`` returns a value that stays here, and what all ranks are told. Returns the value, and what each rank
+        tells. Errors: as :func:`gather`."""
+        own: list[T] = []
+
+        def produce() -> Any:
+            value, told = act()
+            own.append(value)
+            return told
+
+        told = self.gather(what, produce)
+        return own[0], told
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """What ``act`` returns on this rank, once no rank has failed in it. Errors: as :func:`gather`."""
+        value, _ = self.exchange(what, lambda: (act(), None))
+        return value
+
     def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
         """As :meth:`LoopThread.call`."""
         return self.loop.call(coroutine, what=what, deadline_s=self.deadline_s)

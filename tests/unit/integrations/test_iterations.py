@@ -225,7 +225,7 @@ def test_a_write_that_only_all_bits_tell_of_is_called_approximate_from_the_next_
     checkpointer = loop.attach(Hierarchy.of(url), base_every=3)
     for version in range(1, last + 1):
         loop.step(version)
-        checkpointer._recorder.finish_base()  # type: ignore[union-attr]  # when the copy is whole is not the question
+        checkpointer._job.recorder.finish_base()  # type: ignore[union-attr]  # when the copy is whole is not the question
     checkpointer.abort()
     assert caplog.text.count("something wrote to 1.weight without torch counting it") == 1
     again = Wide()

@@ -63,7 +63,7 @@ class Job:
 
 
 def train(training: Training, checkpointer: Checkpointer, last: int) -> None:
-    provider = checkpointer._provider
+    provider = ModuleProvider(training.model, training.optimizer, world_size=2)
     for version in range(checkpointer.version + 1, last + 1):
         training.backward(version)
         checkpointer.capture(version, provider.gradients())
@@ -95,7 +95,7 @@ def test_a_rank_that_dies_again_and_again_before_its_opening_base_costs_nothing(
     def first_life(rank: int, group: SimulatedGroup) -> int:
         training, checkpointer = job.start(rank, group)
         train(training, checkpointer, 6)
-        checkpointer._recorder.flush()
+        checkpointer.flush()
         checkpointer.abort()
         return checkpointer.version
 
@@ -105,9 +105,9 @@ def test_a_rank_that_dies_again_and_again_before_its_opening_base_costs_nothing(
         _, checkpointer = job.start(rank, group, first=first)
         if dies:
             with pytest.raises(SaveError):
-                checkpointer._recorder.finish_base()
+                checkpointer._job.recorder.finish_base()
         else:
-            checkpointer._recorder.flush()
+            checkpointer.flush()
         checkpointer.abort()
         assert checkpointer.recovery is not None
         return checkpointer.recovery.version
@@ -127,10 +127,10 @@ def test_starts_that_end_before_any_version_exists_fill_no_memory(tmp_path: Path
         first = faulty(job.memories[0], lambda at: at.call == "publish" and "base" in str(at.key)) if not rank else ""
         _, checkpointer = job.start(rank, group, first=first)
         if rank:
-            checkpointer._recorder.flush()
+            checkpointer.flush()
         else:
             with pytest.raises(SaveError):
-                checkpointer._recorder.finish_base()
+                checkpointer._job.recorder.finish_base()
         checkpointer.abort()
         return 0 if checkpointer.recovery is None else checkpointer.recovery.version
 
@@ -264,7 +264,7 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
         training, checkpointer = job.start(rank, group, other=stuck, deadline_s=4.0)
         train(training, checkpointer, 6)
         with pytest.raises(SaveError):
-            checkpointer._recorder.flush()
+            checkpointer.flush()
         checkpointer.abort()
         return checkpointer.version
 

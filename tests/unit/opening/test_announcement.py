@@ -23,7 +23,7 @@ from tiercheck.types import Usage
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="tiercheck.checkpointer")
+    caplog.set_level(logging.INFO, logger="tiercheck.opening.startup")
     return caplog
 
 

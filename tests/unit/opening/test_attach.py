@@ -15,7 +15,6 @@ import torch
 
 from tests.training import Training, memory
 from tests.unit.opening.test_failing_ranks import ranks
-from tiercheck import checkpointer as checkpointer_module
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
@@ -27,6 +26,7 @@ from tiercheck.errors import (
     UnsupportedSetup,
 )
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.opening import startup
 from tiercheck.runtime.group import SingleProcess
 from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
@@ -130,7 +130,7 @@ class Past:
         training.attach(Hierarchy.of(*urls), base_every=base_every)
         for version in range(1, LAST + 1):
             training.step(version)
-        training.checkpointer._recorder.flush()
+        training.checkpointer.flush()
         training.checkpointer.abort()
         past.parameters = training.parameters()
         past.left = list(asyncio.run(contents(urls)).values())
@@ -352,7 +352,7 @@ def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypat
         checkpointer.abort()
         return checkpointer.version
 
-    monkeypatch.setattr(checkpointer_module.AgentSession, "of", lambda placed, rank, *_: InSession(rank))
+    monkeypatch.setattr(startup.AgentSession, "of", lambda placed, rank, *_: InSession(rank))
     ended = ranks(lambda rank, group: life(rank, group, "agent"))
     assert isinstance(ended[1], Transient)
     assert isinstance(ended[0], RecoveryError)
@@ -369,7 +369,7 @@ def test_a_failure_while_what_is_superseded_is_cleared_leaves_the_tiers_as_they_
     urls = past.again()
     before = asyncio.run(contents(urls))
     with monkeypatch.context() as patched:
-        patched.setattr(checkpointer_module, "clear_tiers", fails)
+        patched.setattr(startup, "clear_tiers", fails)
         with pytest.raises(RecoveryError, match="injected"):
             Training().attach(Hierarchy.of(*urls))
     assert asyncio.run(contents(urls)) == before

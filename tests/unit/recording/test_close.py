@@ -36,7 +36,7 @@ def test_a_job_that_failed_leaves_no_hooks_behind() -> None:
     assert checkpointer.version == 2
 
 
-def failing_at_its_end(training: Training) -> list[str]:
+def failing_at_its_end(training: Training, tier: str) -> list[str]:
     """Attached, with three actions at the end, of which two fail; returns what was run."""
     ran: list[str] = []
 
@@ -45,7 +45,7 @@ def failing_at_its_end(training: Training) -> list[str]:
         if fails:
             raise ValueError(f"{name} failed")
 
-    checkpointer = training.attach(Hierarchy.of(memory()))
+    checkpointer = training.attach(Hierarchy.of(tier))
     for name, fails in (("first", True), ("second", False), ("third", True)):
         checkpointer.on_end(partial(action, name, fails=fails))
     return ran
@@ -53,19 +53,19 @@ def failing_at_its_end(training: Training) -> list[str]:
 
 @pytest.mark.parametrize("end", ["abort", "close"])
 def test_an_action_at_the_end_that_fails_keeps_nothing_from_being_given_back(end: str) -> None:
-    training = Training()
-    ran = failing_at_its_end(training)
+    training, tier = Training(), memory()
+    ran = failing_at_its_end(training, tier)
     with pytest.raises(ValueError, match="first failed") as caught:
         getattr(training.checkpointer, end)()
     assert ran == ["first", "second", "third"]
     assert caught.value.__notes__ == ["then, at the end: ValueError: third failed"]
     assert not training.optimizer._optimizer_step_pre_hooks
-    Training().attach(training.checkpointer._placed).abort()  # its tiers are free
+    Training().attach(Hierarchy.of(tier)).abort()  # its tiers are free
 
 
 def test_an_action_at_the_end_that_fails_does_not_hide_why_the_job_ended() -> None:
     training = Training()
-    failing_at_its_end(training)
+    failing_at_its_end(training, memory())
     with pytest.raises(ArithmeticError, match="of the loop") as caught, training.checkpointer:
         raise ArithmeticError("of the loop")
     assert [note[-12:] for note in caught.value.__notes__] == ["first failed", "third failed"]
@@ -243,9 +243,8 @@ def test_a_mover_that_has_ended_says_why_at_the_next_step(monkeypatch: pytest.Mo
     training = Training()
     checkpointer = training.attach(Hierarchy.of(memory()))
     monkeypatch.setattr("tiercheck.replication.mover.to_commit", lambda seen, tier: [][0])
-    assert checkpointer._mover_life is not None
     with pytest.raises(SaveError):
-        checkpointer._mover_life.result(timeout=20)
+        checkpointer._job.mover_life.result(timeout=20)
     with pytest.raises(SaveError, match="has ended the mover: IndexError"):
         training.step(1)
     assert "IndexError" in checkpointer.stats.mover.errors["mover"]

@@ -65,7 +65,7 @@ def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(m
     url = memory()
     training = Training()
     checkpointer = training.attach(Hierarchy.of(url))
-    memory_of = checkpointer._recorder._memory
+    memory_of = checkpointer._job.recorder._memory
     publish = memory_of.publish
 
     def interrupted(reservation: Reservation, nbytes: int, what: str) -> None:
@@ -131,12 +131,13 @@ def test_a_gap_on_one_rank_sends_no_rank_back(tmp_path: Path) -> None:
 
     def first_life(rank: int, group: SimulatedGroup) -> bytes:
         training, checkpointer = life(rank, group)
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
         for version in range(1, reached + 1):
             training.backward(version)
             if (rank, version) == (1, 5):
                 with torch.no_grad():
                     next(training.model.parameters()).mul_(0.5)
-            checkpointer.capture(version, checkpointer._provider.gradients())
+            checkpointer.capture(version, provider.gradients())
             training.optimizer.step()
             checkpointer.complete(version)
         checkpointer.abort()

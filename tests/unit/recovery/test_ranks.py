@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.errors import GroupError, Mismatch, RecoveryError
-from tiercheck.recovery.ranks import gather
+from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.runtime.group import SimulatedGroup
+from tiercheck.runtime.loop_thread import LoopThread
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.close()
 
 
 def test_a_rank_that_fails_tells_the_others() -> None:
@@ -54,3 +65,24 @@ def test_an_error_of_another_rank_is_a_recovery_error_unless_it_is_a_mismatch() 
     first, second = on_all_ranks(2, act)
     assert isinstance(first, GroupError)
     assert isinstance(second, RecoveryError)
+
+
+def test_what_all_ranks_do_together_leaves_each_its_own_value_and_tells_the_others(loop: LoopThread) -> None:
+    def act(group: SimulatedGroup) -> tuple[object, object, list[Any]]:
+        ranks = Ranks(group, loop, 10)
+        own = object()
+        stays = ranks.together("looking", lambda: own)
+        value, told = ranks.exchange("telling", lambda: (own, ranks.rank))
+        return stays is own, value is own, told
+
+    assert on_all_ranks(2, act) == [(True, True, [0, 1])] * 2
+
+
+def test_a_rank_that_fails_in_what_all_do_leaves_the_others_without_a_value(loop: LoopThread) -> None:
+    def act(group: SimulatedGroup) -> None:
+        Ranks(group, loop, 10).together("looking", lambda: 1 // group.rank)
+
+    first, second = on_all_ranks(2, act)
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, RecoveryError)
+    assert "looking: rank 0 reports: ZeroDivisionError" in str(second)

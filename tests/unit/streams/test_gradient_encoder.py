@@ -114,7 +114,7 @@ def test_with_feedback_the_state_is_exact_and_what_was_not_sent_since_the_base_i
 
 
 def residuals_of(job: Job) -> np.ndarray[Any, Any]:
-    return np.concatenate(list(job.checkpointer._stream.encoder.residuals.values()))
+    return np.concatenate(list(job.checkpointer._job.recorder._stream.encoder.residuals.values()))
 
 
 def sent_by(job: Job) -> np.ndarray[Any, Any]:
@@ -202,7 +202,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
     checkpointer = training.attach(
         Hierarchy.of(f"shm://{name}?size=64MiB"), codec="int8+feedback", train_on_compressed=True
     )
-    reserve = checkpointer._recorder._memory.reserve
+    reserve = checkpointer._job.recorder._memory.reserve
 
     def watched_reserve(key: ShardKey, nbytes: int) -> Any:
         reservation = reserve(key, nbytes)
@@ -211,7 +211,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
 
     monkeypatch.setattr(ShardWriter, "slot", watched_slot)
     monkeypatch.setattr(gradient_encoder, "decode", watched_decode)
-    monkeypatch.setattr(checkpointer._recorder._memory, "reserve", watched_reserve)
+    monkeypatch.setattr(checkpointer._job.recorder._memory, "reserve", watched_reserve)
     training.backward(1)
     seen = {}
     training.optimizer.register_step_post_hook(
@@ -385,7 +385,7 @@ def test_feedback_after_a_given_up_version_counts_nothing_twice() -> None:
     tier = faulty(url, lambda at: at.call == "publish" and "000000000002-" in str(at.key))
     training = Training()
     checkpointer = training.attach(Hierarchy.of(tier), codec="int8+feedback", on_save_error="warn")
-    residuals = checkpointer._stream.encoder.residuals
+    residuals = checkpointer._job.recorder._stream.encoder.residuals
     training.step(1)
     assert any(each.any() for each in residuals.values())
     training.step(2)  # a base holds it

@@ -52,13 +52,13 @@ def places(tmp_path: Path) -> tuple[str, str]:
 
 
 def shards(checkpointer: Checkpointer, tier: int) -> list[ShardKey]:
-    opened = checkpointer._opened().tiers[tier]
+    opened = checkpointer._job.tiers.tiers[tier]
 
     async def held() -> list[ShardKey]:
         found = [keys.parse(info.key) async for info in opened.driver.list()]
         return [key for key in found if isinstance(key, ShardKey)]
 
-    return checkpointer._ranks.call(held(), "listing")
+    return checkpointer._job.ranks.call(held(), "listing")
 
 
 def snapshots(found: list[ShardKey]) -> list[tuple[int, int]]:
@@ -101,7 +101,7 @@ def test_each_supersedes_the_last(tmp_path: Path) -> None:
     checkpointer = training.attach(Hierarchy.of(*places(tmp_path)), codec="snapshot", base_every=20, batch=4)
     for version in range(1, 36):
         training.step(version)
-        checkpointer._ranks.call(checkpointer._mover.cycle(), "moving")
+        checkpointer._job.ranks.call(checkpointer._job.mover.cycle(), "moving")
         held = snapshots(shards(checkpointer, 0))
         assert len(held) <= 2 * 2 + 1, "those that are superseded go, also before there is a second base"
     checkpointer.flush()
@@ -116,9 +116,9 @@ def test_a_base_that_was_damaged_and_has_gone_is_made_anew(tmp_path: Path) -> No
     checkpointer = training.attach(Hierarchy.of(*places(tmp_path)), codec="snapshot", base_every=10, batch=4)
     for version in range(1, 11):
         training.step(version)
-    checkpointer._recorder.finish_base()
-    driver = checkpointer._opened().tiers[0].driver
-    checkpointer._ranks.call(driver.delete([str(ShardKey.base(1, 10, 0))]), "deleting")
+    checkpointer._job.recorder.finish_base()
+    driver = checkpointer._job.tiers.tiers[0].driver
+    checkpointer._job.ranks.call(driver.delete([str(ShardKey.base(1, 10, 0))]), "deleting")
     for version in range(11, 14):
         training.step(version)
     assert snapshots(shards(checkpointer, 0))[-1] == (11, 13)

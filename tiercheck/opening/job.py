@@ -1,0 +1,158 @@
+"""A job that is open: what one rank holds of it, how it ends, and how everything is given back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tiercheck.agent.client.session import AgentSession
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import SaveError, TierCheckError
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.recording.recorder import Recorder
+from tiercheck.recovery.ranks import Ranks, gather
+from tiercheck.recovery.restorer import Recovery
+from tiercheck.replication.mover import MoverHandle
+from tiercheck.runtime.process_lock import ProcessLock
+
+__all__ = ["OpenedJob", "Resources"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Resources:
+    """What this rank must give back. Each is noted here as soon as it is taken, so that an opening which fails half-way
+    gives back what it has taken by then."""
+
+    ranks: Ranks
+    """Its group and its loop are given back, too."""
+    agent: AgentSession | None = None
+    process_lock: ProcessLock | None = None
+    tiers: OpenHierarchy | None = None
+    recorder: Recorder | None = None
+    mover_life: concurrent.futures.Future[None] | None = None
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    """Run before anything else is given back."""
+    given_back: bool = False
+
+    def give_back(self, error: BaseException | None = None) -> BaseException | None:
+        """Flushes nothing: what was captured stays in the first tier. Idempotent.
+
+        ``error``: why the job ends. Returns it, or the first error of ``on_end``; later ones are notes of it.
+        """
+        if self.given_back:
+            return error
+        self.given_back = True
+        while self.on_end:
+            try:
+                self.on_end.pop(0)()
+            except Exception as later:  # noqa: BLE001  returned, or a note of what is returned
+                if error is None:
+                    error = later
+                else:
+                    error.add_note(f"then, at the end: {type(later).__name__}: {later}")
+        self._let_go()
+        return error
+
+    def _let_go(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+        if self.mover_life is not None:
+            self.mover_life.cancel()
+        try:
+            try:
+                if self.agent is not None:
+                    self.agent.end()
+                if self.tiers is not None:
+                    self.ranks.call(self.tiers.__aexit__(None, None, None), "closing the tiers")
+            finally:
+                self.ranks.loop.close()
+        except TierCheckError as error:
+            log.warning("closing the tiers: %s", error)
+        finally:
+            if self.process_lock is not None:
+                self.process_lock.release()
+            self.ranks.group.close()
+
+
+@dataclass(frozen=True)
+class OpenedJob:
+    """One rank's part of a job that is open: what :func:`tiercheck.opening.startup.open_job` returns."""
+
+    config: CheckpointConfig
+    ranks: Ranks
+    tiers: OpenHierarchy
+    generation: int
+    recovery: Recovery | None
+    """``None``: the tiers held nothing."""
+    recorder: Recorder
+    mover: MoverHandle
+    mover_life: concurrent.futures.Future[None]
+    """Done when the mover has stopped."""
+    agent: AgentSession | None
+    """``None``: the mover runs in this process."""
+    resources: Resources
+
+    def live(self) -> Recorder:
+        """The recorder, if saving still makes sense. Errors: ``SaveError``; ``JobConflict``."""
+        self._check_open()
+        if self.mover.conflict is not None:
+            raise self.mover.conflict
+        if self.mover_life.done():
+            error = self.mover_life.exception()
+            raise SaveError(f"the mover has stopped: {error}" if error else "the mover has stopped") from error
+        return self.recorder
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes in use per tier. Errors: ``SaveError`` when the job has ended; ``TierError``."""
+        self._check_open()
+        return {
+            tier.name: self.ranks.call(tier.driver.usage(), f"the usage of {tier.name}").used_bytes
+            for tier in self.tiers.tiers
+        }
+
+    def flush(self) -> None:
+        """Bring everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
+        self._check_open()
+        self.recorder.flush()
+
+    def end(self, first: list[Callable[[], None]]) -> None:
+        """Flush on all ranks, and let the coordinator commit what all of them have brought. Collective. It takes the
+        actions of ``first`` out of the list and runs them before. Nothing is given back yet.
+
+        Errors: ``SaveError``; ``JobConflict``; ``RecoveryError`` if another rank failed; ``GroupError``.
+        """
+
+        def finish() -> None:
+            try:
+                while first:
+                    first.pop(0)()
+            finally:
+                self._flush_at_end()  # what came before is worth as much, if the last version cannot be saved
+
+        # A rank that fails tells the others, which may have to wait as long as it tried.
+        deadline_s, failure = 3 * self.config.deadline_s, self.recorder.failure
+        gather(self.ranks.group, "the end of the job", finish, deadline_s=deadline_s, after=failure)
+        drained = self._flush_at_end()  # the coordinator: the last commit
+        if drained and self.agent is not None:
+            self.agent.withdraw()
+
+    def _flush_at_end(self) -> bool:
+        """Whether everything is where policy wants it. A job that went on after failed saves does not fail at its end
+        for one more."""
+        try:
+            self.flush()
+        except SaveError as error:
+            if self.config.on_save_error == "fail":
+                raise
+            goes_on = "" if self.agent is None else ", and the node's agent goes on with it"
+            log.error("%s; what was captured stays in the first tier%s", error, goes_on)
+            return False
+        return True
+
+    def _check_open(self) -> None:
+        if self.resources.given_back:
+            raise SaveError("the checkpointer is closed")
