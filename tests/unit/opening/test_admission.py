@@ -93,7 +93,7 @@ def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path) -
         training.attach(hierarchy(1000, "small"), base_every=base_every)
     assert "give it more, or lower base_every (now 8)" in str(small.value)
     roomy = training.attach(hierarchy(1 << 30, "roomy"), base_every=base_every)
-    demand: Demand = roomy._demand
+    demand = Demand.of(roomy._job.recorder._stream, roomy.config)
     roomy.abort()
     checkpointer = training.attach(hierarchy(demand.nbytes, "enough"), base_every=base_every)
     for version in range(1, 5 * base_every):
