@@ -16,7 +16,7 @@ from tiercheck.policy.observation import Role
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.url import TierURL
-from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
+from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay, LazyOpenDriver
 from tiercheck.types import Capabilities, Survives
 
 __all__ = ["Hierarchy", "OpenHierarchy", "OpenTier", "Tier"]
@@ -143,11 +143,19 @@ class Hierarchy:
         urls = [tier.resolved(places).replace("{", "{{").replace("}", "}}") for tier in self.tiers]
         return replace(self, tiers=tuple(replace(tier, url=url) for tier, url in zip(self.tiers, urls, strict=True)))
 
-    def patient(self, open_s: float | None = None) -> Hierarchy:
+    def lazily_opened(self, *, open_s: float | None = None, calls: CallsUnderWay | None = None) -> Hierarchy:
         """The same hierarchy, but it opens even if a store behind the first tier is away. Calls to that store fail
-        until it is back. ``open_s``: how long opening waits for each store."""
+        until it is back. ``open_s``: how long opening waits for each store. ``calls`` notes what the stores are asked.
+        """
+
+        def lazy(tier: Tier) -> Tier:
+            wrap = tier.wrap
+            return replace(
+                tier, wrap=lambda driver: LazyOpenDriver(wrap(driver) if wrap else driver, calls=calls, open_s=open_s)
+            )
+
         first, *others = self.tiers
-        return replace(self, tiers=(first, *(replace(tier, wrap=_patient(tier.wrap, open_s)) for tier in others)))
+        return replace(self, tiers=(first, *map(lazy, others)))
 
     def open(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> OpenHierarchy:
         """The drivers of one rank, not yet connected: use it as an async context manager."""
@@ -159,12 +167,6 @@ class Hierarchy:
         if twice := {url for url in urls if urls.count(url) > 1 and url != "memory://"}:
             raise ConfigurationError(f"two tiers are the same place, {twice.pop()}; give each one of its own")
         return OpenHierarchy(opened, self.must_survive)
-
-
-def _patient(
-    wrap: Callable[[TierDriver], TierDriver] | None, open_s: float | None
-) -> Callable[[TierDriver], TierDriver]:
-    return lambda driver: LazyOpenDriver(wrap(driver) if wrap else driver, open_s=open_s)
 
 
 def _lacks_address(tier: Tier) -> bool:

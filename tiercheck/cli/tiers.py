@@ -1,4 +1,4 @@
-"""``tiercheck plugins``, ``doctor`` and ``bench``: what tiers there are, and whether they are well."""
+"""``tiercheck plugins``, ``doctor`` and ``bench``: what tiers there are, and whether they are healthy."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def show(console: Console, found: Diagnosis) -> None:
         console.print(points_table(found.points))
     for problem in found.problems:
         console.print(Text(f"  {problem.what}: {problem.advice}", style="red" if problem.serious else "yellow"))
-    console.print(Text("  well" if found.healthy else "  not well", style="green" if found.healthy else "red"))
+    console.print(Text("  healthy" if found.healthy else "  unhealthy", style="green" if found.healthy else "red"))
 
 
 def bench(

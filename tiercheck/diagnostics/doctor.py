@@ -1,4 +1,4 @@
-"""Are the tiers well? Which drivers there are, and what one URL is found to be, do and bring."""
+"""Are the tiers healthy? Which drivers there are, and what one URL is found to be, do and bring."""
 
 from __future__ import annotations
 

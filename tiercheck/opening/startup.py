@@ -206,7 +206,7 @@ class _Startup:
             endpoints = [RankEndpoint.from_object(each) for each in nodes]
             placed = placed.with_peer(*peer_address(ranks.rank, endpoints))
         kernels.warm_up()
-        tiers = placed.patient(min(OPEN_S_MAX, config.deadline_s / 4)).open()
+        tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self.held.process_lock = ProcessLock(lasting, ranks.rank)
         # A little less than the deadline, so that the error names the tier.

@@ -163,8 +163,7 @@ class AgentClient:
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:
-        """What this machine cannot do just now, such as open another file, is no end of anything: it may be tried
-        again."""
+        """Local resource errors (such as too many open files) are transient."""
         try:
             yield
         except (OSError, zmq.ZMQError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from tiercheck.agent.jobs.job_store import as_agent_opens
@@ -13,9 +12,9 @@ from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.replication.lineage_records import read_branches
 from tiercheck.tiers.shm.namespaces import SHM, is_to_be_left, namespace_path
 from tiercheck.tiers.url import TierURL
-from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay, LazyOpenDriver
+from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
 
-__all__ = ["FirstTierGone", "is_leaving", "lineage_of", "patient"]
+__all__ = ["FirstTierGone", "for_the_agent", "is_leaving", "lineage_of"]
 
 
 class FirstTierGone(NotFound):
@@ -31,13 +30,12 @@ def is_leaving(url: str) -> bool:
     return not root.is_dir() or is_to_be_left(root)
 
 
-def patient(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:
-    """The same, that opens even if a store is away; not the first tier, without which there is nothing to move.
-    ``calls`` knows then what is asked of the others."""
+def for_the_agent(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:
+    """The same, as an agent opens it: a store may be away, but not the first tier, without which there is nothing to
+    move. ``calls`` notes what the other tiers are asked."""
     first, *others = hierarchy.tiers
     first = replace(first, url=as_agent_opens(first.url))
-    wrap = partial(LazyOpenDriver, calls=calls)
-    return replace(hierarchy, tiers=(first, *(replace(tier, wrap=wrap) for tier in others)))
+    return replace(hierarchy, tiers=(first, *others)).lazily_opened(calls=calls)
 
 
 async def lineage_of(hierarchy: OpenHierarchy, registered: int) -> Lineage:

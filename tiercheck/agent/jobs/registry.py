@@ -27,7 +27,7 @@ __all__ = ["JobRegistry"]
 
 log = logging.getLogger(__name__)
 
-ASSIGNMENTS_MAX = 4096
+REPLICATORS_MAX = 4096
 FORGET_S = 86400.0
 MOUNTS = Path("/proc/self/mounts")
 
@@ -36,7 +36,7 @@ Place = tuple[str, int]
 
 
 class JobRegistry:
-    """The assignments of one agent. Errors of one never reach another."""
+    """The replicators of one agent. Errors of one never reach another."""
 
     def __init__(self, node: str, *, rest_s: float, abandon_s: float = math.inf) -> None:
         """``rest_s`` and ``abandon_s``: as for :class:`RankReplicator`."""
@@ -57,7 +57,7 @@ class JobRegistry:
         return len(self._replicators)
 
     def get(self, namespace: str, rank: int, generation: int | None = None) -> RankReplicator:
-        """The assignment for a first tier's URL and a rank; its trainer is heard of thereby. ``generation``: of whoever
+        """The replicator for a first tier's URL and a rank; its trainer is heard of thereby. ``generation``: of whoever
         asks; ``None`` before it has one.
 
         Errors: ``NotFound``: this agent has taken up no such replication job. ``JobConflict``: it has, of a newer one.
@@ -199,8 +199,8 @@ class JobRegistry:
         if known is not None and known.job == job and not known.gone:
             known.heard()
             return known
-        if known is None and len(self._replicators) >= ASSIGNMENTS_MAX:
-            raise CapacityExceeded(f"the agent of node {self.node!r} moves for {ASSIGNMENTS_MAX} ranks already")
+        if known is None and len(self._replicators) >= REPLICATORS_MAX:
+            raise CapacityExceeded(f"the agent of node {self.node!r} moves for {REPLICATORS_MAX} ranks already")
         await self._drop(place)
         replicator = self._replicators[place] = RankReplicator(
             job,

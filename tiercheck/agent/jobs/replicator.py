@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from tiercheck.agent.client.trainer_lock import Trainer
-from tiercheck.agent.jobs.opening import FirstTierGone, is_leaving, lineage_of, patient
+from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leaving, lineage_of
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.hierarchy import OpenHierarchy
@@ -262,7 +262,7 @@ class RankReplicator:
 
     async def _open_and_move(self) -> None:
         job = self.job
-        hierarchy = patient(job.hierarchy, self._calls).open()
+        hierarchy = for_the_agent(job.hierarchy, self._calls).open()
         await self._opened(hierarchy)
         try:
             reading = lineage_of(hierarchy, job.generation)

@@ -3,9 +3,9 @@ waits for it in the end is a trainer.
 
 Measured under six busy processes a core, on the time to bring 45 MiB to disk: nice 10 takes about ten times as long
 as no lowering at all, nice 19 fifty to a hundred times. So nice 10, in the batch class, which never interrupts
-others. It is the processes of the same group of the scheduler that it stands back from: those of the same container
-or service; and those of other sessions where sessions are groups of their own (``sched_autogroup_enabled``, sched(7)),
-since then the nice value of a process says nothing to them and the session has one too.
+others. ``nice`` only ranks processes within one group of the scheduler: a container or a service. If each session is a
+group of its own (``sched_autogroup_enabled``, sched(7)), a process's nice value says nothing to other sessions, so the
+session's nice value is lowered too.
 """
 
 from __future__ import annotations

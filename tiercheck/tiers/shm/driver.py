@@ -102,7 +102,7 @@ class ShmDriver(FileDriver):
             raise ConfigurationError(f"shm:// copies with 1 to {THREADS_MAX} threads, not {threads}")
         self._mapped = MappedSegments(directory, pinning=self._pinning, locality=self.locality, copy_threads=threads)
         self._reservations: set[_ShmReservation] = set()
-        self.visits = InFlightCalls()
+        self.in_flight = InFlightCalls()
         """Of threads that are not the driver's own: :meth:`close` waits for them."""
         self._facts: dict[str, str] = {}
 
@@ -152,11 +152,11 @@ class ShmDriver(FileDriver):
         segments.prepare()
         huge = huge_pages_of(segments.root)
         segments.advise_huge_pages = huge == "advise"
-        self.visits.admit()
+        self.in_flight.admit()
         self._facts = {"pages": pages_text(huge), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.visits.refuse)
+        await asyncio.to_thread(self.in_flight.refuse)
         for reservation in list(self._reservations):
             await reservation.drop()
         await super().close()
@@ -204,7 +204,7 @@ class ShmDriver(FileDriver):
 
     def reserve_nowait(self, key: str, nbytes: int) -> Reservation:
         self._check_reservation(key, nbytes)
-        with self.mapped_errors(key), self.visits, self.locality.applied():
+        with self.mapped_errors(key), self.in_flight, self.locality.applied():
             return self._reservation(key, self._mapped.reserve(nbytes, lambda: None))
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
@@ -248,7 +248,7 @@ class _ShmReservation(Reservation):
 
     def publish_nowait(self, nbytes: int | None = None, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
         driver = self._driver
-        with driver.mapped_errors(self.key), driver.visits, driver.locality.applied():
+        with driver.mapped_errors(self.key), driver.in_flight, driver.locality.applied():
             segment, wanted = self._taken(nbytes)
             try:
                 return segment.publish(self.key, wanted, mode, lambda: None)

@@ -1,6 +1,6 @@
 """Ranges of this process's addresses that show files: the memory behind a reservation.
 
-A window stays where it is while the files behind it change. What it shows of a segment stays shown, so that no
+A region stays where it is while the files behind it change. What it shows of a segment stays shown, so that no
 page has to be mapped again when the segment comes back from the pool.
 """
 
@@ -41,7 +41,7 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 class MappedRegion:
     """``room`` bytes of addresses, with nothing behind them at first.
 
-    Unmapped when neither the window nor a view of it is left.
+    Unmapped when neither the region nor a view of it is left.
     """
 
     def __init__(self, room: int) -> None:
@@ -91,7 +91,7 @@ class MappedRegion:
             self._populated_bytes += nbytes
 
     def lend(self, nbytes: int) -> memoryview:
-        """The first ``nbytes``: writable, format ``B``. The window lives for as long as any view made of it."""
+        """The first ``nbytes``: writable, format ``B``. The region lives for as long as any view made of it."""
         exporter = self._exporter(nbytes)
         self._lent = weakref.ref(exporter)
         return memoryview(exporter).cast("B")
@@ -168,11 +168,11 @@ class _Pinned:
 
 
 class MappedRegionCache:
-    """Windows on segments that this process had, for when their files come back from the pool.
+    """Regions on segments that this process had, for when their files come back from the pool.
 
-    Who takes a file from the pool has it alone, so that a window that was kept is as good as a new one, and faster.
-    A kept window is never written to before that; who has the file locked may read what it shows. No more are kept
-    than a quarter of the descriptors that this process may have: each holds one.
+    Cached regions are read-only until their file is taken from the pool. Holders of the file lock may read them.
+    Whoever takes a file has it alone, so a cached region is as good as a new one, and faster. Each region holds a
+    descriptor; they take at most a quarter of those that this process may have.
     """
 
     def __init__(self, kept_max: int) -> None:
@@ -186,16 +186,16 @@ class MappedRegionCache:
 
     @property
     def pinned(self) -> Container[int]:
-        """The inodes whose windows are pinned."""
+        """The inodes whose regions are pinned."""
         return _Pinned(self._kept)
 
     def keep(self, region: MappedRegion, fd: int) -> None:
-        """Take over the window on the open file ``fd``."""
+        """Take over the region on the open file ``fd``."""
         status = os.fstat(fd)
         try:
             fd = os.dup(fd)
         except OSError:
-            return  # too many are open: the window goes, and a later one costs what a new one costs
+            return  # too many are open: the region goes, and a later one costs what a new one costs
         with self._lock:
             if status.st_ino in self._kept:  # of a file that is gone, since inodes' numbers come round again
                 self._forget(status.st_ino)
@@ -203,14 +203,14 @@ class MappedRegionCache:
             self._prune()
 
     def find(self, fd: int) -> MappedRegion | None:
-        """The window on that open file, where nobody else has had the file since; it stays kept."""
+        """The region on that open file, where nobody else has had the file since; it stays kept."""
         status = os.fstat(fd)
         with self._lock:
             kept = self._kept.get(status.st_ino)
         return kept.region if kept is not None and kept.mtime_ns == status.st_mtime_ns else None
 
     def take(self, inode: int) -> Kept | None:
-        """The window, if there is one. Its descriptor is closed."""
+        """The region, if there is one. Its descriptor is closed."""
         with self._lock:
             kept = self._kept.pop(inode, None)
         if kept is not None:
@@ -223,12 +223,12 @@ class MappedRegionCache:
                 self._forget(next(iter(self._kept)))
 
     def counts(self) -> tuple[int, int]:
-        """Windows, and how many of them are pinned."""
+        """Regions, and how many of them are pinned."""
         with self._lock:
             return len(self._kept), sum(kept.region.is_pinned for kept in self._kept.values())
 
     def _prune(self) -> None:
-        # A file without a name never comes back, and its window would hold its memory. A few at a time are looked at.
+        # A file without a name never comes back, and its region would hold its memory. A few at a time are looked at.
         for inode in list(self._kept)[:LOOKED_AT_ONCE]:
             if os.fstat(self._kept[inode].fd).st_nlink:
                 self._kept[inode] = self._kept.pop(inode)

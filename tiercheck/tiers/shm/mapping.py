@@ -1,7 +1,7 @@
 """Segments written through this process's memory: reservations, large puts, and memory made ready for both.
 
 A reservation is as large as its object may become, and most objects stay smaller. Cutting the file would give
-pages away that the next reservation must get afresh. So a reservation is two files in one window: the *head*, as
+pages away that the next reservation must get afresh. So a reservation is two files in one region: the *head*, as
 long as objects of this kind have lately been, which becomes the object; and behind it the *tail*, which returns
 to the pool untouched, unless the object is longer than expected: then what lies in it is copied to the head.
 """
@@ -44,7 +44,7 @@ noticed within 30 ms."""
 class MappedSegments:
     """The segments of ``directory`` that this process maps, ``copy_threads`` of which copy a large put.
 
-    Memory beside the tier's: none of its own. The windows that are kept map files that the tier counts.
+    Memory beside the tier's: none of its own. The regions that are kept map files that the tier counts.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class MappedSegments:
         return segment, region
 
     def _region(self, segment: Segment, room: int, check: Check) -> MappedRegion:
-        """A window that shows the segment, populated: the one it had here, if any."""
+        """A region that shows the segment, populated: the one it had here, if any."""
         kept = self.cache.take(segment.inode)
         shown_bytes = whole_pages(segment.nbytes)
         if kept is None or kept.region.room < room:

@@ -46,7 +46,7 @@ class CudaPinning:
         self._driver: ctypes.CDLL | None = None
         self._device: int | None = None
         self._context = ctypes.c_void_p()
-        self._lock = threading.RLock()  # a window's end may come in the middle of a call
+        self._lock = threading.RLock()  # a region's end may come in the middle of a call
         self.obstacle = "off" if mode == "off" else ""
         """Why nothing is pinned, once that is known."""
 

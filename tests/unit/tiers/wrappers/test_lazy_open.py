@@ -15,7 +15,7 @@ from tiercheck.tiers.posix.nvme import NvmeDriver
 from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
 
 
-class TestPatient(AroundMemory):
+class TestLazyOpen(AroundMemory):
     def wrapped(self, driver: TierDriver) -> TierDriver:
         return LazyOpenDriver(driver)
 
