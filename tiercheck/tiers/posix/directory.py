@@ -336,8 +336,7 @@ class ObjectDirectory:
 
     def _scan(self, folder: str, start: str, locked: bool) -> Iterator[ObjectInfo]:
         try:
-            with self.beneath.listed(folder) as fd:
-                found = self.entries(fd, folder, start, locked)
+            found = self.entries(folder, start, locked)
         except (FileNotFoundError, NotADirectoryError):
             if not self.beneath.exists(CONTROL):
                 raise self._absent("") from None
@@ -352,27 +351,28 @@ class ObjectDirectory:
                 assert entry.status is not None
                 yield info_of(path, entry.status)
 
-    def entries(self, fd: int, folder: str, start: str, locked: bool) -> list[Entry]:
-        """The directories and regular files in ``folder``, open as ``fd``, whose name begins with ``start``, in any
-        order; TierCheck's own left out."""
-        # Under the lock, since a rename onto a name that is being listed may show it twice, or not at all.
-        with self._names_at_rest(locked), os.scandir(fd) as listed:
-            names = [
-                (entry.name, entry.is_dir(follow_symlinks=False), entry.is_symlink())
-                for entry in listed
-                if entry.name.startswith(start) and (folder or entry.name != CONTROL)
-            ]
+    def entries(self, folder: str, start: str, locked: bool) -> list[Entry]:
+        """The directories and regular files in ``folder`` whose name begins with ``start``, in any order; TierCheck's
+        own left out. Errors: ``FileNotFoundError``, ``NotADirectoryError`` if there is no such directory."""
         found = []
-        for name, is_directory, is_link in names:
-            if is_link:
-                self._tell_link(f"{folder}/{name}" if folder else name)
-            elif is_directory:
-                found.append(Entry(name, True))
-            else:
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    status = status_of(fd, name)
-                    if stat.S_ISREG(status.st_mode):
-                        found.append(Entry(name, False, status))
+        with self.beneath.listed(folder) as fd:
+            # Under the lock, since a rename onto a name that is being listed may show it twice, or not at all.
+            with self._names_at_rest(locked), os.scandir(fd) as listed:
+                names = [
+                    (entry.name, entry.is_dir(follow_symlinks=False), entry.is_symlink())
+                    for entry in listed
+                    if entry.name.startswith(start) and (folder or entry.name != CONTROL)
+                ]
+            for name, is_directory, is_link in names:
+                if is_link:
+                    self._tell_link(f"{folder}/{name}" if folder else name)
+                elif is_directory:
+                    found.append(Entry(name, True))
+                else:
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        status = status_of(fd, name)
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(Entry(name, False, status))
         return found
 
     def _tell_link(self, path: str) -> None:

@@ -98,19 +98,21 @@ class RememberingDirectory(SharedDirectory):
                 return  # there is no such directory, or no key is in it
         yield from super().scan(prefix, locked=locked)
 
-    def entries(self, fd: int, folder: str, start: str, locked: bool) -> list[Entry]:
+    def entries(self, folder: str, start: str, locked: bool) -> list[Entry]:
         """With the status of each, once the mount agrees with the listing."""
         found = []
-        with self._names_at_rest(locked):
+        # Opened under the lock: a mount may read a directory ahead when it is opened, and show later what it read then.
+        with self._names_at_rest(locked), self.beneath.listed(folder) as fd:
             with os.scandir(fd) as listed:
                 inodes = {entry.name: entry.inode() for entry in listed if entry.name.startswith(start)}
             for name, inode in inodes.items():
                 if not folder and name == CONTROL:
                     continue
                 path = f"{folder}/{name}" if folder else name
-                status = status_of(fd, name)
-                if status.st_ino != inode:
-                    status = self.look_up(path)
+                try:
+                    status = agreed_status(fd, name, inode) or self.look_up(path)
+                except FileNotFoundError:
+                    continue  # the server does not list it any more: somebody removed it who holds no lock
                 if stat.S_ISLNK(status.st_mode):
                     self._tell_link(path)
                 elif stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode):
@@ -157,16 +159,24 @@ class RememberingDirectory(SharedDirectory):
 
 
 def listed_status(folder: int, name: str, path: str) -> os.stat_result | None:
-    """What the mount makes of a name that the open directory lists; ``None`` if it is another file.
+    """What the mount makes of a name that the open directory lists; ``None`` if it does not agree.
 
-    Errors: ``FileNotFoundError`` for ``path``, if the name is not listed; for ``name``, if the mount does not know it.
+    Errors: ``FileNotFoundError`` for ``path``, if the name is not listed.
     """
     with os.scandir(folder) as entries:
         inode = next((entry.inode() for entry in entries if entry.name == name), None)
     if inode is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    status = status_of(folder, name)
-    return status if status.st_ino == inode else None
+    return agreed_status(folder, name, inode)
+
+
+def agreed_status(folder: int, name: str, inode: int) -> os.stat_result | None:
+    """What the mount makes of a name that is listed with ``inode``; ``None`` if that is another file, or none."""
+    with suppress(FileNotFoundError):
+        status = status_of(folder, name)
+        if status.st_ino == inode:
+            return status
+    return None
 
 
 def until_agreed(look: Callable[[], T | None], path: str) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -21,10 +22,11 @@ from tiercheck.errors import (
     Unsupported,
 )
 from tiercheck.tiers.posix import lustre, remembering_directory, striping
-from tiercheck.tiers.posix.beneath import status_of
+from tiercheck.tiers.posix.beneath import Beneath, status_of
+from tiercheck.tiers.posix.files import try_lock
 from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.tiers.posix.mounts import Mount, Traits, mount_of, parse_mounts, traits_of
-from tiercheck.tiers.posix.object_files import Temporary
+from tiercheck.tiers.posix.object_files import CONTROL, Temporary
 from tiercheck.tiers.posix.shared_directory import SharedDirectory, parse_temporary_name, temporary_name
 from tiercheck.tiers.posix.striping import ALL, parse_stripe_count, parse_stripe_size, stripes_for
 from tiercheck.tiers.registry import make_driver
@@ -491,6 +493,45 @@ class TestMountsThatRemember:
             for call in (lambda: driver.stat("a"), lambda: listed(driver), lambda: driver.get("a")):
                 with pytest.raises(Transient, match="has shown an old"):
                     await call()
+
+    async def test_a_name_that_is_gone_hides_no_other(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A listing that was read ahead may show what has been deleted since."""
+        async with LustreDriver(root) as driver:
+            for key in ("v/a", "v/b", "v/c"):
+                await driver.put(key, [b"x"])
+            scandir, gone = os.scandir, root / "v" / "b"
+
+            @contextlib.contextmanager
+            def read_ahead(fd: int) -> Iterator[Iterator[os.DirEntry[str]]]:
+                with scandir(fd) as found:
+                    entries = list(found)
+                if any(entry.name == "b" for entry in entries):
+                    gone.unlink()
+                yield iter(entries)
+
+            monkeypatch.setattr(os, "scandir", read_ahead)
+            assert [info.key for info in await listed(driver)] == ["v/a", "v/c"]
+
+    async def test_a_directory_is_opened_when_no_name_changes(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is read ahead when it is opened would be old by the time the lock is had."""
+        async with LustreDriver(root) as driver:
+            await driver.put("v/a", [b"x"])
+            held: list[bool] = []
+            open_listed = Beneath.listed
+
+            def opened(beneath: Beneath, path: str) -> contextlib.AbstractContextManager[int]:
+                other = os.open(root / CONTROL / "lock", os.O_RDWR)
+                try:
+                    held.append(not try_lock(other))
+                finally:
+                    os.close(other)
+                return open_listed(beneath, path)
+
+            monkeypatch.setattr(Beneath, "listed", opened)
+            assert [info.key for info in await listed(driver)] == ["v/a"]
+            assert held == [True, True]
 
     async def test_a_file_being_written_is_never_looked_at(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A mount that saw it half written would remember its size for a while after it is an object."""
