@@ -78,11 +78,18 @@ class Readable:
                 ways.setdefault((generation, last), RecoveryPoint(generation, anchor, last, by_snapshot=True))
         return ways
 
+    def possible(self, lineage: Lineage) -> dict[int, list[RecoveryPoint]]:
+        """The rank's ways to each version of the job's own past that it can reach, the best first: differentials are
+        preferred to a snapshot, then the newest generation."""
+        ways: dict[int, list[RecoveryPoint]] = {}
+        for point in sorted(self.points().values(), key=lambda point: (point.by_snapshot, -point.generation)):
+            if lineage.admits(point.generation, point.last):
+                ways.setdefault(point.last, []).append(point)
+        return ways
+
     def ways(self, lineage: Lineage) -> dict[int, RecoveryPoint]:
-        """The rank's way to each version of the job's own past that it can reach. Differentials are preferred to a
-        snapshot, then the newest generation."""
-        points = sorted(self.points().values(), key=lambda point: (not point.by_snapshot, point.generation))
-        return {point.last: point for point in points if lineage.admits(point.generation, point.last)}
+        """The best of :meth:`possible` to each version."""
+        return {version: ways[0] for version, ways in self.possible(lineage).items()}
 
 
 def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:

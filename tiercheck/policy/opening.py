@@ -88,16 +88,21 @@ def superseded_at_opening(
     """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
 
     ``versions``: what must stay within reach, from all tiers together, and from each tier that reaches it alone: nobody
-    knows which tiers fail next. If that needs more bases than leave room for another one, the last ones are deleted.
+    knows which tiers fail next. If that needs more bases than leave room for another one, the last versions are given
+    up.
     ``sound``: the rank's own copies without those that were found damaged. ``lineage``: that of the recovery.
     ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see lies in memory
     that the owner has left, and the owner has reached the recovery point without it.
     """
     gone = [source for source in held if source.key.rank != rank and source not in seen_by_owner]
-    by_any = _ways(sound, lineage, versions)
+    by_any = _ways([source.key for source in sound], lineage, versions)
     for role in roles:
+        whole = {source.key for source in sound if source.tier == role.index}
+        # A damaged copy is no part of a way: who goes that way reads another copy.
+        parts = [way for way in by_any if any(_leads_to(way, key, lineage) for key in whole)]
+        based = [way for way in parts if ShardKey.base(way.generation, way.anchor, rank) in whole]
+        ways = [*parts, *_ways(whole, lineage, versions, based)]
         here = [source for source in held if source.tier == role.index and source.key.rank == rank]
-        ways = [*by_any, *_ways([source for source in sound if source.tier == role.index], lineage, versions)]
         gone += [source for source in here if not any(_leads_to(way, source.key, lineage) for way in ways)]
     inside = {role.index for role in roles if not role.shared}
     return sorted(source for source in gone if source.tier in inside)
@@ -107,11 +112,21 @@ def _keys(held: Iterable[Source], tiers: Collection[int]) -> list[ShardKey]:
     return [source.key for source in held if source.tier in tiers]
 
 
-def _ways(held: Iterable[Source], lineage: Lineage, versions: Sequence[int]) -> list[RecoveryPoint]:
-    ways = Readable.of(source.key for source in held).ways(lineage)
-    found = [ways[version] for version in versions if version in ways]
-    anchors = list(dict.fromkeys((way.generation, way.anchor) for way in found))[:BASES_IN_VOLATILE_TIERS]
-    return [way for way in found if (way.generation, way.anchor) in anchors]
+def _ways(
+    held: Iterable[ShardKey], lineage: Lineage, versions: Sequence[int], taken: Iterable[RecoveryPoint] = ()
+) -> list[RecoveryPoint]:
+    """A way to each version that ``held`` reach, from no more bases than may stay; those of ``taken`` stay anyhow."""
+    possible = Readable.of(held).possible(lineage)
+    bases = {(way.generation, way.anchor) for way in taken}
+    chosen: list[RecoveryPoint] = []
+    for version in versions:
+        for way in possible.get(version, ()):
+            base = (way.generation, way.anchor)
+            if base in bases or len(bases) < BASES_IN_VOLATILE_TIERS:
+                bases.add(base)
+                chosen.append(way)
+                break
+    return chosen
 
 
 def _leads_to(way: RecoveryPoint, key: ShardKey, lineage: Lineage) -> bool:

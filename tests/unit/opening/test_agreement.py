@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,12 @@ from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveEr
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.opening.agreement import Agreement
-from tiercheck.policy.agreement import NO_MARK
-from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.observation import Role
-from tiercheck.policy.opening import Anew, Reach, anew, superseded_at_opening
-from tiercheck.policy.recovery import Source
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 from tiercheck.tiers.registry import make_driver
-from tiercheck.types import Survives
 
 BASE_EVERY = 4
 DEADLINE_S = 30.0
@@ -137,21 +130,6 @@ def test_starts_that_end_before_any_version_exists_fill_no_memory(tmp_path: Path
     for _ in range(4):
         assert same_version(ranks(short_life)) == 0
         assert len(job.bases(job.memories[1], 1)) == 1
-
-
-def test_what_each_nodes_failure_would_leave_stays_within_reach() -> None:
-    """No version is held twice by all. Without rank 0's node the newest is 2, without rank 1's it is 0."""
-    roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)]
-    lineage = Lineage.of([Branch(1, 0, 0, 2, "a" * 16)])
-    memory = [ShardKey.base(1, base, 0) for base in (0, 2, 4)]
-    held = [[Source(0, replace(key, rank=rank)) for key in memory] for rank in (0, 1)]
-    held[0].append(Source(1, ShardKey.base(1, 2, 0)))
-    held[1].append(Source(1, ShardKey.base(1, 0, 1)))
-    known = anew([Reach.of(each, roles, lineage) for each in held], 4)
-    assert known == Anew(NO_MARK, (4, 0, 2))
-    for rank, each in enumerate(held):
-        gone = superseded_at_opening(each, rank, roles, lineage, known.versions, each, [])
-        assert [(source.tier, source.key.first) for source in gone] == [(0, 2)], "two bases leave room for another one"
 
 
 def test_training_waits_for_the_rank_whose_bases_do_not_arrive_and_names_it(tmp_path: Path) -> None:
