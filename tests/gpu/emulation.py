@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tests.gpu.machine import GUARD, GUARD_BYTE, guarded
 from tests.servers.programs import need
 from tiercheck.kernels.cuda import module
+from tiercheck.kernels.registry import cuda_sources
 
 __all__ = ["Emulator", "compile_for_host", "compile_text"]
 
@@ -37,7 +38,7 @@ class OnDevice(np.ndarray[Any, Any]):
 def compile_for_host(directory: Path) -> ctypes.CDLL:
     """All sources of the package as one library, each in a namespace of its own."""
     texts = []
-    for source, kernels in module.KERNELS.items():
+    for source, kernels in cuda_sources().items():
         entries = "\n".join(f"ON_HOST({name})" for name in kernels)
         texts.append(f"namespace {source} {{\n{module.text_of(source)}\n{entries}\n}}")
     return compile_text("\n".join(texts), directory)
@@ -81,7 +82,7 @@ class Emulator:
 
     def launch(self, source: str, kernel: str, grid: int, block: int, arguments: Sequence[Any], stream: Any) -> None:
         assert 1 <= grid < 2**31 and 1 <= block <= 1024
-        assert kernel in module.KERNELS[source]
+        assert kernel in cuda_sources()[source]
         status = self.call(self.function(kernel), grid, block, arguments)
         assert status == 0, f"{kernel} failed on the host; stderr says why"
 

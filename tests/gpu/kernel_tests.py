@@ -23,10 +23,9 @@ from tests.gpu.inputs import (
 )
 from tests.gpu.machine import Machine, need_cupy
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import reference
 from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.gradients import SparseGradient
-from tiercheck.kernels.reference import blocks, compaction, fp16, nf4, onebit, planes
+from tiercheck.kernels.reference import adam, bfloat16, blocks, compaction, fp16, nf4, onebit, planes
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
 
 need_cupy()
@@ -64,7 +63,7 @@ class CudaKernelTests(CudaExponentTests):
         self, machine: Machine, values: NDArray[Any], threshold: float, residual: Floats | None, slack: int
     ) -> int:
         expected_residual = None if residual is None else residual.copy()
-        found, survived = reference.compact(values, threshold, residual=expected_residual)
+        found, survived = compaction.compact(values, threshold, residual=expected_residual)
         capacity = max(0, found.size + slack)
         held = min(capacity, found.size)
         indices, survivors = machine.put(np.zeros(capacity, np.uint32)), machine.put(np.zeros(capacity, np.float32))
@@ -109,7 +108,7 @@ class CudaKernelTests(CudaExponentTests):
         workspace = machine.put(np.zeros(min(size, compaction.SAMPLES), np.uint32))
         lost = None if residual is None else machine.put(residual)
         cuda.select_threshold(machine.put(values), ratio, 7, threshold, workspace, residual=lost, stream=machine.stream)
-        expected = reference.select_threshold(values, ratio, 7, residual=residual)
+        expected = compaction.select_threshold(values, ratio, 7, residual=residual)
         assert float(machine.get(threshold)[0]) == expected
         assert machine.intact(workspace)
 
@@ -274,7 +273,7 @@ class CudaKernelTests(CudaExponentTests):
             values = gradient(size)
             exact = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
             expected = np.zeros(size, np.uint16)
-            reference.narrow_into(exact, expected)
+            bfloat16.narrow_into(exact, expected)
             low, narrowed = machine.put(np.full(1, 7, np.uint32)), machine.put(np.zeros(size, np.uint16))
             widened = machine.put(np.zeros(size, np.float32))
             cuda.find_low_halves(machine.put(exact), low, stream=machine.stream)
@@ -358,7 +357,7 @@ class CudaKernelTests(CudaExponentTests):
         ]
         options: dict[str, Any] = {"contracted": contracted}
         largest: dict[str, Any] = {"max_exp_avg_sq": state[3]} if amsgrad else {}
-        reference.replay_fused_adam(*state[:3], gradients, steps, **options, **largest)
+        adam.replay_fused_adam(*state[:3], gradients, steps, **options, **largest)
         largest = {"max_exp_avg_sq": there[3]} if amsgrad else {}
         cuda.replay_fused_adam(*there[:3], gradients_there, steps, **options, **largest, stream=machine.stream)
         for actual, expected in zip(there, state, strict=True):
@@ -452,8 +451,8 @@ class CudaKernelTests(CudaExponentTests):
         size = machine.sizes[-1]
         values, residual = gradient(size, special=False), gradient(size, 1, special=False)
         expected_residual = residual.copy()
-        threshold = reference.select_threshold(values, 0.01, 3, residual=residual)
-        found, survived = reference.compact(values, threshold, residual=expected_residual)
+        threshold = compaction.select_threshold(values, 0.01, 3, residual=residual)
+        found, survived = compaction.compact(values, threshold, residual=expected_residual)
         expected_halves = np.zeros(found.size, np.float16)
         exponent = fp16.to_half(survived, expected_halves)
         settle(expected_residual, found, survived, fp16.from_half(expected_halves, exponent))

@@ -15,7 +15,8 @@ cupy = need_gpu()
 from tests.gpu.inputs import adam_steps, gradient, identical  # noqa: E402  after the skip without a GPU
 from tests.gpu.kernel_tests import CudaKernelTests  # noqa: E402
 from tiercheck.errors import ConfigurationError  # noqa: E402
-from tiercheck.kernels import cuda, reference  # noqa: E402
+from tiercheck.kernels import cuda  # noqa: E402
+from tiercheck.kernels.reference import blocks, compaction, exponents  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ def test_every_call_returns_while_the_stream_is_held_up_and_allocates_nothing(gp
         "survivors": put(np.zeros(size, np.float32)),
         "decoded": put(np.zeros(size, np.float32)),
         "halves": put(np.zeros(size, np.float16)),
-        "samples": put(np.zeros(reference.compaction.SAMPLES, np.uint32)),
+        "samples": put(np.zeros(compaction.SAMPLES, np.uint32)),
         "room": put(np.zeros(cuda.exponents_workspace(size), np.uint64)),  # the larger one
         "codes": put(np.zeros(size, np.int8)),
         "nibbles": put(np.zeros(-(-size // 256) * 128, np.uint8)),
@@ -64,7 +65,7 @@ def test_every_call_returns_while_the_stream_is_held_up_and_allocates_nothing(gp
         "scales": put(np.zeros(-(-size // 256), np.float32)),
         "patterns": put(np.zeros(-(-size // 128), np.uint16)),
         "plane": put(np.zeros(size, np.uint8)),
-        "packed": put(np.zeros(reference.packed_bytes_max(size), np.uint8)),
+        "packed": put(np.zeros(exponents.packed_bytes_max(size), np.uint8)),
         "exp_avg": put(np.zeros(size, np.float32)),
         "exp_avg_sq": put(np.zeros(size, np.float32)),
     }
@@ -141,9 +142,9 @@ def test_a_torch_tensor_is_worked_on_in_place(gpu: Gpu) -> None:
     cuda.dequantise_into(codes, scales, borrowed, stream=gpu.stream)
     gpu.stream.synchronize()
     expected_codes, expected_scales = np.zeros(values.size, np.int8), np.zeros(-(-values.size // 256), np.float32)
-    reference.quantise_into(values, expected_codes, expected_scales)
+    blocks.quantise_into(values, expected_codes, expected_scales)
     assert identical(gpu.get(codes), expected_codes)
-    assert identical(tensor.cpu().numpy(), reference.dequantise(expected_codes, expected_scales))
+    assert identical(tensor.cpu().numpy(), blocks.dequantise(expected_codes, expected_scales))
 
 
 def test_memory_of_the_host_is_not_borrowed(gpu: Gpu) -> None:

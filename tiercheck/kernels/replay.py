@@ -299,7 +299,7 @@ def uncertified(name: str) -> Function:
         from tiercheck.kernels.cpu import sgd
 
         return sgd.replay_sgd
-    from tiercheck.kernels import reference
+    from tiercheck.kernels.reference.adam import replay_fused_adam
     from tiercheck.kernels.reference.sgd import replay_sgd
 
-    return replay_sgd if name == "reference_sgd" else reference.replay_fused_adam
+    return replay_sgd if name == "reference_sgd" else replay_fused_adam

@@ -24,7 +24,7 @@ near_ties = st.builds(
 
 def rounded(values: NDArray[np.float32], by: str, threads: int = 1) -> NDArray[np.uint16]:
     out = np.empty(values.size, np.uint16)
-    kernels.round_bfloat16_into(values, out, threads=threads, by=by)
+    kernels.round_bfloat16_into.by(by)(values, out, threads=threads)
     return out
 
 
@@ -49,7 +49,7 @@ def test_what_is_lost_is_added_to_the_residual(bits: NDArray[np.uint32], seed: i
         expected = np.where(np.isfinite(held), owed + (values - held), np.float32(0))
     for by in BACKENDS:
         residual = owed.copy()
-        kernels.lose_bfloat16(values, residual, by=by)
+        kernels.lose_bfloat16.by(by)(values, residual)
         assert residual.tobytes() == expected.tobytes()
 
 
@@ -60,13 +60,13 @@ def test_the_number_of_threads_makes_no_difference(size: int, threads: int) -> N
     assert np.array_equal(rounded(values, "numba", threads), rounded(values, "reference"))
     residuals = [np.ones(size, np.float32) for _ in BACKENDS]
     for residual, by in zip(residuals, BACKENDS, strict=True):
-        kernels.lose_bfloat16(values, residual, threads=threads, by=by)
+        kernels.lose_bfloat16.by(by)(values, residual, threads=threads)
     assert np.array_equal(*residuals)
 
 
 @pytest.mark.parametrize("by", BACKENDS)
 def test_arrays_of_other_sizes_are_refused(by: str) -> None:
     with pytest.raises(ValueError, match="4 values"):
-        kernels.round_bfloat16_into(np.zeros(4, np.float32), np.zeros(3, np.uint16), by=by)
+        kernels.round_bfloat16_into.by(by)(np.zeros(4, np.float32), np.zeros(3, np.uint16))
     with pytest.raises(ValueError, match="4 values"):
-        kernels.lose_bfloat16(np.zeros(4, np.float32), np.zeros(5, np.float32), by=by)
+        kernels.lose_bfloat16.by(by)(np.zeros(4, np.float32), np.zeros(5, np.float32))

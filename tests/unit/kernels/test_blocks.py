@@ -32,8 +32,8 @@ class Scheme:
     scale_dtype: type[np.generic]
     codes_of: Callable[[int, int], int]
     """The codes' size, of the values' and the blocks' number."""
-    encode_into: Callable[..., None]
-    decode_parts: Callable[..., Floats]
+    encode_into: kernels.Kernel[..., Any]
+    decode_parts: kernels.Kernel[..., Floats]
 
     def empty_parts(self, size: int) -> tuple[NDArray[Any], NDArray[Any]]:
         blocks = -(-size // self.block)
@@ -50,11 +50,11 @@ class Scheme:
         threads: int = 1,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         parts = self.empty_parts(values.size)
-        self.encode_into(values, *parts, before=before, rooted=rooted, residual=residual, threads=threads, by=by)
+        self.encode_into.by(by)(values, *parts, before=before, rooted=rooted, residual=residual, threads=threads)
         return parts
 
     def decode(self, parts: tuple[NDArray[Any], NDArray[Any]], size: int, *, by: str, threads: int = 1) -> Floats:
-        return self.decode_parts(*parts, *([] if self is INT8 else [size]), threads=threads, by=by)
+        return self.decode_parts.by(by)(*parts, *([] if self is INT8 else [size]), threads=threads)
 
 
 INT8 = Scheme(kernels.BLOCK, np.int8, np.float32, lambda size, blocks: size, kernels.quantise_into, kernels.dequantise)
@@ -149,7 +149,7 @@ class TestEveryScheme:
             x = values if residual is None else values + residual
         for by in BACKENDS:
             lost = None if residual is None else residual.copy()
-            found = scheme.encode_into(values, *scheme.empty_parts(values.size), residual=lost, by=by)
+            found = scheme.encode_into.by(by)(values, *scheme.empty_parts(values.size), residual=lost)
             assert found == (not np.isfinite(x).all())
 
     @each_backend
@@ -231,7 +231,7 @@ class TestEveryScheme:
         values = np.random.default_rng(size).standard_normal(size, dtype=np.float32)
         guarded = [Guarded(part) for part in (*scheme.empty_parts(size), np.zeros(size, np.float32))]
         codes, scales, residual = (each.array for each in guarded)
-        scheme.encode_into(values.copy(), codes, scales, residual=residual, by=by)
+        scheme.encode_into.by(by)(values.copy(), codes, scales, residual=residual)
         assert all(each.intact() for each in guarded)
 
     @each_backend
@@ -244,7 +244,7 @@ class TestEveryScheme:
         codes, scales = np.empty(sizes["codes"], codes.dtype), np.empty(sizes["scales"], scales.dtype)
         before, residual = (np.zeros(sizes[name], np.float32) for name in ("before", "residual"))
         with pytest.raises(ValueError, match="300 values need"):
-            scheme.encode_into(np.ones(300, np.float32), codes, scales, before=before, residual=residual, by=by)
+            scheme.encode_into.by(by)(np.ones(300, np.float32), codes, scales, before=before, residual=residual)
         if wrong == "scales" or (wrong == "codes" and scheme is not INT8):  # whose codes say how many values there are
             with pytest.raises(ValueError, match="need"):
                 scheme.decode((codes, scales), 300, by=by)
@@ -258,7 +258,7 @@ class TestEveryScheme:
         arrays[apart] = np.repeat(arrays[apart], 2)[::2]
         values, codes, scales = (arrays.pop(name) for name in ("values", "codes", "scales"))
         with pytest.raises(ValueError, match="contiguous"):
-            scheme.encode_into(values, codes, scales, **arrays, by="numba")
+            scheme.encode_into.by("numba")(values, codes, scales, **arrays)
         if apart in ("codes", "scales"):
             with pytest.raises(ValueError, match="contiguous"):
                 scheme.decode((codes, scales), 600, by="numba")
@@ -350,6 +350,10 @@ class TestPoisonedBlocks:
         assert not np.any(residual)
 
 
+def quantise(values: Floats, by: str) -> tuple[NDArray[np.int8], Floats]:
+    return INT8.encode(values, by=by)
+
+
 class TestInt8:
     @each_backend
     @given(tensors(SIZES))
@@ -367,9 +371,9 @@ class TestInt8:
     @each_backend
     def test_one_bad_value_spoils_no_other(self, by: str) -> None:
         values = np.linspace(-1, 1, 256, dtype=np.float32)
-        clean = kernels.dequantise(*kernels.quantise(values, by=by), by=by)
+        clean = kernels.dequantise.by(by)(*quantise(values, by))
         values[[3, 77]] = np.nan, np.inf
-        decoded = kernels.dequantise(*kernels.quantise(values, by=by), by=by)
+        decoded = kernels.dequantise.by(by)(*quantise(values, by))
         assert np.flatnonzero(np.isnan(decoded)).tolist() == [3, 77]
         others = np.isfinite(decoded)
         assert same_bits(decoded[others], clean[others])
@@ -386,29 +390,29 @@ class TestInt8:
     @each_backend
     def test_rounds_half_to_even(self, by: str) -> None:
         values = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5], np.float32)
-        codes, scales = kernels.quantise(values, by=by)
+        codes, scales = quantise(values, by)
         assert scales.tolist() == [1.0]
         assert codes.tolist() == [127, 0, 2, 2, 0, -2]
 
     @each_backend
     def test_keeps_the_sign_and_bound_of_denormals(self, by: str) -> None:
         values = (np.arange(-150, 151) * np.float64(2.0**-149)).astype(np.float32)
-        codes, scales = kernels.quantise(values, by=by)
-        decoded = kernels.dequantise(codes, scales, by=by).astype(np.float64)
+        codes, scales = quantise(values, by)
+        decoded = kernels.dequantise.by(by)(codes, scales).astype(np.float64)
         spread = np.repeat(scales, kernels.BLOCK)[: values.size]
         assert np.all(np.abs(decoded - values) <= spread / 2)
 
     @each_backend
     def test_the_largest_numbers_stay_finite(self, by: str) -> None:
         values = np.full(300, LARGEST, np.float32)
-        assert np.all(np.isfinite(kernels.dequantise(*kernels.quantise(values, by=by), by=by)))
+        assert np.all(np.isfinite(kernels.dequantise.by(by)(*quantise(values, by))))
 
     @each_backend
     @pytest.mark.parametrize("largest", [2.0**-126, 127 * 2.0**-126, 127 * np.nextafter(np.float32(2.0**-126), 0)])
     def test_around_the_smallest_scale_that_has_a_reciprocal(self, by: str, largest: float) -> None:
         values = np.linspace(-largest, largest, 256, dtype=np.float64).astype(np.float32)
-        codes, scales = kernels.quantise(values, by=by)
-        decoded = kernels.dequantise(codes, scales, by=by).astype(np.float64)
+        codes, scales = quantise(values, by)
+        decoded = kernels.dequantise.by(by)(codes, scales).astype(np.float64)
         assert np.abs(decoded - values).max() <= float(scales[0]) * (0.5 + 127 * 2.0**-22)
         assert codes.min() == -127
         assert codes.max() == 127
@@ -437,7 +441,7 @@ class TestNf4:
         below = [-quantile(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
         levels = np.sort(np.array([*above, 0.0, *below])) / above[0]
         assert np.abs(levels - LEVELS).max() < 1e-6
-        decoded = kernels.dequantise_nf4(np.arange(128, dtype=np.uint8) % 16, np.ones(1, np.float32), 16, by=by)
+        decoded = kernels.dequantise_nf4.by(by)(np.arange(128, dtype=np.uint8) % 16, np.ones(1, np.float32), 16)
         assert same_bits(decoded, LEVELS)
 
     @given(tensors(SIZES))
@@ -545,13 +549,13 @@ class TestOnebit:
 
 def split(array: NDArray[Any], by: str, threads: int = 1) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     planes = np.empty(array.size, np.uint8), np.empty(array.size * (array.itemsize - 1), np.uint8)
-    kernels.split_exponents(array, *planes, threads=threads, by=by)
+    kernels.split_exponents.by(by)(array, *planes, threads=threads)
     return planes
 
 
 def join(planes: tuple[NDArray[np.uint8], NDArray[np.uint8]], dtype: Any, by: str, threads: int = 1) -> NDArray[Any]:
     out = np.empty(planes[0].size, dtype)
-    kernels.join_exponents(*planes, out, threads=threads, by=by)
+    kernels.join_exponents.by(by)(*planes, out, threads=threads)
     return out
 
 
@@ -598,8 +602,8 @@ class TestPlanes:
     def test_planes_of_another_size_are_refused(self, by: str, sizes: tuple[int, int]) -> None:
         planes = np.zeros(sizes[0], np.uint8), np.zeros(sizes[1], np.uint8)
         for call in (
-            lambda: kernels.split_exponents(np.zeros(10, np.uint32), *planes, by=by),
-            lambda: kernels.join_exponents(*planes, np.zeros(10, np.uint32), by=by),
+            lambda: kernels.split_exponents.by(by)(np.zeros(10, np.uint32), *planes),
+            lambda: kernels.join_exponents.by(by)(*planes, np.zeros(10, np.uint32)),
         ):
             with pytest.raises(ValueError, match="10 values need"):
                 call()
@@ -609,32 +613,32 @@ class TestPlanes:
         bits = np.random.default_rng(2).integers(0, np.iinfo(dtype).max, 1000, dtype=dtype)
         exponents, rest = split(bits, "reference")
         wide = np.full((rest.size // 1000, 3000), 7, np.uint8)
-        kernels.split_exponents(bits, np.empty(1000, np.uint8), wide[:, 1000:2000], by=by)
+        kernels.split_exponents.by(by)(bits, np.empty(1000, np.uint8), wide[:, 1000:2000])
         assert np.array_equal(wide[:, 1000:2000].reshape(-1), rest)
         assert np.all(wide[:, :1000] == 7)
         assert np.all(wide[:, 2000:] == 7)
         joined = np.empty(1000, dtype)
-        kernels.join_exponents(exponents, wide[:, 1000:2000], joined, by=by)
+        kernels.join_exponents.by(by)(exponents, wide[:, 1000:2000], joined)
         assert np.array_equal(joined, bits)
 
     def test_planes_of_another_shape_are_refused(self, by: str) -> None:
         planes = np.zeros(10, np.uint8), np.zeros((10, 3), np.uint8)
         for call in (
-            lambda: kernels.split_exponents(np.zeros(10, np.uint32), *planes, by=by),
-            lambda: kernels.join_exponents(*planes, np.zeros(10, np.uint32), by=by),
+            lambda: kernels.split_exponents.by(by)(np.zeros(10, np.uint32), *planes),
+            lambda: kernels.join_exponents.by(by)(*planes, np.zeros(10, np.uint32)),
         ):
             with pytest.raises(ValueError, match=r"3 planes of as many bytes, not \(10, 3\)"):
                 call()
 
     def test_patterns_of_another_dtype_are_refused(self, by: str) -> None:
         with pytest.raises(TypeError, match="uint16 or uint32, not float32"):
-            kernels.split_exponents(np.zeros(4, np.float32), np.zeros(4, np.uint8), np.zeros(12, np.uint8), by=by)
+            kernels.split_exponents.by(by)(np.zeros(4, np.float32), np.zeros(4, np.uint8), np.zeros(12, np.uint8))
 
     def test_planes_are_written_within_their_bounds(self, by: str) -> None:
         guarded = [Guarded(np.zeros(size, np.uint8)) for size in (77, 3 * 77)]
-        kernels.split_exponents(np.arange(77, dtype=np.uint32), guarded[0].array, guarded[1].array, by=by)
+        kernels.split_exponents.by(by)(np.arange(77, dtype=np.uint32), guarded[0].array, guarded[1].array)
         out = Guarded(np.zeros(77, np.uint32))
-        kernels.join_exponents(guarded[0].array, guarded[1].array, out.array, by=by)
+        kernels.join_exponents.by(by)(guarded[0].array, guarded[1].array, out.array)
         assert all(each.intact() for each in (*guarded, out))
         assert np.array_equal(out.array, np.arange(77))
 

@@ -17,19 +17,19 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from tiercheck import kernels
-from tiercheck.kernels import cpu
-from tiercheck.kernels import reference as numpy_kernels
 from tiercheck.kernels.cpu import compaction as numba
 from tiercheck.kernels.cpu import fp16 as numba_halves
+from tiercheck.kernels.cpu import scatter as numba_scatter
 from tiercheck.kernels.cpu import threshold as numba_threshold
 from tiercheck.kernels.cpu.compiled import frozen
 from tiercheck.kernels.reference import compaction as reference
 from tiercheck.kernels.reference import fp16 as reference_halves
+from tiercheck.kernels.reference import scatter as reference_scatter
 
 BOTH = (reference, numba)
 COMPILED = (numba.collect, numba.fill, numba_threshold.look, numba_threshold.select)
 BOTH_HALVES = (reference_halves, numba_halves)
-BOTH_SCATTERS = (numpy_kernels, cpu)
+BOTH_SCATTERS = (reference_scatter, numba_scatter)
 DTYPES = (np.float32, np.float16, np.uint16)
 SIZES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 4097)
 NOT_FINITE = (0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF)
@@ -389,7 +389,7 @@ class TestResidual:
             indices, survivors = numba.compact(gradient, threshold, residual=residual)
             exponent = numba_halves.to_half(survivors, halves[: indices.size])
             decoded = numba_halves.from_half(halves[: indices.size], exponent)
-            cpu.settle(residual, indices, survivors, decoded)
+            numba_scatter.settle(residual, indices, survivors, decoded)
             total += gradient
             stored[indices] += decoded
             assert 0 < indices.size < 200

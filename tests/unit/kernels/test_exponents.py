@@ -19,12 +19,12 @@ BLOCK, CODE_BYTES = 256, 96
 
 def pack(exponents: NDArray[np.uint8], by: str) -> NDArray[np.uint8]:
     packed = np.full(kernels.packed_bytes_max(exponents.size), 0xA5, np.uint8)
-    return packed[: kernels.pack_exponents(exponents, packed, by=by)]
+    return packed[: kernels.pack_exponents.by(by)(exponents, packed)]
 
 
 def unpack(packed: NDArray[np.uint8], size: int, by: str) -> NDArray[np.uint8]:
     exponents = np.full(size, 0xA5, np.uint8)
-    kernels.unpack_exponents(packed, exponents, by=by)
+    kernels.unpack_exponents.by(by)(packed, exponents)
     return exponents
 
 
@@ -58,7 +58,7 @@ def split_and_pack(patterns: NDArray[Any], by: str) -> tuple[bytes, bytes]:
     rest = np.full(rest_bytes + 2 * margin, 0xA5, np.uint8)
     packed = np.full(kernels.packed_bytes_max(patterns.size) + 2 * margin, 0xA5, np.uint8)
     inner = rest[margin:-margin], packed[margin:-margin]
-    nbytes = kernels.split_and_pack_exponents(patterns, *inner, by=by)
+    nbytes = kernels.split_and_pack_exponents.by(by)(patterns, *inner)
     assert all(np.all(each[:margin] == 0xA5) and np.all(each[-margin:] == 0xA5) for each in (rest, packed))
     return inner[0].tobytes(), inner[1][:nbytes].tobytes()
 
@@ -73,7 +73,7 @@ def test_in_one_pass_they_are_what_they_are_in_two(size: int, dtype: type) -> No
         patterns = (noise & ~dtype(0xFF << shift) | exponents.astype(dtype) << dtype(shift)).astype(dtype)
         rest = np.empty(size * (patterns.itemsize - 1), np.uint8)
         parted = np.empty(size, np.uint8)
-        kernels.split_exponents(patterns, parted, rest, by="reference")
+        kernels.split_exponents.by("reference")(patterns, parted, rest)
         assert parted.tobytes() == exponents.tobytes()
         for by in BACKENDS:
             assert split_and_pack(patterns, by) == (rest.tobytes(), pack(exponents, "reference").tobytes())
@@ -84,11 +84,11 @@ def test_in_one_pass_too_little_room_is_refused(by: str) -> None:
     patterns, packed = np.zeros(300, np.uint32), np.full(706, 0xA5, np.uint8)
     rest = np.full(900, 0xA5, np.uint8)
     with pytest.raises(ValueError, match="there is room for 705"):
-        kernels.split_and_pack_exponents(patterns, rest, packed[:705], by=by)
+        kernels.split_and_pack_exponents.by(by)(patterns, rest, packed[:705])
     with pytest.raises(ValueError, match="300 values need"):
-        kernels.split_and_pack_exponents(patterns, rest[:899], packed, by=by)
+        kernels.split_and_pack_exponents.by(by)(patterns, rest[:899], packed)
     with pytest.raises(TypeError, match="not float32"):
-        kernels.split_and_pack_exponents(patterns.view(np.float32), rest, packed, by=by)
+        kernels.split_and_pack_exponents.by(by)(patterns.view(np.float32), rest, packed)
     assert np.all(packed == 0xA5)
     assert np.all(rest == 0xA5)
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(by: str) -> None:
     exponents = np.arange(300, dtype=np.uint16).astype(np.uint8)
     room = np.zeros(kernels.packed_bytes_max(300) - 1, np.uint8)
     with pytest.raises(ValueError, match="there is room for"):
-        kernels.pack_exponents(exponents, room, by=by)
+        kernels.pack_exponents.by(by)(exponents, room)
     assert not room.any()
     packed = pack(exponents, by)
     for wrong in (packed[:0], packed[:100], packed[:-1], np.append(packed, packed[:1])):
@@ -165,8 +165,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(by: str) -> None:
 def test_nothing_beyond_what_is_returned_matters_or_is_written_beyond_the_room(by: str) -> None:
     exponents = np.random.default_rng(1).integers(0, 256, 1000).astype(np.uint8)
     guarded = np.full(kernels.packed_bytes_max(1000) + 64, 0x5A, np.uint8)
-    kernels.pack_exponents(exponents, guarded[:-64], by=by)
+    kernels.pack_exponents.by(by)(exponents, guarded[:-64])
     assert (guarded[-64:] == 0x5A).all()
     target = np.full(1000 + 64, 0x5A, np.uint8)
-    kernels.unpack_exponents(pack(exponents, by), target[:1000], by=by)
+    kernels.unpack_exponents.by(by)(pack(exponents, by), target[:1000])
     assert (target[1000:] == 0x5A).all()

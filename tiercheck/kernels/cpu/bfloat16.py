@@ -31,6 +31,7 @@ def low_halves_are_zero(bits: NDArray[np.uint32]) -> bool:
 
 def narrow_into(values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
     """As the reference."""
+    check_pair(values, out)
     upper_halves(frozen(values.view(np.uint32)), out)
 
 

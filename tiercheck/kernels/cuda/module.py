@@ -11,7 +11,7 @@ import importlib.resources
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -20,9 +20,9 @@ import numpy as np
 from cupy.cuda import function, nvrtc
 
 from tiercheck.errors import ConfigurationError
+from tiercheck.kernels.registry import cuda_sources
 
 __all__ = [
-    "KERNELS",
     "DeviceArray",
     "Stream",
     "borrow",
@@ -42,33 +42,6 @@ DeviceArray: TypeAlias = Any
 
 Stream: TypeAlias = Any
 """A ``cupy.cuda.Stream``."""
-
-KERNELS: Mapping[str, tuple[str, ...]] = {
-    "adam": ("replay_adam", "replay_adam_sparse"),
-    "torch_adam": ("replay_torch_adam",),
-    "compaction": ("compact_float32", "compact_float16", "compact_bfloat16"),
-    "threshold": ("sample_float32", "sample_float16", "sample_bfloat16", "select_magnitude"),
-    "survivors": ("clear", "largest_finite", "to_half", "from_half", "settle", "scatter", "scatter_add"),
-    "blocks": (
-        "quantise_int8",
-        "dequantise_int8",
-        "quantise_nf4",
-        "dequantise_nf4",
-        "quantise_onebit",
-        "dequantise_onebit",
-    ),
-    "patterns": (
-        "find_low_halves",
-        "narrow",
-        "widen",
-        "split_exponents_16",
-        "split_exponents_32",
-        "join_exponents_16",
-        "join_exponents_32",
-    ),
-    "exponents": ("pack_exponents", "unpack_exponents"),
-}
-"""The sources, and the kernels in each."""
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """Every operation rounds once, as it is written; what shall be fused says so."""
@@ -233,6 +206,6 @@ def check(name: str, array: DeviceArray, dtype: Any, size: int | None = None, *,
 def warm_up() -> None:
     """Compile and load every kernel for the current device, so that none compiles while training waits."""
     device = int(cupy.cuda.runtime.getDevice())
-    for source, kernels in KERNELS.items():
-        for kernel in kernels:
-            kernel_of(source, kernel, device)
+    for source, entries in cuda_sources().items():
+        for entry in entries:
+            kernel_of(source, entry, device)

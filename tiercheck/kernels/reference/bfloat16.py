@@ -18,7 +18,11 @@ def is_bfloat16(values: NDArray[np.float32]) -> bool:
 
 
 def narrow_into(values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-    """Write the upper 16 bits of fp32 values: their bf16 patterns, where :func:`is_bfloat16`."""
+    """Write the upper 16 bits of fp32 values: their bf16 patterns, where :func:`is_bfloat16`.
+
+    Errors: ``ValueError`` where ``out`` has another size.
+    """
+    check_pair(values, out)
     out[:] = values.view(np.uint32) >> np.uint32(16)
 
 

@@ -77,7 +77,9 @@ class ExactEntropy(Codec):
             return self._plain.encode(array, dtype, seed=seed, slot=slot, threads=threads)
         flat = flat_array(array, dtype)
         if dtype == "F32" and flat.size and kernels.is_bfloat16(flat):
-            flat = kernels.narrow(flat)
+            narrowed = np.empty(flat.size, np.uint16)
+            kernels.narrow_into(flat, narrowed)
+            flat = narrowed
         patterns = flat.view(f"u{flat.itemsize}")
         rest, exponents = planes(flat.size, flat.itemsize)
         others = slot_array(slot, rest)

@@ -21,21 +21,21 @@ generator = np.random.default_rng(0)
 
 
 def compacted(values, by):
-    return [part for threshold in (0.0, 0.8, 2.0) for part in kernels.compact(values, threshold, by=by)]
+    return [part for threshold in (0.0, 0.8, 2.0) for part in kernels.compact.by(by)(values, threshold)]
 
 
 def quantised(values, by):
     codes, scales = np.empty(values.size // 2, np.uint8), np.empty(values.size // 256, np.float32)
     residual = np.zeros(values.size, np.float32)
-    kernels.quantise_nf4_into(values, codes, scales, residual=residual, by=by)
-    return codes, scales, residual, kernels.dequantise_nf4(codes, scales, values.size, by=by)
+    kernels.quantise_nf4_into.by(by)(values, codes, scales, residual=residual)
+    return codes, scales, residual, kernels.dequantise_nf4.by(by)(codes, scales, values.size)
 
 
 def packed(values, by):
     exponents = (values.view(np.uint32) >> 23).astype(np.uint8)
     buffer = np.empty(kernels.packed_bytes_max(values.size), np.uint8)
-    used = buffer[: kernels.pack_exponents(exponents, buffer, by=by)]
-    kernels.unpack_exponents(used, exponents, by=by)
+    used = buffer[: kernels.pack_exponents.by(by)(exponents, buffer)]
+    kernels.unpack_exponents.by(by)(used, exponents)
     return used, exponents
 
 

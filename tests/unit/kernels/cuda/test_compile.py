@@ -17,7 +17,9 @@ need_cupy()
 
 from tiercheck.errors import ConfigurationError  # noqa: E402
 from tiercheck.kernels.cuda import module  # noqa: E402
+from tiercheck.kernels.registry import cuda_sources  # noqa: E402
 
+SOURCES = cuda_sources()
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
@@ -47,18 +49,18 @@ def compile_with(nvrtc: Any, source: str, *options: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("source", module.KERNELS)
+@pytest.mark.parametrize("source", SOURCES)
 def test_it_compiles_and_keeps_to_registers(nvrtc: Any, source: str, architecture: str) -> None:
     log, _ = compile_with(nvrtc, source, f"--gpu-architecture={architecture}", "--ptxas-options=-v")
     assert "warning" not in log.lower()
     compiled = re.findall(r"Compiling entry function '(\w+)'", log)
-    assert sorted(compiled) == sorted(module.KERNELS[source])
+    assert sorted(compiled) == sorted(SOURCES[source])
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert len(frames) >= len(compiled)
     assert all(sizes == ("0", "0", "0") for sizes in frames)
 
 
-@pytest.mark.parametrize("source", module.KERNELS)
+@pytest.mark.parametrize("source", SOURCES)
 def test_every_operation_rounds_as_it_is_written(nvrtc: Any, source: str) -> None:
     """Nothing is flushed to zero, approximated, or left for the assembler to fuse."""
     _, ptx = compile_with(nvrtc, source, "--gpu-architecture=compute_90")
@@ -73,7 +75,7 @@ def test_every_operation_rounds_as_it_is_written(nvrtc: Any, source: str) -> Non
 def test_machine_code_comes_out(nvrtc: Any) -> None:
     code = module.compile_source("patterns", "sm_90")
     assert code.startswith(b"\x7fELF")
-    assert all(kernel.encode() in code for kernel in module.KERNELS["patterns"])
+    assert all(kernel.encode() in code for kernel in SOURCES["patterns"])
 
 
 def test_a_source_that_does_not_compile_is_told_with_its_line(nvrtc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def test_kernels_import_no_cupy() -> None:
 
 def test_every_source_and_every_kernel_is_named() -> None:
     sources = (files("tiercheck.kernels.cuda") / "source").iterdir()
-    assert {entry.name for entry in sources if entry.name.endswith(".cu")} == {f"{name}.cu" for name in module.KERNELS}
+    assert {entry.name for entry in sources if entry.name.endswith(".cu")} == {f"{name}.cu" for name in SOURCES}
     declared = r'extern "C" __global__ void (?:__launch_bounds__\(\w+\)\s+)?(\w+)\('
-    for source, kernels in module.KERNELS.items():
+    for source, kernels in SOURCES.items():
         assert sorted(re.findall(declared, module.text_of(source))) == sorted(kernels)

@@ -1,0 +1,98 @@
+"""The registry of kernels: each is declared once, and all of its forms do the same."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tiercheck import kernels
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels import KERNELS, catalogue
+from tiercheck.kernels.registry import declare
+
+EACH = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
+FILLED_UP_TO_RESULT = {"compact_into": (2, 3), "pack_exponents": (1,), "split_and_pack_exponents": (2,)}
+"""Buffers, by position, of which only as much is written as the call returns. Behind that may lie anything."""
+
+
+class OnDevice:
+    """An array on a GPU, as CuPy and torch show it."""
+
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {"shape": (4,), "typestr": "<f4", "data": (0, False)}
+
+
+def test_what_is_declared_is_what_is_public() -> None:
+    assert set(catalogue.__all__) == set(KERNELS)
+    assert all(getattr(kernels, name) is kernel for name, kernel in KERNELS.items())
+
+
+def test_a_name_is_declared_once() -> None:
+    def compact() -> None: ...
+
+    with pytest.raises(ValueError, match="compact is declared twice"):
+        declare(compact, cpu="compaction")
+
+
+@EACH
+def test_every_form_has_the_arguments_of_the_reference(kernel: kernels.Kernel[..., Any]) -> None:
+    forms = [inspect.signature(kernel.by(name)).parameters for name in ("reference", "numba")]
+    assert list(forms[0]) == list(forms[1]) == list(inspect.signature(kernel).parameters)
+
+
+@EACH
+def test_an_array_on_a_gpu_is_refused_and_the_message_says_what_to_call(kernel: kernels.Kernel[..., Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"tiercheck\.kernels\.cuda"):
+        kernel(OnDevice())
+    for by in ("cuda", "fortran"):
+        with pytest.raises(ConfigurationError, match=f"no '{by}' kernels for arrays in host memory: choose numba"):
+            kernel.by(by)
+
+
+@EACH
+@given(size=st.integers(0, 700) | st.sampled_from([255, 256, 257, 4096, 70_001]), seed=st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_every_form_gives_the_bits_of_the_reference(kernel: kernels.Kernel[..., Any], size: int, seed: int) -> None:
+    for args, named in kernel.examples(size, seed):
+        takes_threads = "threads" in inspect.signature(kernel).parameters
+        for threads in ({"threads": 1}, {"threads": 3}) if takes_threads else ({},):
+            results = []
+            for form in ("reference", "numba"):
+                own_args, own_named = copy.deepcopy((args, named))
+                with np.errstate(all="ignore"):
+                    found = kernel.by(form)(*own_args, **own_named, **threads)
+                outcome = found if isinstance(found, tuple) else (found,)
+                written = [own_args[at][:found] for at in FILLED_UP_TO_RESULT.get(kernel.name, ())]
+                kept = [each for at, each in enumerate(own_args) if at not in FILLED_UP_TO_RESULT.get(kernel.name, ())]
+                results.append([*outcome, *kept, *written, *own_named.values()])
+            for theirs, ours in zip(*results, strict=True):
+                assert same(theirs, ours), kernel
+
+
+def same(a: Any, b: Any) -> bool:
+    """The same bits, but for the payloads of NaNs, which arithmetic does not keep."""
+    if not isinstance(a, np.ndarray):
+        return bool(a == b)
+    return a.dtype == b.dtype and a.shape == b.shape and without_payloads(a) == without_payloads(b)
+
+
+def without_payloads(array: NDArray[Any]) -> bytes:
+    if array.dtype.kind == "f":
+        array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
+    return array.tobytes()
+
+
+@EACH
+def test_what_runs_on_a_gpu_is_where_the_declaration_says(kernel: kernels.Kernel[..., Any]) -> None:
+    pytest.importorskip("cupy")
+    for form in kernel.cuda:
+        module, _, name = form.function.partition(":")
+        assert name in importlib.import_module(f"tiercheck.kernels.cuda.{module}").__all__
+        assert "stream" in inspect.signature(form.load()).parameters

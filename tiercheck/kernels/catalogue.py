@@ -1,0 +1,375 @@
+"""Every kernel, declared once: reference, Numba form, CUDA forms, and examples of calls.
+
+The reference's docstring says what a kernel computes. All forms give its bits, NaN payloads aside. A form of
+:mod:`tiercheck.kernels.cpu` has the name and the arguments of its reference.
+
+To add a kernel: write the reference, write the forms, declare them here. What dispatches, warms up, compiles for a GPU
+and compares walks the declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.reference import (
+    adam,
+    bfloat16,
+    blocks,
+    compaction,
+    exponents,
+    fp16,
+    nf4,
+    onebit,
+    planes,
+    sgd,
+)
+from tiercheck.kernels.reference import (
+    scatter as scattering,
+)
+from tiercheck.kernels.registry import Call, CudaForm, declare
+
+__all__ = [
+    "compact",
+    "compact_into",
+    "dequantise",
+    "dequantise_nf4",
+    "dequantise_onebit",
+    "from_half",
+    "is_bfloat16",
+    "join_exponents",
+    "lose_bfloat16",
+    "narrow_into",
+    "pack_exponents",
+    "quantise_into",
+    "quantise_nf4_into",
+    "quantise_onebit_into",
+    "replay_fused_adam",
+    "replay_sgd",
+    "round_bfloat16_into",
+    "scatter",
+    "scatter_add",
+    "select_threshold",
+    "settle",
+    "split_and_pack_exponents",
+    "split_exponents",
+    "to_half",
+    "unpack_exponents",
+    "widen",
+]
+
+Calls = Iterator[Call]
+
+
+def floats_of(size: int, seed: int) -> NDArray[np.float32]:
+    """Of all magnitudes; if there are three, one zero, one infinity and one NaN."""
+    generator = np.random.default_rng([size, seed])
+    values = (generator.standard_normal(size) * 10.0 ** generator.integers(-30, 30)).astype(np.float32)
+    values[:3] = [0, np.inf, np.nan][: values[:3].size]
+    return values
+
+
+def bytes_of(size: int, seed: int) -> NDArray[np.uint8]:
+    return np.random.default_rng([size, seed]).integers(0, 256, size, dtype=np.uint8)
+
+
+def with_and_without_residual(size: int, seed: int) -> Iterator[dict[str, Any]]:
+    yield {}
+    yield {"residual": floats_of(size, seed + 1)}
+
+
+# Compaction: the elements of largest magnitude.
+
+
+def each_source(size: int, seed: int) -> Iterator[tuple[compaction.Values, dict[str, Any]]]:
+    values = floats_of(size, seed)
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    for source in (values, halves, (values.view(np.uint32) >> 16).astype(np.uint16)):
+        for options in with_and_without_residual(size, seed):
+            yield source, options
+
+
+def threshold_calls(size: int, seed: int) -> Calls:
+    for source, options in each_source(size, seed):
+        yield (source, 0.5, seed), options
+    # More than are looked at: positions are drawn.
+    yield (floats_of(compaction.SAMPLES + 1, seed), 0.5, seed), {}
+
+
+def compaction_calls(size: int, seed: int) -> Calls:
+    for source, options in each_source(size, seed):
+        yield (source, 0.5), options
+
+
+def buffer_calls(size: int, seed: int) -> Calls:
+    room = size // 2
+    for source, options in each_source(size, seed):
+        yield (source, 0.5, np.zeros(room, np.uint32), np.zeros(room, np.float32)), options
+
+
+select_threshold = declare(
+    compaction.select_threshold,
+    cpu="compaction",
+    cuda=(
+        CudaForm(
+            "compaction:select_threshold",
+            {"threshold": ("sample_float32", "sample_float16", "sample_bfloat16", "select_magnitude")},
+        ),
+    ),
+    examples=threshold_calls,
+)
+compact = declare(compaction.compact, cpu="compaction", examples=compaction_calls)
+compact_into = declare(
+    compaction.compact_into,
+    cpu="compaction",
+    cuda=(
+        CudaForm(
+            "compaction:compact_into",
+            {"compaction": ("compact_float32", "compact_float16", "compact_bfloat16"), "survivors": ("clear",)},
+        ),
+    ),
+    examples=buffer_calls,
+)
+
+
+# Survivors: fp16 under a scale, and back to where they were.
+
+
+def survivor_calls(size: int, seed: int) -> Calls:
+    yield (floats_of(size, seed), np.zeros(size, np.float16)), {}
+
+
+def half_calls(size: int, seed: int) -> Calls:
+    yield (bytes_of(2 * size, seed).view(np.float16), seed % 200 - 100), {}
+
+
+def scatter_calls(size: int, seed: int) -> Calls:
+    every_third = np.arange(0, size, 3, dtype=np.uint32)
+    yield (every_third, floats_of(every_third.size, seed), floats_of(size, seed + 1)), {}
+
+
+def settle_calls(size: int, seed: int) -> Calls:
+    every_third = np.arange(0, size, 3, dtype=np.uint32)
+    survivors, decoded = floats_of(every_third.size, seed), floats_of(every_third.size, seed + 1)
+    yield (floats_of(size, seed + 2), every_third, survivors, decoded), {}
+
+
+to_half = declare(
+    fp16.to_half,
+    cpu="fp16",
+    cuda=(CudaForm("compaction:to_half", {"survivors": ("clear", "largest_finite", "to_half")}),),
+    examples=survivor_calls,
+)
+from_half = declare(
+    fp16.from_half,
+    cpu="fp16",
+    cuda=(CudaForm("compaction:from_half", {"survivors": ("from_half",)}),),
+    examples=half_calls,
+)
+settle = declare(
+    scattering.settle,
+    cpu="scatter",
+    cuda=(CudaForm("compaction:settle", {"survivors": ("settle",)}),),
+    examples=settle_calls,
+)
+scatter = declare(
+    scattering.scatter,
+    cpu="scatter",
+    cuda=(CudaForm("compaction:scatter", {"survivors": ("clear", "scatter")}),),
+    examples=scatter_calls,
+)
+scatter_add = declare(
+    scattering.scatter_add,
+    cpu="scatter",
+    cuda=(CudaForm("compaction:scatter_add", {"survivors": ("scatter_add",)}),),
+    examples=scatter_calls,
+)
+
+
+# Blocks: a code for every element, and a scale for every block.
+
+
+def block_calls(code: type, code_bits: int, scale: type, block: int, *, whole: bool) -> Callable[[int, int], Calls]:
+    """``whole``: the last block has all its codes."""
+
+    def calls(size: int, seed: int) -> Calls:
+        count = -(-size // block)
+        codes = (count * block if whole else size) * code_bits // 8
+        for options in with_and_without_residual(size, seed):
+            for more in ({}, {"before": floats_of(size, seed + 2)}, {"rooted": True}):
+                yield (floats_of(size, seed), np.zeros(codes, code), np.zeros(count, scale)), {**options, **more}
+
+    return calls
+
+
+def int8_calls(size: int, seed: int) -> Calls:
+    scales = np.abs(floats_of(-(-size // blocks.BLOCK), seed))
+    yield (bytes_of(size, seed).view(np.int8), scales), {}
+
+
+def nf4_calls(size: int, seed: int) -> Calls:
+    count = -(-size // blocks.BLOCK)
+    yield (bytes_of(count * blocks.BLOCK // 2, seed), np.abs(floats_of(count, seed)), size), {}
+
+
+def onebit_calls(size: int, seed: int) -> Calls:
+    count = -(-size // onebit.ONEBIT_BLOCK)
+    patterns = (np.abs(floats_of(count, seed)).view(np.uint32) >> 16).astype(np.uint16)
+    yield (bytes_of(count * onebit.ONEBIT_BLOCK // 8, seed), patterns, size), {}
+
+
+quantise_into = declare(
+    blocks.quantise_into,
+    cpu="blocks",
+    cuda=(CudaForm("blocks:quantise_into", {"blocks": ("quantise_int8",)}),),
+    examples=block_calls(np.int8, 8, np.float32, blocks.BLOCK, whole=False),
+)
+dequantise = declare(
+    blocks.dequantise,
+    cpu="blocks",
+    cuda=(CudaForm("blocks:dequantise_into", {"blocks": ("dequantise_int8",)}),),
+    examples=int8_calls,
+)
+quantise_nf4_into = declare(
+    nf4.quantise_nf4_into,
+    cpu="nf4",
+    cuda=(CudaForm("blocks:quantise_nf4_into", {"blocks": ("quantise_nf4",)}),),
+    examples=block_calls(np.uint8, 4, np.float32, blocks.BLOCK, whole=True),
+)
+dequantise_nf4 = declare(
+    nf4.dequantise_nf4,
+    cpu="nf4",
+    cuda=(CudaForm("blocks:dequantise_nf4_into", {"blocks": ("dequantise_nf4",)}),),
+    examples=nf4_calls,
+)
+quantise_onebit_into = declare(
+    onebit.quantise_onebit_into,
+    cpu="onebit",
+    cuda=(CudaForm("blocks:quantise_onebit_into", {"blocks": ("quantise_onebit",)}),),
+    examples=block_calls(np.uint8, 1, np.uint16, onebit.ONEBIT_BLOCK, whole=True),
+)
+dequantise_onebit = declare(
+    onebit.dequantise_onebit,
+    cpu="onebit",
+    cuda=(CudaForm("blocks:dequantise_onebit_into", {"blocks": ("dequantise_onebit",)}),),
+    examples=onebit_calls,
+)
+
+
+# Patterns: bf16, and exponents apart from the other bits.
+
+
+def float_calls(size: int, seed: int) -> Calls:
+    yield (floats_of(size, seed),), {}
+
+
+def narrowing_calls(size: int, seed: int) -> Calls:
+    yield (floats_of(size, seed), np.zeros(size, np.uint16)), {}
+
+
+def widening_calls(size: int, seed: int) -> Calls:
+    yield (bytes_of(2 * size, seed).view(np.uint16),), {}
+
+
+def losing_calls(size: int, seed: int) -> Calls:
+    yield (floats_of(size, seed), floats_of(size, seed + 1)), {}
+
+
+def each_width(size: int, seed: int) -> Iterator[NDArray[Any]]:
+    yield bytes_of(2 * size, seed).view(np.uint16)
+    yield floats_of(size, seed).view(np.uint32)
+
+
+def splitting_calls(size: int, seed: int) -> Calls:
+    for patterns in each_width(size, seed):
+        yield (patterns, np.zeros(size, np.uint8), np.zeros(size * (patterns.itemsize - 1), np.uint8)), {}
+
+
+def joining_calls(size: int, seed: int) -> Calls:
+    for dtype in (np.dtype(np.uint16), np.dtype(np.uint32)):
+        rest = bytes_of(size * (dtype.itemsize - 1), seed + 1)
+        yield (bytes_of(size, seed), rest, np.zeros(size, dtype)), {}
+
+
+def packing_calls(size: int, seed: int) -> Calls:
+    for patterns in each_width(size, seed):
+        plane = (patterns >> (8 * patterns.itemsize - 9)).astype(np.uint8)
+        yield (plane, np.zeros(exponents.packed_bytes_max(size), np.uint8)), {}
+
+
+def split_packing_calls(size: int, seed: int) -> Calls:
+    for patterns in each_width(size, seed):
+        rest = np.zeros(size * (patterns.itemsize - 1), np.uint8)
+        yield (patterns, rest, np.zeros(exponents.packed_bytes_max(size), np.uint8)), {}
+
+
+def unpacking_calls(size: int, seed: int) -> Calls:
+    for (plane, packed), _ in packing_calls(size, seed):
+        used = exponents.pack_exponents(plane, packed)
+        yield (packed[:used], np.zeros(size, np.uint8)), {}
+
+
+is_bfloat16 = declare(
+    bfloat16.is_bfloat16,
+    cpu="bfloat16",
+    cuda=(CudaForm("patterns:find_low_halves", {"patterns": ("find_low_halves",)}),),
+    examples=float_calls,
+)
+narrow_into = declare(
+    bfloat16.narrow_into,
+    cpu="bfloat16",
+    cuda=(CudaForm("patterns:narrow_into", {"patterns": ("narrow",)}),),
+    examples=narrowing_calls,
+)
+widen = declare(
+    bfloat16.widen,
+    cpu="bfloat16",
+    cuda=(CudaForm("patterns:widen_into", {"patterns": ("widen",)}),),
+    examples=widening_calls,
+)
+round_bfloat16_into = declare(bfloat16.round_bfloat16_into, cpu="bfloat16", examples=narrowing_calls)
+lose_bfloat16 = declare(bfloat16.lose_bfloat16, cpu="bfloat16", examples=losing_calls)
+split_exponents = declare(
+    planes.split_exponents,
+    cpu="planes",
+    cuda=(CudaForm("patterns:split_exponents", {"patterns": ("split_exponents_16", "split_exponents_32")}),),
+    examples=splitting_calls,
+)
+join_exponents = declare(
+    planes.join_exponents,
+    cpu="planes",
+    cuda=(CudaForm("patterns:join_exponents", {"patterns": ("join_exponents_16", "join_exponents_32")}),),
+    examples=joining_calls,
+)
+pack_exponents = declare(
+    exponents.pack_exponents,
+    cpu="exponents",
+    cuda=(CudaForm("exponents:pack_exponents", {"exponents": ("pack_exponents",), "survivors": ("clear",)}),),
+    examples=packing_calls,
+)
+split_and_pack_exponents = declare(
+    exponents.split_and_pack_exponents, cpu="exponents", examples=split_packing_calls
+)  # a device does the one after the other
+unpack_exponents = declare(
+    exponents.unpack_exponents,
+    cpu="exponents",
+    cuda=(CudaForm("exponents:unpack_exponents", {"exponents": ("unpack_exponents",), "survivors": ("clear",)}),),
+    examples=unpacking_calls,
+)
+
+
+# Replays. An optimizer (tiercheck.streams.optimizers) says which of them stands for it, and certifies it.
+
+replay_fused_adam = declare(
+    adam.replay_fused_adam,
+    cpu="adam",
+    cuda=(
+        CudaForm("adam:replay_fused_adam", {"adam": ("replay_adam", "replay_adam_sparse")}),
+        CudaForm("adam:replay_torch_fused_adam", {"torch_adam": ("replay_torch_adam",)}),
+    ),
+)
+replay_sgd = declare(sgd.replay_sgd, cpu="sgd")
