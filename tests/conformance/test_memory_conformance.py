@@ -1,4 +1,4 @@
-"""The memory driver, and the faulty wrapper around it, pass the kit."""
+"""The memory driver passes the kit."""
 
 import contextlib
 import secrets
@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.testing.faults import FaultyDriver, Killed
+from tiercheck.testing.faults import Killed
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver, MemoryStore, StoredObject
 
@@ -43,21 +43,3 @@ class TestMemory(TierDriverTests):
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch.object(MemoryStore, "publish", side_effect=Killed)
-
-
-class TestFaultyWithNoFaults(TestMemory):
-    """With an empty plan the wrapper cannot be told from what it wraps."""
-
-    async def make_driver(self) -> TierDriver:
-        return FaultyDriver(await super().make_driver())
-
-    async def second_client(self, driver: TierDriver) -> TierDriver:
-        return FaultyDriver(await super().second_client(driver))
-
-    async def make_small_driver(self) -> TierDriver:
-        return FaultyDriver(await super().make_small_driver())
-
-    @staticmethod
-    def store(driver: TierDriver) -> MemoryStore:
-        assert isinstance(driver, FaultyDriver)
-        return TestMemory.store(driver.inner)

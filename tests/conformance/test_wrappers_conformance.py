@@ -75,13 +75,6 @@ class AroundMemory(TierDriverTests):
         return mock.patch.object(MemoryStore, "publish", side_effect=Killed)
 
 
-class TestWrapping(AroundMemory):
-    """A wrapper that adds nothing cannot be told from what it wraps."""
-
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return WrappingDriver(driver)
-
-
 class TestThrottled(AroundMemory):
     def wrapped(self, driver: TierDriver) -> TierDriver:
         return ThrottledDriver(driver, bytes_per_s=1 << 34, requests_per_s=1 << 20)
@@ -98,31 +91,24 @@ class TestRetrying(AroundMemory):
 
 
 class TestPrefixed(AroundMemory):
-    above = PREFIX + "/"
-
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return PrefixedDriver(driver, PREFIX)
-
-
-class TestPrefixedBesideOthers(TestPrefixed):
     """What lies beside the part is neither seen nor counted."""
+
+    above = PREFIX + "/"
 
     @pytest.fixture(autouse=True)
     def neighbours(self, name: None) -> None:
         for key in ("jobs/seve", "jobs/seven", "jobs/seven-b/x", "jobs/seven.d", "jobs/six/a", "a"):
             self.store.objects[key] = StoredObject(memoryview(b"not yours"), f"beside {key}")
 
+    def wrapped(self, driver: TierDriver) -> TierDriver:
+        return PrefixedDriver(driver, PREFIX)
+
 
 class TestFaultyWithNoFaults(AroundMemory):
+    """With an empty plan, and around a wrapper that adds nothing, it cannot be told from what it wraps."""
+
     def wrapped(self, driver: TierDriver) -> TierDriver:
         return FaultyDriver(WrappingDriver(driver))
-
-
-class TestAllAroundMemory(AroundMemory):
-    above = PREFIX + "/"
-
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return all_of_them(driver)
 
 
 class TestAllAroundNvme(FileTierTests):
