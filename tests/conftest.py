@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from hypothesis import settings
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
 from tiercheck.integrations import hooks
-
-CLUSTER = Path(__file__).parent / "cluster"
 
 __all__ = ["gluster", "name"]
 
@@ -31,10 +28,3 @@ def nothing_attached() -> Iterator[None]:
     yield
     for checkpointer in hooks.attached():
         checkpointer.abort()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts whole jobs wants the machine for itself."""
-    for item in items:
-        if CLUSTER in item.path.parents:
-            item.add_marker("alone")

@@ -28,7 +28,7 @@ from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 @pytest.fixture

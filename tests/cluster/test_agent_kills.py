@@ -27,7 +27,7 @@ from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 

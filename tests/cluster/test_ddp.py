@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.ddp_worker import WORLDS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

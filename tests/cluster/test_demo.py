@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 SMALL = ["--steps", "44", "--width", "64", "--heads", "2", "--layers", "2", "--sequence", "64"]
 BATCH = 5
 COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", *SMALL, "--batch", str(BATCH), "--json"]

@@ -12,7 +12,7 @@ import pytest
 from tiercheck.demo.launch import Deadlines, TrainerFailure, Trainers
 from tiercheck.demo.settings import TrainingSettings
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 ENDLESS = TrainingSettings(steps=1_000_000, seed=1, width=16, layers=1, heads=1, sequence=8, micro_batch=1)
 
 

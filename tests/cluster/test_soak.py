@@ -22,7 +22,7 @@ from benchmarks.soak.limited import LimitedDirectory
 from benchmarks.soak.stores import STORES, Store, Wrong
 from benchmarks.soak.supervise import Account, soak
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 SECONDS = 60
 SOAK_S_MAX = 280

@@ -26,7 +26,7 @@ from tiercheck.streams.differential import read_differentials
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import Fidelity
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ package are registered the same way. Nothing is imported before a URL asks for i
 from __future__ import annotations
 
 import difflib
+import functools
+import sys
 from importlib.metadata import EntryPoint, entry_points
 
 from tiercheck.errors import ConfigurationError
@@ -75,6 +77,13 @@ async def open_driver(url: str | TierURL) -> TierDriver:
 
 def find(scheme: str) -> EntryPoint:
     """The one entry point for ``scheme``. Schemes such as ``fsspec+gs`` go to the entry point ``fsspec``."""
+    return _find(scheme, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=64)  # to read what every installed distribution registers takes milliseconds
+def _find(scheme: str, path: tuple[str, ...]) -> EntryPoint:
+    """``path``: where distributions are looked for. What is not found is looked for again each time."""
+    del path
     name = "fsspec" if scheme.startswith("fsspec+") else scheme
     # One distribution may be twice on sys.path (an editable install and its source tree): that is no conflict.
     found = {(distribution_of(entry), entry.value): entry for entry in entry_points(group=GROUP, name=name)}
