@@ -37,7 +37,7 @@ def agent(
 ) -> None:
     """Run this node's agent: it moves what trainers captured, serves the neighbours, and outlives both.
 
-    Trainers whose hierarchy has a peer:// tier start one themselves where none runs; a platform starts it once a node.
+    Trainers whose hierarchy has a peer:// tier start one themselves if none runs; a platform starts it once a node.
     """
     try:
         from tiercheck.agent.protocol.rundir import default_node
@@ -61,7 +61,7 @@ def agent(
 
 
 async def ask(node: str, *, stop: bool) -> Any:
-    """What the running agent answers. Errors: ``Transient`` where none runs."""
+    """What the running agent answers. Errors: ``Transient`` if none runs."""
     from tiercheck.agent.client.client import connect_agent
 
     async with await connect_agent(node, deadline_s=ANSWER_S_MAX) as client:

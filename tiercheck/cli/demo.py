@@ -34,7 +34,7 @@ def demo(
 ) -> None:
     """Train a small GPT, kill it, recover it, and compare with a run that was never killed.
 
-    Exits with 1 where the recovery broke its promise: it called itself exact, and a bit differs.
+    Exits with 1 if the recovery broke its promise: it called itself exact, and a bit differs.
     """
     from tiercheck.demo.requirements import check_requirements
 

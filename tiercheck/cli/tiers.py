@@ -68,7 +68,7 @@ def doctor(
 ) -> None:
     """Open each tier, check that it keeps its word, and measure it. What it holds is left alone.
 
-    Exits with 1 where a tier cannot be used, or does not do what it claims.
+    Exits with 1 if a tier cannot be used, or does not do what it claims.
     """
     console = Console(stderr=as_json)
     diagnoses = []

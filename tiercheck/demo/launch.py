@@ -108,7 +108,7 @@ class Trainers:
                 )
 
     def run_on(self, seconds: float) -> None:
-        """Let the trainers run for so long. Errors: ``TrainerFailure`` where they end by themselves meanwhile."""
+        """Let the trainers run for so long. Errors: ``TrainerFailure`` if they end by themselves meanwhile."""
         if self._ended_within(seconds):
             raise self._failure(f"the trainers ended with exit code {self._agent.returncode}")
 

@@ -65,7 +65,7 @@ class Nodes:
         )
 
     def check_memory(self, settings: TrainingSettings) -> None:
-        """Refuse to start where the shared memory cannot hold that of all nodes. Errors: ``ConfigurationError``."""
+        """Refuse to start if the shared memory cannot hold that of all nodes. Errors: ``ConfigurationError``."""
         needed = 2 * RANKS * memory_bytes(settings)  # its own objects, and as many of its neighbour's
         free = shutil.disk_usage(SHM).free
         if free < needed:
@@ -89,7 +89,7 @@ class Nodes:
     def fail(self, nodes: Iterable[int]) -> None:
         """The nodes' agents die, and their memory is gone; a node that holds nothing has nothing to lose.
 
-        Errors: ``Transient`` where a process still uses it after :data:`END_DEADLINE_S`.
+        Errors: ``Transient`` if a process still uses it after :data:`END_DEADLINE_S`.
         """
         for node in nodes:
             kill_agent(self.agent(node))

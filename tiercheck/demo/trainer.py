@@ -77,7 +77,7 @@ def build_engine(settings: TrainingSettings, rank: int) -> Any:
 
 
 def attach_checkpointer(engine: Any, settings: TrainingSettings) -> Any:
-    """The checkpointer, which has recovered what the tiers hold; ``None`` where the run has no tiers."""
+    """The checkpointer, which has recovered what the tiers hold; ``None`` if the run has no tiers."""
     if not settings.tiers:
         return None
     # Each rank stands for a node, with an agent of its own.

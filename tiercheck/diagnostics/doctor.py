@@ -32,7 +32,7 @@ FULL_SHARE = 0.95
 class InstalledDriver:
     """An entry point of the group ``tiercheck.tiers``.
 
-    ``missing`` is empty where the driver can be loaded; else it says what to do. ``description`` is ``None`` then.
+    ``missing`` is empty if the driver can be loaded; else it says what to do. ``description`` is ``None`` then.
     """
 
     scheme: str
@@ -43,12 +43,12 @@ class InstalledDriver:
 
     @property
     def summary(self) -> str:
-        """One line on what the driver is for; empty where it cannot be loaded."""
+        """One line on what the driver is for; empty if it cannot be loaded."""
         return self.description.summary if self.description else ""
 
     @property
     def capabilities(self) -> Capabilities | None:
-        """Those of its simplest URL; ``None`` where they are not known before a URL is given."""
+        """Those of its simplest URL; ``None`` if they are not known before a URL is given."""
         return self.description.capabilities if self.description else None
 
     def to_object(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found at one URL. Where it could not be opened, only ``url`` and ``problems`` say anything."""
+    """What was found at one URL. If it could not be opened, only ``url`` and ``problems`` say anything."""
 
     url: str
     """Without secrets."""
@@ -182,7 +182,7 @@ def advice_for(error: TierCheckError) -> str:
 ADVICE = {
     "Unauthorized": "check the credentials, and the owner and the mode of what the URL names",
     "CapacityExceeded": "make room, or ask for less in the URL",
-    "Transient": "try again; where it stays, look at the server and at the network to it",
+    "Transient": "try again; if it stays, look at the server and at the network to it",
     "NotFound": "create what the URL names: a bucket, a container or a mount",
     "Corruption": "do not use this tier before its disks or its server have been looked at",
 }
@@ -224,7 +224,7 @@ def cautions(capabilities: Capabilities, usage: Usage | None, points: list[Point
         found.append(
             Problem(
                 f"it could not say within {USAGE_S:.0f} s what it holds",
-                "see how many objects it has: where they are listed to be counted, it takes this long for a job too",
+                "see how many objects it has: if they are listed to be counted, it takes this long for a job too",
                 serious=False,
             )
         )
@@ -259,7 +259,7 @@ def cautions(capabilities: Capabilities, usage: Usage | None, points: list[Point
         found.append(
             Problem(
                 "it takes no conditional puts, so ranks cannot agree in it in one step",
-                "where the store has them, turn them on; else see docs/how-to/write-a-driver.md on what that means",
+                "if the store has them, turn them on; else see docs/how-to/write-a-driver.md on what that means",
                 serious=False,
             )
         )

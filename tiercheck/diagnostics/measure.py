@@ -71,7 +71,7 @@ async def curves(
     For each size (bytes) and each concurrency: a round that is not counted, then up to ``repeats`` rounds. A get reads
     into a buffer that was touched before. Once ``budget_s`` has passed no round begins, and a size of which not even
     one round was finished has no point; a round that would write beyond ``bytes_max`` in all, or fill more than half of
-    what the tier has free, is left out; where it does not say within 20 s what it has free, that is taken for 1 GiB.
+    what the tier has free, is left out; if it does not say within 20 s what it has free, that is taken for 1 GiB.
     What lies in the tier at a time is the largest size times the largest concurrency.
 
     Errors: ``ConfigurationError`` for a size below 0 or a concurrency, a number of repeats or a budget that is not
@@ -110,7 +110,7 @@ async def measure(
 
 
 async def usage_in_time(driver: TierDriver, seconds: float = USAGE_S) -> Usage | None:
-    """What the tier holds and has free; ``None`` where it does not say within ``seconds``. Errors: the driver's own."""
+    """What the tier holds and has free; ``None`` if it does not say within ``seconds``. Errors: the driver's own."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await driver.usage()
@@ -131,7 +131,7 @@ async def measure_in_room(
     bytes_max: int = BYTES_MAX,
     clock: Clock = time.perf_counter,
 ) -> list[Point]:
-    """:func:`measure` where it is known what the tier has free, or known not to be."""
+    """:func:`measure` if it is known what the tier has free, or known not to be."""
     free = ROOM_UNKNOWN_BYTES if usage is None else usage.free_bytes
     room = math.inf if free is None else free / 2
     run = _Run(place, repeats, clock() + budget_s, bytes_max, clock)
@@ -163,7 +163,7 @@ class _Run:
         self.written.clear()
 
     async def at(self, nbytes: int, count: int) -> list[Point]:
-        """The points of one size and one concurrency; none where there is no time or room for a round of puts."""
+        """The points of one size and one concurrency; none if there is no time or room for a round of puts."""
         driver = self.place.driver
         keys = [self.place.key(f"{nbytes}/{n:04d}") for n in range(count)]
         content = (PATTERN * (nbytes // len(PATTERN) + 1))[:nbytes]

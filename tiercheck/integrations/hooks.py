@@ -46,7 +46,7 @@ class StepHooks:
         self._afters.move_to_end(self._after.id, last=False)
 
     def check(self) -> None:
-        """Errors: ``UnsupportedSetup`` where a hook was registered since."""
+        """Errors: ``UnsupportedSetup`` if a hook was registered since."""
         if next(reversed(self._befores)) != self._before.id:
             raise UnsupportedSetup(
                 "a step pre-hook was registered on the optimizer between the forward pass and the step, and what it "
@@ -80,7 +80,7 @@ def attach_hooks(
 ) -> Checkpointer:
     """What :func:`hook` makes, and a checkpointer that it serves. Collective.
 
-    ``hook`` looks at the model and the optimizer, and refuses them on every rank where one rank's cannot be saved,
+    ``hook`` looks at the model and the optimizer, and refuses them on every rank if one rank's cannot be saved,
     before a tier is touched. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
     """
     made: list[Hooks] = []

@@ -110,7 +110,7 @@ class Iterations:
 
 
 def refuse_forgotten_scheduler(optimizers: Iterable[Any], scheduler: Any, beside: Beside) -> None:
-    """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` where one has
+    """Torch's learning-rate schedulers wrap the ``step`` of their optimizer. Errors: ``UnsupportedSetup`` if one has
     done so and none was passed: it would begin anew after a failure. ``optimizers``: one, and what it is wrapped in."""
     if scheduler is not None:
         return

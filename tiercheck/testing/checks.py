@@ -238,7 +238,7 @@ CHECKS: tuple[tuple[str, Callable[[Place], Awaitable[str]]], ...] = (
     ("reservations", check_reservations),
     ("closing", check_closed),
 )
-"""Each check's name, and what it does: it returns what it saw, and raises where the tier breaks its word."""
+"""Each check's name, and what it does: it returns what it saw, and raises if the tier breaks its word."""
 
 
 async def check_tier(scratch: Scratch, second: TierDriver, *, check_s: float = CHECK_S) -> tuple[Check, ...]:

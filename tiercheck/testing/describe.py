@@ -43,8 +43,8 @@ class Option:
 class Description:
     """A driver, from its docstring and its own reading of a URL.
 
-    ``url_form`` is empty where no docstring gives it. ``capabilities`` are those of a driver for the URL form without
-    its optional parts; ``None`` where such a URL is not enough for the driver to be made.
+    ``url_form`` is empty if no docstring gives it. ``capabilities`` are those of a driver for the URL form without
+    its optional parts; ``None`` if such a URL is not enough for the driver to be made.
     """
 
     summary: str
@@ -60,7 +60,7 @@ class Description:
         return "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
     def capabilities_table(self) -> str:
-        """The capabilities as a Markdown table. Errors: ``ValueError`` where they are not known."""
+        """The capabilities as a Markdown table. Errors: ``ValueError`` if they are not known."""
         if self.capabilities is None:
             raise ValueError(f"no driver could be made for {self.url_form!r}, so its capabilities are not known")
         rows = [f"| `{name}` | `{value}` |" for name, value in claims(self.capabilities)]
@@ -94,7 +94,7 @@ def describe(factory: Factory) -> Description:
 
 
 def summary_of(opening: str) -> str:
-    """The first sentence: what comes before the URL form, or after it where the form comes first."""
+    """The first sentence: what comes before the URL form, or after it if the form comes first."""
     before, form, after = _LITERAL.split(opening, maxsplit=1) if _LITERAL.search(opening) else (opening, "", "")
     return (before.strip(" .:") or after.strip(" .:") or form).partition(". ")[0]
 

@@ -298,7 +298,7 @@ async def step(
 
     To stop it, its task is cancelled: the driver's contract says what that leaves behind, and that nothing of the
     call goes on afterwards, as nothing of a dead process does. The reason is raised in the cancellation's place, or
-    returned beside the result where the work came to its end all the same.
+    returned beside the result if the work came to its end all the same.
     """
     task = asyncio.current_task()
     if task is None:

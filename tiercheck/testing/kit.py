@@ -19,8 +19,8 @@ __all__ = ["TierKit", "record_driver"]
 
 
 class TierKit(abc.ABC):
-    """Give the five methods, ``client_elsewhere`` where another process can open the tier, and ``make_small_driver``
-    where one can be had that is soon full."""
+    """Give the five methods, ``client_elsewhere`` if another process can open the tier, and ``make_small_driver``
+    if one can be had that is soon full."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="function")  # whatever the author configured
     tiercheck_kit = True
@@ -58,7 +58,7 @@ class TierKit(abc.ABC):
 
     @abc.abstractmethod
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        """The object's bytes read past the driver; ``None`` where there is none."""
+        """The object's bytes read past the driver; ``None`` if there is none."""
 
     @abc.abstractmethod
     async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
@@ -68,14 +68,14 @@ class TierKit(abc.ABC):
     def crash_before_publish(self, driver: TierDriver) -> AbstractContextManager[object] | None:
         """While it is entered, the driver dies (raises ``Killed``) with the bytes written but not yet published.
 
-        ``None`` where writing and publishing are one step of the server's, so that there is no in-between.
+        ``None`` if writing and publishing are one step of the server's, so that there is no in-between.
         """
 
     def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
         """What another process calls to have a driver, not open, on the tier of ``driver``.
 
         It is found there by its name, so it is a function or a class of a module, or :func:`functools.partial` of one
-        with texts, numbers, paths or ``None``: ``partial(make_driver, url)``. ``None`` only where no other process can
+        with texts, numbers, paths or ``None``: ``partial(make_driver, url)``. ``None`` only if no other process can
         open the tier, whose capabilities then say that it survives ``NOTHING``: then one process is all that is
         certified.
         """
@@ -84,7 +84,7 @@ class TierKit(abc.ABC):
     async def make_small_driver(self) -> TierDriver | None:
         """A driver, not open, on an empty tier of its own that has room for 1 MiB and less than ``small_nbytes``.
 
-        ``None`` where no such tier can be had; then the report says that a full one is not shown.
+        ``None`` if no such tier can be had; then the report says that a full one is not shown.
         """
         return None
 
@@ -97,7 +97,7 @@ class TierKit(abc.ABC):
         self._item = None
 
     def note(self, name: str, value: str) -> None:
-        """Tell the plug-in's report what this test did. Nothing where a test is called by hand."""
+        """Tell the plug-in's report what this test did. Nothing if a test is called by hand."""
         if self._item is not None:
             self._item.user_properties.append((name, value))
 

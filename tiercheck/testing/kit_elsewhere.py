@@ -28,7 +28,7 @@ GIVE_ONE = (
 
 
 class ElsewhereTests(TierKit):
-    """The driver here, and a client in another process; in another thread where no process can open the tier."""
+    """The driver here, and a client in another process; in another thread if no process can open the tier."""
 
     @contextlib.asynccontextmanager
     async def doing(self, driver: TierDriver, job: Job, *arguments: object) -> AsyncIterator[Elsewhere]:

@@ -78,7 +78,7 @@ class Elsewhere(abc.ABC):
         """Wait for its next message."""
 
     async def _expect(self, expected: str) -> Any:
-        """Errors: ``AssertionError`` where the job failed, or has something else to say."""
+        """Errors: ``AssertionError`` if the job failed, or has something else to say."""
         reading = asyncio.get_running_loop().run_in_executor(None, self._read)
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -114,7 +114,7 @@ class InAnotherProcess(Elsewhere):
     async def killed(self) -> list[Any]:
         """Kill it (SIGKILL), and return all that it has told since it was last asked.
 
-        Errors: ``AssertionError`` where it was over already.
+        Errors: ``AssertionError`` if it was over already.
         """
         assert self._process.poll() is None, "it was over before it was killed"
         self._process.kill()
@@ -227,7 +227,7 @@ def path_of(value: dict[str, Any]) -> object:
 
 
 def named(call: Callable[..., object]) -> Mapping[str, object]:
-    """A call by the name of what is called. Errors: ``TypeError`` where it cannot be found by its name."""
+    """A call by the name of what is called. Errors: ``TypeError`` if it cannot be found by its name."""
     bound = call if isinstance(call, functools.partial) else functools.partial(call)
     module, name = getattr(bound.func, "__module__", ""), getattr(bound.func, "__qualname__", "")
     call_by_name = {"module": module, "name": name, "arguments": bound.args, "options": bound.keywords}
@@ -267,7 +267,7 @@ async def create_all(
 ) -> list[bool]:
     """CREATE ``race/0``, ``race/1``... with ``name`` in them, until the time is over; whether each was won.
 
-    Each round begins a tick after the former, from ``begin`` on (by ``time.monotonic``, which is the machine's). Where
+    Each round begins a tick after the former, from ``begin`` on (by ``time.monotonic``, which is the machine's). If
     rounds take longer than that, who lags behind finds objects there, which is faster than to write them: so the
     clients stay side by side. Each begins them on a ``processor`` of its own, as :func:`move_to` numbers it.
     """

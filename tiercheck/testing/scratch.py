@@ -46,7 +46,7 @@ async def scratch(url: str, purpose: str) -> AsyncIterator[Scratch]:
     that it keeps for reuse, unless somebody has put an object there meanwhile; a directory that opening made stays,
     empty. What a kill leaves behind lies under that prefix.
 
-    Errors: the registry's and the driver's own, of opening and of deleting; ``Transient`` where opening, the removal
+    Errors: the registry's and the driver's own, of opening and of deleting; ``Transient`` if opening, the removal
     or closing takes over a minute.
     """
     with new_namespace_removed(TierURL.parse(url)):
@@ -103,9 +103,9 @@ async def remove_all(driver: TierDriver, prefix: str) -> None:
 
 @contextmanager
 def new_namespace_removed(url: TierURL) -> Iterator[None]:
-    """Where opening ``url`` makes a shared-memory namespace, remove it at the end: it would keep memory from others.
+    """If opening ``url`` makes a shared-memory namespace, remove it at the end: it would keep memory from others.
 
-    Where another process uses it meanwhile, or has put an object there and is gone, it stays.
+    If another process uses it meanwhile, or has put an object there and is gone, it stays.
     """
     if url.scheme != "shm":
         yield

@@ -86,7 +86,7 @@ def attach(
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
     """The hierarchy and configuration in the ``"tiercheck"`` block of a DeepSpeed configuration or of its file.
 
-    Errors: ``ConfigurationError`` where the block is missing, or has an unknown key or a wrong type.
+    Errors: ``ConfigurationError`` if the block is missing, or has an unknown key or a wrong type.
     """
     if not isinstance(config, Mapping):
         config = json.loads(Path(config).read_text())

@@ -51,7 +51,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def supported(engine: Any) -> None:
-    """Raise ``UnsupportedSetup``, saying what was found and what is supported, where the engine's state
+    """Raise ``UnsupportedSetup``, saying what was found and what is supported, if the engine's state
     could not be saved whole."""
     refuse_unsupported(engine)
     layout_of(engine)
@@ -73,7 +73,7 @@ class DeepSpeedProvider:
         self._between = False
         self._scheduler = EngineScheduler(engine)
         self._at_step: dict[str, Any] | None = None
-        """The engine's host state as of the last step with its tail, where the version is not published otherwise."""
+        """The engine's host state as of the last step with its tail, if the version is not published otherwise."""
         _refuse_odd_tensors(self._layout)
 
     # What the rank trains
@@ -192,7 +192,7 @@ class DeepSpeedProvider:
     def gradient_dtype_hint(self) -> torch.dtype:
         """The narrowest dtype that should hold this iteration's gradients exactly. Valid in a hook.
 
-        bf16 where they were accumulated in bf16 and clipping left them alone, fp32 elsewhere. It is read off
+        bf16 if they were accumulated in bf16 and clipping left them alone, else fp32. It is read off
         the configuration, so a codec that relies on it checks the values.
         """
         accumulated = self._accumulation_dtype()
@@ -217,7 +217,7 @@ class DeepSpeedProvider:
         ``skipped_steps`` is what :meth:`skipped_steps` returned at ``version``. Call it in the engine's
         forward pre-hook (between iterations) or in the first pre-hook of a step.
 
-        Errors: ``SaveError`` where DeepSpeed's counters moved otherwise than by skipping: an update was missed,
+        Errors: ``SaveError`` if DeepSpeed's counters moved otherwise than by skipping: an update was missed,
         or the engine was sent back to an older version.
         """
         if self._engine.global_steps < version:
@@ -254,7 +254,7 @@ class DeepSpeedProvider:
         """Everything else the next iteration depends on, as of the end of the current iteration.
 
         Errors: ``SaveError`` in the middle of gradient accumulation, when gradients live that nobody saves,
-        or where the scheduler was not stepped exactly once an iteration, by the engine.
+        or if the scheduler was not stepped exactly once an iteration, by the engine.
         """
         return {**(self._at_step or self._engine_state()), **self.beside.host_state()}
 
@@ -280,7 +280,7 @@ class DeepSpeedProvider:
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned, and finish the tail of the iteration it was taken in.
 
-        Errors: ``Mismatch`` where the job has another scheduler than the checkpoint, or other ``stateful`` objects.
+        Errors: ``Mismatch`` if the job has another scheduler than the checkpoint, or other ``stateful`` objects.
         """
         engine = self._engine
         self._scheduler.check(state["scheduler"])
@@ -309,8 +309,8 @@ class DeepSpeedProvider:
     ) -> None:
         """Make the given values (copied) the rank's state. :meth:`refresh` must follow.
 
-        The optimizer's tensors are written in place where they fit.
-        Errors: ``Mismatch`` where names or shapes differ; nothing was changed then.
+        The optimizer's tensors are written in place if they fit.
+        Errors: ``Mismatch`` if names or shapes differ; nothing was changed then.
         """
         self._check_groups(hyperparameters)
         unknown = sorted(optimizer_state.keys() - self.expected())
@@ -408,7 +408,7 @@ class DeepSpeedProvider:
             )
 
     def _scaler(self) -> Any:
-        """What keeps the loss scale, which DeepSpeed updates before the inner step; empty where nothing does."""
+        """What keeps the loss scale, which DeepSpeed updates before the inner step; empty if nothing does."""
         optimizer = self._engine.optimizer
         return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", SimpleNamespace())
 
@@ -447,7 +447,7 @@ class DeepSpeedProvider:
 
 
 def _loaded(current: Any, saved: Any, master: torch.Tensor, scalars_on_device: bool) -> Any:
-    """``saved`` written into ``current`` where it fits, else a copy of it where torch would keep it."""
+    """``saved`` written into ``current`` if it fits, else a copy of it if torch would keep it."""
     if not isinstance(saved, torch.Tensor):
         return saved
     if isinstance(current, torch.Tensor) and current.shape == saved.shape and current.dtype == saved.dtype:

@@ -23,7 +23,7 @@ class EngineScheduler:
     def state(self, *, inside: bool, counters: Mapping[str, int]) -> dict[str, Any] | None:
         """``inside``: the engine's step goes on, and the scheduler has not moved yet for this update.
 
-        Errors: ``SaveError`` where the scheduler was not stepped exactly once an iteration, by the engine.
+        Errors: ``SaveError`` if the scheduler was not stepped exactly once an iteration, by the engine.
         """
         scheduler = self._engine.lr_scheduler
         if scheduler is None:
@@ -43,7 +43,7 @@ class EngineScheduler:
         return {"kind": _kind(scheduler), "state": state, "steps": inside}
 
     def check(self, saved: Mapping[str, Any] | None) -> None:
-        """Errors: ``Mismatch`` where the job has another scheduler than the checkpoint."""
+        """Errors: ``Mismatch`` if the job has another scheduler than the checkpoint."""
         scheduler = self._engine.lr_scheduler
         before, now = None if saved is None else saved["kind"], None if scheduler is None else _kind(scheduler)
         if before != now:

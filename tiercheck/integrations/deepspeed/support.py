@@ -36,7 +36,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def refuse_ranks_that_share_parameters(engine: Any) -> None:
-    """Raise ``UnsupportedSetup`` where ranks hold the same parameter in partitions that differ otherwise: each would
+    """Raise ``UnsupportedSetup`` if ranks hold the same parameter in partitions that differ otherwise: each would
     compress its gradient in its own way, and the copies of the parameter would drift apart."""
     pipeline = isinstance(engine, PipelineEngine)
     if pipeline:

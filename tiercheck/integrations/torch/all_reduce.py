@@ -55,8 +55,8 @@ class Compression:
     zero, and what they held is not trained on.
 
     ``codec_name``: any approximate one, with ``+feedback`` or without. ``threads``: the most that encode and decode.
-    ``group``: the process group; the default one where it is ``None``. ``scaler``: the ``GradScaler`` of the loss, if
-    there is one: gradients come multiplied by its scale, and what is left of them has to follow where that changes.
+    ``group``: the process group; the default one if it is ``None``. ``scaler``: the ``GradScaler`` of the loss, if
+    there is one: gradients come multiplied by its scale, and what is left of them has to follow if that changes.
     Errors: ``ConfigurationError``.
     """
 

@@ -53,7 +53,7 @@ def attach(
     config: CheckpointConfig | None = None,
     group: Group | None = None,
 ) -> Checkpointer:
-    """Restore the newest version, then save every one that follows. Collective where ``torch.distributed`` runs.
+    """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
 
     ``scheduler``, ``scaler`` and each of ``stateful`` and ``after_step`` have ``state_dict`` and ``load_state_dict``.
     Batches must be a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
@@ -152,7 +152,7 @@ class _Hooks:
 
 
 def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules whose call begins a forward pass: the model, or where it is a mere container, those in it."""
+    """The modules whose call begins a forward pass: the model, or, if it is a mere container, those in it."""
     if hasattr(type(model), "forward") and type(model).forward is not torch.nn.Module.forward:
         yield model
     else:

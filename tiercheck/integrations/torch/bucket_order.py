@@ -53,7 +53,7 @@ class BucketOrder:
         return [why for each in self._buckets if (why := each.why_another_order())]
 
     def prime(self) -> None:
-        """Give DDP the order that was restored; where there is none, record it. Collective."""
+        """Give DDP the order that was restored; if there is none, record it. Collective."""
         for each in self._buckets:
             each.prime()
 

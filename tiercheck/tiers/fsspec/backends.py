@@ -65,7 +65,7 @@ class Backend(abc.ABC):
     publishes = ""
     """How, in a few words for people."""
     ways_of_reading: tuple[Reading, ...] = (Reading.RANGES, Reading.SEEKING)
-    """Those that may be used, the best first; as a whole is left where none of them works."""
+    """Those that may be used, the best first; as a whole is left if none of them works."""
 
     def __init__(self, fs: Any, root: str, *, place: str, part_bytes: int, deadline_s: float) -> None:
         self.fs = fs
@@ -80,14 +80,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """See that the tier's place is there, and make it where that is usual. Errors: ``FileNotFoundError``."""
+        """See that the tier's place is there, and make it if that is usual. Errors: ``FileNotFoundError``."""
 
     @abc.abstractmethod
     def publish(self, key: str, parts: Parts, nbytes: int, ticket: Ticket) -> None:
         """Make ``parts`` the content of ``key``, all or nothing."""
 
     def free_bytes(self) -> int | None:
-        """Bytes still to be had, or ``None`` where the file system does not say."""
+        """Bytes still to be had, or ``None`` if the file system does not say."""
         return None
 
     def facts(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Backend(abc.ABC):
         return {}
 
     def remove_directory(self, path: str) -> None:
-        """Remove a directory that is empty, and raise where it is not."""
+        """Remove a directory that is empty, and raise if it is not."""
         self.fs.rmdir(path)
 
     def is_alive(self) -> bool:
@@ -126,7 +126,7 @@ class Backend(abc.ABC):
         return ObjectInfo(key, int(found["size"]), "-".join(words) or "none")
 
     def read(self, key: str, range: ByteRange | None) -> bytes:
-        """The object, or a range of it, at once: the bytes of one put. Less than asked for where it ends before."""
+        """The object, or a range of it, at once: the bytes of one put. Less than asked for if it ends before."""
         if range is not None:
             with self.reader(key) as fetch:
                 return fetch(range.start, range.stop)
@@ -205,7 +205,7 @@ class Backend(abc.ABC):
                 yield from self._walk(f"{above}{name}/", "")
 
     def _entries(self, above: str) -> list[Info]:
-        """What the directory holds; nothing where there is no such directory."""
+        """What the directory holds; nothing if there is no such directory."""
         path = self.path_of(above).rstrip("/")
         for _ in range(SETTLE_TRIES):
             self.fs.invalidate_cache()
@@ -220,7 +220,7 @@ class Backend(abc.ABC):
         raise Transient(f"the directory {path} changes faster than it can be listed")
 
     def listed_info(self, key: str) -> Info:
-        """The object's entry in a listing, as the file system gives it. Errors: ``Unsupported`` where it has none."""
+        """The object's entry in a listing, as the file system gives it. Errors: ``Unsupported`` if it has none."""
         if self.flat:
             found = dict(self._find(key))
         else:
@@ -231,7 +231,7 @@ class Backend(abc.ABC):
         return found[key]
 
     def _type_of(self, path: str) -> str | None:
-        """``file``, ``directory`` or the like; ``None`` where there is nothing.
+        """``file``, ``directory`` or the like; ``None`` if there is nothing.
 
         Not by fsspec's ``exists`` and ``isdir``: they take every failure, such as a server that is down, for a no.
         """
@@ -315,7 +315,7 @@ def defuse(file: Any) -> None:
 
 @contextmanager
 def opened(fs: Any, path: str, mode: str) -> Iterator[Any]:
-    """An open file, closed at the end: once. Where that fails the garbage collector would try again, in whatever thread
+    """An open file, closed at the end: once. If that fails the garbage collector would try again, in whatever thread
     it happens to run, and some wait for a server that is gone without end."""
     file = fs.open(path, mode)
     try:

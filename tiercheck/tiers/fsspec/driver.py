@@ -64,9 +64,9 @@ class FsspecDriver(TierDriver):
     Atomicity: ``close`` (object stores): nothing shows before the file is closed. ``rename`` (SFTP): a
     temporary file under ``.tiercheck/tmp`` is moved onto the key, by a move that replaces atomically. A probe at open
     tries it. A file system that is not known here needs ``publish=close`` or ``publish=rename``, on the word of the
-    user where the probe cannot see it (whether a move is atomic); one that can do neither is refused.
+    user if the probe cannot see it (whether a move is atomic); one that can do neither is refused.
 
-    Durability: SFTP: the file is fsynced, where the server knows
+    Durability: SFTP: the file is fsynced, if the server knows
     ``fsync@openssh.com``; its directory cannot be, so a server that loses power may forget the newest puts. Object
     stores: theirs.
 
@@ -74,8 +74,8 @@ class FsspecDriver(TierDriver):
     to, and none but the stores' own interface can compare an etag.
 
     Reads: up to a part at once, larger ones in parts, by ranged requests or by seeking in an open file, whichever the
-    probe found to return what was asked for. Where there are parts, the object's etag is compared before and after, so
-    that the bytes are those of one put; where the probe found that etags do not tell puts of one length apart, objects
+    probe found to return what was asked for. If there are parts, the object's etag is compared before and after, so
+    that the bytes are those of one put; if the probe found that etags do not tell puts of one length apart, objects
     are read at once, and ranges refused. Over SFTP parts are read one after the other, through one open file.
 
     Threads: everything goes through fsspec's blocking interface in threads of the driver's own, for asynchronous file
@@ -214,7 +214,7 @@ class FsspecDriver(TierDriver):
         self._check(key)
         part_bytes = self._capabilities.part_bytes
         until = time.monotonic() + self._deadline_s
-        while time.monotonic() < until:  # it begins anew where the object was put again meanwhile
+        while time.monotonic() < until:  # it begins anew if the object was put again meanwhile
             before = await self.stat(key)
             wanted = self._wanted(key, before, range, into)
             at_once = len(wanted) <= part_bytes or not self._capabilities.ranged_get
@@ -290,7 +290,7 @@ class FsspecDriver(TierDriver):
         return wanted
 
     async def _read_parts(self, key: str, wanted: ByteRange, room: memoryview) -> bool:
-        """Fill ``room``, several parts at a time; ``False`` where the object turned out to be shorter."""
+        """Fill ``room``, several parts at a time; ``False`` if the object turned out to be shorter."""
         step = self._capabilities.part_bytes
         starts = iter(range(wanted.start, wanted.stop, step))  # each thread takes the next one
 
@@ -316,7 +316,7 @@ class FsspecDriver(TierDriver):
         return 1 if steady else self._capabilities.parts_in_flight
 
     def _connected(self, ticket: Ticket) -> Backend:
-        """The file system; connected anew where the connection was lost. Runs in a thread."""
+        """The file system; connected anew if the connection was lost. Runs in a thread."""
         with self._connecting:
             ticket.check()
             backend = self._backend
@@ -411,7 +411,7 @@ def cut(nbytes: int, part_bytes: int, ticket: Ticket) -> Iterator[bytes]:
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls. Where one fails, or the caller is cancelled, none is still at work afterwards."""
+    """The results of all calls. If one fails, or the caller is cancelled, none is still at work afterwards."""
     tasks = [asyncio.create_task(call) for call in calls]
     if not tasks:
         return []

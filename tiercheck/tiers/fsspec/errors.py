@@ -83,7 +83,7 @@ def map_foreign_errors(tier: str, key: str | None = None) -> Iterator[None]:
 
 
 def meaning_of(error: BaseException) -> Meaning | None:
-    """What an exception means, by itself or by those it was raised from; ``None`` where nothing is known of them."""
+    """What an exception means, by itself or by those it was raised from; ``None`` if nothing is known of them."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:

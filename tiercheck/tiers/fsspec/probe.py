@@ -30,7 +30,7 @@ RANGE = (1000, 1017)
 def probe(backend: Backend, ticket: Ticket) -> dict[str, str]:
     """Try the file system, set the backend to what was found, and say it for people. Leaves nothing behind.
 
-    Errors: ``Unsupported`` where the file system does not publish whole objects as its kind is said to.
+    Errors: ``Unsupported`` if the file system does not publish whole objects as its kind is said to.
     """
     key = f"{CONTROL}/probe-{token()}"
     try:

@@ -26,7 +26,7 @@ class Protocol:
     """What is known of a protocol.
 
     ``refused_in_keys``: text that it takes for something else than a part of a name. ``needs_path``: a host alone is
-    no place. ``arguments``: what its constructor is given where the user does not say, from the deadline in seconds.
+    no place. ``arguments``: what its constructor is given if the user does not say, from the deadline in seconds.
     """
 
     backend: type[Backend]
@@ -108,7 +108,7 @@ def shown_url(protocol: str, location: str, options: Mapping[str, Any]) -> str:
 
 
 def argument(name: str, text: str) -> Any:
-    """An option's value for a file system's constructor: JSON where it is JSON, and the name does not look secret."""
+    """An option's value for a file system's constructor: JSON if it is JSON, and the name does not look secret."""
     if _SECRET.search(name.lower()):
         return text
     try:

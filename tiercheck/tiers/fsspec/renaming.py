@@ -1,6 +1,6 @@
 """File systems with directories, on which an object is published by moving a temporary file onto its key.
 
-Modification times are set to stamps that differ from put to put, where the file system lets us: so an etag made of
+Modification times are set to stamps that differ from put to put, if the file system lets us: so an etag made of
 them does not repeat, though SFTP, say, keeps whole seconds only.
 """
 
@@ -112,7 +112,7 @@ class RenamingBackend(Backend):
             self.fs.rm_file(path)
 
     def _reason(self, key: str, nbytes: int) -> Exception | None:
-        """What it was, where the file system may only have said that something failed."""
+        """What it was, if the file system may only have said that something failed."""
         with suppress(Exception):  # then it cannot say more than it did
             self.fs.invalidate_cache()
             above = key.split("/")[:-1]
@@ -143,8 +143,8 @@ class MovingBackend(RenamingBackend):
 class SftpBackend(RenamingBackend):
     """SFTP through ``sshfs`` (asyncssh): renames by the extension ``posix-rename@openssh.com``, which replaces.
 
-    The plain rename of the protocol refuses to replace, and fsspec's ``mv`` copies where the extension is missing;
-    so the extension is called by name. Data are made durable by ``fsync@openssh.com`` where the server has it.
+    The plain rename of the protocol refuses to replace, and fsspec's ``mv`` copies if the extension is missing;
+    so the extension is called by name. Data are made durable by ``fsync@openssh.com`` if the server has it.
 
     Modification times are whole seconds, and two processes that put one key at once may choose the same one. So an
     object is read through one open file, which the server keeps as it was, whatever is moved onto its name.
@@ -226,7 +226,7 @@ class SftpBackend(RenamingBackend):
 
 
 def age_stamp_s(info: dict[str, Any]) -> float:
-    """When a temporary file was last written to, in seconds of the epoch; now, where the file system does not say."""
+    """When a temporary file was last written to, in seconds of the epoch; now, if the file system does not say."""
     found = info.get("mtime", info.get("modified"))
     stamp = found.timestamp() if isinstance(found, datetime) else found
     return float(stamp) if isinstance(stamp, int | float) else time.time()
@@ -258,7 +258,7 @@ class _LostConnectionsHushed:
 
 
 def may_have_a_reason(error: BaseException) -> bool:
-    """Whether a failure may be told as what it was: not where the object may have been published all the same."""
+    """Whether a failure may be told as what it was: not if the object may have been published all the same."""
     if not isinstance(error, Exception):
         return False
     meaning = meaning_of(error)

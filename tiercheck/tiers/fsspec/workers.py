@@ -77,7 +77,7 @@ class Workers:
         ``writes``: what it changes, so that no later call overtakes one that hangs.
 
         Cancellation: waits until the thread has ended, up to the deadline; then the thread is left to itself.
-        Errors: ``Transient`` where the deadline passes; ``Closed``; whatever ``work`` raises.
+        Errors: ``Transient`` if the deadline passes; ``Closed``; whatever ``work`` raises.
         """
         names = tuple(writes)
         await self._slot()
@@ -141,7 +141,7 @@ class Workers:
         return ticket, future
 
     async def _ended(self, ticket: Ticket, future: asyncio.Future[object]) -> None:
-        """Wait for the thread. Errors: ``Transient`` where it makes no progress for as long as the deadline."""
+        """Wait for the thread. Errors: ``Transient`` if it makes no progress for as long as the deadline."""
         while not future.done():
             left_s = ticket.progress_s + self.deadline_s - time.monotonic()
             if left_s <= 0:

@@ -3,7 +3,7 @@
 The root itself may be reached by links (``/scratch`` is one on many clusters). Below it a link may have been put by
 whoever can write there: to follow it would be to read, write or delete in a place of theirs. Every path here is
 relative to the root, a key or a directory above one; the empty path is the root. One system call resolves it
-(``openat2``, Linux 5.6); where that is missing, each directory on the way is opened by itself.
+(``openat2``, Linux 5.6); if that is missing, each directory on the way is opened by itself.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Beneath:
     def make(self, path: str) -> bool:
         """Make the directory, and what is missing above it, all 0700; whether it was missing.
 
-        Errors: as :meth:`folder`; ``FileNotFoundError`` without the root, or where another client removes what is made.
+        Errors: as :meth:`folder`; ``FileNotFoundError`` without the root, or if another client removes what is made.
         """
         if not path:
             return False

@@ -56,7 +56,7 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 def address_of(view: memoryview) -> int:
     """Where the first byte of ``view`` lies; read-only memory too."""
     buffer = _PyBuffer()
-    _get_buffer(view, ctypes.byref(buffer), 0)  # PyBUF_SIMPLE: contiguous bytes; raises where they are not
+    _get_buffer(view, ctypes.byref(buffer), 0)  # PyBUF_SIMPLE: contiguous bytes; raises if they are not
     try:
         return int(buffer.buf or 0)
     finally:
@@ -64,7 +64,7 @@ def address_of(view: memoryview) -> int:
 
 
 def copy_bytes(into: memoryview, source: memoryview) -> None:
-    """``into[:] = source``, of one length; other Python threads go on meanwhile where it takes time."""
+    """``into[:] = source``, of one length; other Python threads go on meanwhile if it takes time."""
     if into.nbytes != source.nbytes or into.readonly:
         raise ValueError(f"{source.nbytes} bytes cannot be copied to {into.nbytes} (read-only: {into.readonly})")
     if into.nbytes < FREE_COPY_BYTES_MIN:
@@ -74,9 +74,9 @@ def copy_bytes(into: memoryview, source: memoryview) -> None:
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Make the file ``nbytes`` long and have the disk's blocks for all of them, where the file system can.
+    """Make the file ``nbytes`` long and have the disk's blocks for all of them, if the file system can.
 
-    Not ``posix_fallocate``, which writes to every block where it cannot. Errors: ``OSError`` (``ENOSPC``, ...).
+    Not ``posix_fallocate``, which writes to every block if it cannot. Errors: ``OSError`` (``ENOSPC``, ...).
     """
     if nbytes and _fallocate(fd, 0, 0, nbytes):
         number = ctypes.get_errno()
@@ -90,7 +90,7 @@ def reopen_direct(fd: int, flags: int) -> int:
 
 
 def direct_obstacle(fd: int) -> str | None:
-    """Why the file system of ``fd``, an empty file of ours, takes no direct transfers; ``None`` where it does.
+    """Why the file system of ``fd``, an empty file of ours, takes no direct transfers; ``None`` if it does.
 
     It is tried: a page is written and read back. The file is empty again afterwards.
     Errors: ``OSError`` for what has nothing to do with it, such as ``ENOSPC``.

@@ -234,7 +234,7 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def bounded(range: ByteRange | None, nbytes: int, key: str) -> ByteRange:
-    """The range asked for, or the whole object. ``ValueError`` where it reaches past the end."""
+    """The range asked for, or the whole object. ``ValueError`` if it reaches past the end."""
     if range is None:
         return ByteRange(0, nbytes)
     if range.stop > nbytes:

@@ -99,7 +99,7 @@ def unlock(fd: int) -> None:
 
 
 class locked:  # noqa: N801  (it is used as a verb)
-    """Hold the lock file ``path``, made where missing; gives its descriptor. ``open_file``: how to open it.
+    """Hold the lock file ``path``, made if missing; gives its descriptor. ``open_file``: how to open it.
 
     Excludes threads as well as processes, since each holder opens the file for itself. A holder's death
     releases it. Errors: ``Transient`` after :data:`LOCK_WAIT_S_MAX`.
@@ -203,7 +203,7 @@ def write_buffers(fd: int, payload: Payload, check: Callable[[], None]) -> int:
 def read_into(fd: int, offset: int, into: memoryview, check: Callable[[], None]) -> None:
     """Fill ``into`` from ``offset`` on. ``check`` as in :func:`write_buffers`.
 
-    Errors: ``Corruption`` where the file ends early; objects never shrink, so somebody else cut it.
+    Errors: ``Corruption`` if the file ends early; objects never shrink, so somebody else cut it.
     """
     at = 0
     while at < into.nbytes:

@@ -37,13 +37,13 @@ REPLACED_PAUSE_S = 0.002
 class LustreDriver(FileDriver):
     """A directory that many nodes mount: Lustre, and any POSIX file system like it (GPFS, GlusterFS, NFS 4, ...).
 
-    Where ``lfs`` works, the tier's directory gets a default layout of one stripe (or ``stripe_count``), and
+    If ``lfs`` works, the tier's directory gets a default layout of one stripe (or ``stripe_count``), and
     a larger object its own, by size: see :func:`~tiercheck.tiers.posix.striping.stripes_for`. ``stripe_count`` (``all``
-    or a number) and ``stripe_size`` override that, and are an error at open where there is no striping. Several
+    or a number) and ``stripe_size`` override that, and are an error at open if there is no striping. Several
     threads write blocks of one stripe each.
 
     A put returns once the file and its names are on the servers' disks. After that, every other client's ``get``,
-    ``stat`` and ``list`` sees it, also where the mount remembers names (FUSE, NFS): see
+    ``stat`` and ``list`` sees it, also if the mount remembers names (FUSE, NFS): see
     :mod:`tiercheck.tiers.posix.remembering_directory`. Objects are read, never mapped: a mapping kills its process with
     SIGBUS when the network goes.
 
@@ -165,7 +165,7 @@ class LustreDriver(FileDriver):
 
     @staticmethod
     def _of_one_put(key: str, read: Callable[[], T]) -> T:
-        """Read again where the object was replaced meanwhile: a network file system may drop the old one at once."""
+        """Read again if the object was replaced meanwhile: a network file system may drop the old one at once."""
         deadline = time.monotonic() + REPLACED_S_MAX
         while True:
             try:

@@ -33,14 +33,14 @@ class NvmeDriver(FileDriver):
     Objects of 1 MiB and more go past the page cache (``O_DIRECT``), several blocks at a time, with room for the
     whole object allocated before its first byte is written. What is not aligned in memory takes the way through
     bounce buffers, at most ``(depth + 4) x block`` bytes of them. ``get(into=...)`` reads the same way, unless the
-    page cache holds the object; ``get`` without it maps the file. ``io`` says whether: ``auto`` (the default: where
-    it works), ``direct`` (an error at open where it does not) or ``buffered``. ``block`` (4 MiB) and ``depth`` (4) are
+    page cache holds the object; ``get`` without it maps the file. ``io`` says whether: ``auto`` (the default: if
+    it works), ``direct`` (an error at open if it does not) or ``buffered``. ``block`` (4 MiB) and ``depth`` (4) are
     the bytes of a block, and how many blocks are moved at a time. :meth:`facts` says what is used.
 
     ``survives`` defaults to ``PROCESS``. The bytes outlive the node's power as well, but while the node is
     away nobody can read a local disk, and a node that fails for good takes it along: a recovery from a node
     failure must not count on it. A directory on shared storage (NFS, a parallel file system) may claim what
-    that storage outlives, with ``?survives=node``, ``rack`` or ``site``; where several nodes use it, ``lustre://`` is
+    that storage outlives, with ``?survives=node``, ``rack`` or ``site``; if several nodes use it, ``lustre://`` is
     the better driver for it: this one expects a mount to show at once what other nodes did.
 
     Conditional puts: a ``CREATE`` gives the file its name by ``link``, which no other client can do as well, whatever

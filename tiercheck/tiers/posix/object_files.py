@@ -67,7 +67,7 @@ class Temporary:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a listing of a directory shows. ``status``: where the listing came with it."""
+    """What a listing of a directory shows. ``status``: if the listing came with it."""
 
     name: str
     is_directory: bool

@@ -67,7 +67,7 @@ class RememberingDirectory(SharedDirectory):
         self.check_key(key)
 
         def opened() -> int | None:
-            """A descriptor of what the listing shows, or ``None`` where the mount opens, or remembers, another one."""
+            """A descriptor of what the listing shows, or ``None`` if the mount opens, or remembers, another one."""
             try:
                 expected = info_of(key, self.look_up(key))
             except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +133,7 @@ class RememberingDirectory(SharedDirectory):
         return self.look_up(key)
 
     def _look_up_once(self, path: str) -> os.stat_result | None:
-        """``None`` where the mount does not agree with the server about a name on the way."""
+        """``None`` if the mount does not agree with the server about a name on the way."""
         above = self.beneath.open("", LISTED)
         try:
             *folders, last = path.split("/")

@@ -6,7 +6,7 @@ whose metadata is far away:
 - A file being written lies beside its target, under a name that no key can have (it holds a backslash): renaming
   inside a directory concerns one metadata server.
 - Names change under a *shared* lock, so that writers do not wait for one another; a put on condition of an etag,
-  and a listing, take it exclusively. A creation needs no lock: ``link`` fails where the name exists. Where the
+  and a listing, take it exclusively. A creation needs no lock: ``link`` fails if the name exists. If the
   mount carries no locks there are none: then puts know no conditions.
 - A directory's own name is made durable once, not with every put into it.
 - Etags need no counter that all clients share: the part of a second in a modification time is drawn at random.
@@ -181,7 +181,7 @@ class SharedDirectory(ObjectDirectory):
     def _sync_names(self, folder: str) -> None:
         """Make the names in ``folder`` durable, and its own, and those above it up to the tier's.
 
-        Those above it once only, where the number of the directory's inode tells it from a later one of its name.
+        Those above it once only, if the number of the directory's inode tells it from a later one of its name.
         """
         try:
             with self.beneath.listed(folder) as fd:
@@ -226,7 +226,7 @@ class SharedDirectory(ObjectDirectory):
         self._sync_names(stays)
 
     def reclaim(self) -> None:
-        """Remove the files of dead writers: they lie there unlocked, or, where our lock does not reach, for a day."""
+        """Remove the files of dead writers: they lie there unlocked, or, if our lock does not reach, for a day."""
         for path in self._half_written(""):
             host, made_s = parse_temporary_name(name_in_folder(path))
             age_s = time.time() - made_s

@@ -54,7 +54,7 @@ class Striper:
 
     @staticmethod
     def find() -> Path | None:
-        """The ``lfs`` program, where there is one."""
+        """The ``lfs`` program, if there is one."""
         found = shutil.which("lfs")
         return None if found is None else Path(found)
 

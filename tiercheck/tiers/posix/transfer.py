@@ -1,8 +1,8 @@
 """How the bytes of an object get from memory into its file, and back.
 
 :class:`Sequential` moves them by one thread through the page cache. :class:`Blocks` moves blocks at aligned
-offsets by several threads: past the page cache (``O_DIRECT``) where memory and file are aligned alike, through
-a bounce buffer where they are not, or, with ``direct`` off, through the page cache for file systems that spread
+offsets by several threads: past the page cache (``O_DIRECT``) if memory and file are aligned alike, through
+a bounce buffer if they are not, or, with ``direct`` off, through the page cache for file systems that spread
 a file over many servers.
 """
 
@@ -41,7 +41,7 @@ class Transfer(Protocol):
         """Write the buffers, ``nbytes`` together, to the empty file ``fd``. Durable only after an fsync."""
 
     def read(self, fd: int, offset: int, into: memoryview, check: Check) -> None:
-        """Fill ``into`` from ``offset`` on. Errors: ``Corruption`` where the file ends early."""
+        """Fill ``into`` from ``offset`` on. Errors: ``Corruption`` if the file ends early."""
 
     def close(self) -> None:
         """Let go of threads and memory; may be used again afterwards."""

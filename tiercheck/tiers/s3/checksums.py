@@ -51,7 +51,7 @@ KNOWN = (
 
 
 def stored_checksum(answer: Mapping[str, Any]) -> tuple[Checksum, str] | None:
-    """The whole object's checksum in an answer, and its algorithm, where it is one of the known.
+    """The whole object's checksum in an answer, and its algorithm, if it is one of the known.
 
     A ``COMPOSITE`` one (of part checksums, with ``-N`` at its end) says nothing without the parts' bounds.
     """

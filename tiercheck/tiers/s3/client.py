@@ -52,7 +52,7 @@ def service_models(path: str | None) -> Any:
 
 
 def ask_first(params: dict[str, Any], **_: object) -> None:
-    """``Expect: 100-continue`` where it pays: a condition that fails is then told before a large body is sent, and not
+    """``Expect: 100-continue`` if it pays: a condition that fails is then told before a large body is sent, and not
     by breaking the connection in the middle of it. Elsewhere it would cost each part a round trip."""
     conditional = {"If-None-Match", "If-Match"} & set(params["headers"])
     body = params["body"]
@@ -152,10 +152,10 @@ class S3Client:
     async def send(self, operation: str, key: str, buffers: Buffers, start: int, stop: int, **arguments: Any) -> Answer:
         """A request with ``[start, stop)`` of the payload as its body.
 
-        Cancellation stops it where the server cannot have the whole body, and waits for the answer where it may:
+        Cancellation stops it if the server cannot have the whole body, and waits for the answer if it may:
         afterwards the server acts on it no more.
 
-        Errors: ``InDoubt`` where a request that publishes fails for good after a try that may have done so.
+        Errors: ``InDoubt`` if a request that publishes fails for good after a try that may have done so.
         """
         bodies: list[Body] = []
 

@@ -2,7 +2,7 @@
 
 The first request asks for the whole object, since its size is not known yet, and goes on reading from the front; the
 others fetch parts from the back, until they meet. So a small object is one request, and a large one needs no request
-ahead of the others. But where the caller has brought room for more than a part, a HEAD comes first, and then parts
+ahead of the others. But if the caller has brought room for more than a part, a HEAD comes first, and then parts
 alone: what the server has begun to send of the whole when the two ends meet is lost, a tenth of the time of a large
 object. All requests after the first ask for the ETag of the first, so that the bytes are of one put.
 
@@ -233,7 +233,7 @@ class _Read:
         target = self._target
         assert target is not None
         checksum = None if self._expected is None else self._expected[0]
-        # Of each piece while it is in the cache, where that is quick: later it would come from memory again.
+        # Of each piece while it is in the cache, if that is quick: later it would come from memory again.
         update = checksum.update if checksum is not None and checksum.quick else None
 
         while part.at < part.stop:

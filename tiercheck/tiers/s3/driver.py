@@ -43,8 +43,8 @@ class S3Driver(TierDriver):
     ``region`` (environment's,   the bucket's region
     else ``us-east-1``)
     ``profile`` (environment's)  a profile of the AWS configuration
-    ``addressing`` (``auto``)    ``path``, ``virtual``, or ``auto``: path where there is an ``endpoint_url``
-    ``survives`` (``rack``)      ``rack``, or ``site`` where the bucket is replicated elsewhere
+    ``addressing`` (``auto``)    ``path``, ``virtual``, or ``auto``: path if there is an ``endpoint_url``
+    ``survives`` (``rack``)      ``rack``, or ``site`` if the bucket is replicated elsewhere
     ``part`` (``16MiB``)         unit of transfer; larger objects go in parts, in parallel. At least 5 MiB. Large
                                  objects are read in larger parts, of up to 32 MiB
     ``parts_in_flight`` (8)      transfers at once, of all calls together
@@ -64,9 +64,9 @@ class S3Driver(TierDriver):
     where they lie, and gets arrive where they are wanted.
 
     Integrity: each request's body carries a CRC32C, which the server verifies; a multipart object that of the whole. A
-    whole get verifies what the server holds, where it says so; CRC64NVME and CRC32 too, if others put the object.
+    whole get verifies what the server holds, if it says so; CRC64NVME and CRC32 too, if others put the object.
 
-    Conditional puts are one request, so they hold at most 5 GiB. Where the server ignores conditions,
+    Conditional puts are one request, so they hold at most 5 GiB. If the server ignores conditions,
     ``capabilities.conditional_put`` is false once the driver is open, and ``CREATE`` and ``UPDATE`` raise
     ``Unsupported``. The condition of an ``UPDATE`` is S3's, on content, and a check of the put's own token just before:
     of two clients that race to put *the same bytes* that are there already, both may be told that they won.
@@ -124,7 +124,7 @@ class S3Driver(TierDriver):
         """Connect, check, try out what ``auto`` leaves open, and abort what dead clients left.
 
         Errors: ``ConfigurationError`` (bucket, region, endpoint, profile, another number of shards),
-        ``Unauthorized``, ``Transient`` where the endpoint does not answer in time, or nothing has listened there for
+        ``Unauthorized``, ``Transient`` if the endpoint does not answer in time, or nothing has listened there for
         some seconds.
         """
         if self._opened:

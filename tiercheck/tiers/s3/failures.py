@@ -81,7 +81,7 @@ class InDoubt(Transient):
 
 @dataclass(frozen=True)
 class Failure:
-    """``retryable``: another try may succeed. ``code``: S3's, or empty where no answer came. ``acted``: the server may
+    """``retryable``: another try may succeed. ``code``: S3's, or empty if no answer came. ``acted``: the server may
     have done what it was asked, or may still do it. ``unreachable``: nothing listens there, as far as the system knows.
     """
 

@@ -8,7 +8,7 @@ of every version at once. The price is N listings instead of one, merged; hence 
 so large that S3 answers ``SlowDown``.
 
 S3's own ETag is a hash of the content: the same bytes put twice have one. The etag of this driver is therefore
-``<ETag>.<token>``: each put writes a random token into the object's metadata. Where others have put the object, its
+``<ETag>.<token>``: each put writes a random token into the object's metadata. If others have put the object, its
 time of change takes the token's place.
 """
 
@@ -66,7 +66,7 @@ class Names:
             return None
 
     def stranger(self, folders: list[str]) -> str | None:
-        """A folder of the prefix that tells of another number of shards, where there is one."""
+        """A folder of the prefix that tells of another number of shards, if there is one."""
         for folder in folders:
             relative = folder.removeprefix(self._root)
             match = _SHARD.match(relative)
@@ -80,7 +80,7 @@ def new_token() -> str:
 
 
 def server_etag(etag: str) -> str | None:
-    """The server's ETag inside one of ours; ``None`` where the text is none of ours."""
+    """The server's ETag inside one of ours; ``None`` if the text is none of ours."""
     match = _ETAG.match(etag)
     return match[1] if match else None
 

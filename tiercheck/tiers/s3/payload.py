@@ -65,7 +65,7 @@ class Buffers:
         return b"".join(self.pieces(start, stop))
 
     async def checksum(self, checksum: Checksum, start: int, stop: int) -> int:
-        """Over ``[start, stop)``, in a thread where it takes long. Cancellation waits for the thread."""
+        """Over ``[start, stop)``, in a thread if it takes long. Cancellation waits for the thread."""
 
         def step(value: int, begin: int, end: int) -> int:
             for piece in self.pieces(begin, end):

@@ -38,7 +38,7 @@ class Findings:
 async def check_layout(client: S3Client, names: Names) -> None:
     """One listing of the prefix: the first request of all, and the check that others use as many shards.
 
-    Errors: ``ConfigurationError`` where objects lie there under another number of shards; the request's own.
+    Errors: ``ConfigurationError`` if objects lie there under another number of shards; the request's own.
     """
     root = client.settings.root
     answer = await client.ask("ListObjectsV2", Prefix=root, Delimiter="/")
@@ -51,7 +51,7 @@ async def check_layout(client: S3Client, names: Names) -> None:
 
 
 async def probe(client: S3Client, names: Names) -> Findings:
-    """Try it. Errors: ``Unauthorized`` where the credentials do not allow to write and delete."""
+    """Try it. Errors: ``Unauthorized`` if the credentials do not allow to write and delete."""
     root = f"{names.probe_root}{new_token()}/"
     below, beside = f"{root}a/b", f"{root}a-b"
     try:
@@ -129,7 +129,7 @@ async def uploads(client: S3Client) -> AsyncIterator[tuple[dict[str, Any], datet
 
 
 async def last_part(client: S3Client, upload: dict[str, Any]) -> datetime:
-    """When the upload last got a part; its beginning where it has none, or is gone."""
+    """When the upload last got a part; its beginning if it has none, or is gone."""
     latest: datetime = upload["Initiated"]
     marker: dict[str, int] = {}
     while True:

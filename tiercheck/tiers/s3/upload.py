@@ -111,7 +111,7 @@ class Upload:
         return PreconditionFailed(f"the etag is not {mode.etag!r}", tier=self._client.tier, key=self._key)
 
     async def _ours(self) -> str | None:
-        """The server's ETag of the object, where it is the one this put has made."""
+        """The server's ETag of the object, if it is the one this put has made."""
         try:
             found = await self._client.ask("HeadObject", self._key, Key=self._name)
         except NotFound:
@@ -119,7 +119,7 @@ class Upload:
         return str(found["ETag"]) if found.get("Metadata", {}).get(TOKEN_FIELD) == self._token else None
 
     async def _settle(self, doubt: InDoubt) -> str | None:
-        """As :meth:`_ours`, or ``None`` where nobody can tell. Nor does ``None`` itself say that nothing was published:
+        """As :meth:`_ours`, or ``None`` if nobody can tell. Nor does ``None`` itself say that nothing was published:
         another client may have replaced it, and the server may still come to it."""
         try:
             return await self._ours()
@@ -243,7 +243,7 @@ class Upload:
 
 
 def part_bounds(nbytes: int, part_bytes: int) -> list[tuple[int, int]]:
-    """Bounds of equal parts (but for the last), larger than ``part_bytes`` where there would be too many."""
+    """Bounds of equal parts (but for the last), larger than ``part_bytes`` if there would be too many."""
     size = max(part_bytes, math.ceil(nbytes / PARTS_MAX / PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES)
     return [(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
 

@@ -38,7 +38,7 @@ async def settled(
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """All of them at once. Where one fails the others are cancelled and waited for, and its error is raised."""
+    """All of them at once. If one fails the others are cancelled and waited for, and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:

@@ -59,17 +59,17 @@ class ShmDriver(FileDriver):
     """Shared memory as a tier: mappable, atomic among processes, and it survives any of them.
 
     ``size`` is checked when the tier is opened: a shared memory that is smaller is an error then, not a
-    failed save later (a warning, where the tier holds objects already: a recovery may need them). Without it the
+    failed save later (a warning, if the tier holds objects already: a recovery may need them). Without it the
     limit is what is free, plus what the namespace holds already. While an object is being overwritten, both the old
     and the new one count. ``pool`` bounds the memory kept for reuse (default: all of ``size``, without it half of the
     limit); it is never in the way of an object. ``mount`` is another tmpfs, such as one with huge pages. ``threads``
     copy a large put (default: one).
 
     ``pin``: whether memory that :meth:`prepare_reservations` makes ready is page-locked for a GPU's copies:
-    ``auto`` (where there is one), ``on`` (an error where there is none) or ``off``. ``numa``: ``auto`` takes
+    ``auto`` (if there is one), ``on`` (an error if there is none) or ``off``. ``numa``: ``auto`` takes
     memory from the node of that GPU, or of the CPUs that the process is bound to; or ``off``.
 
-    ``make=no``: opening makes no namespace, and is ``NotFound`` where there is none.
+    ``make=no``: opening makes no namespace, and is ``NotFound`` if there is none.
     """
 
     def __init__(

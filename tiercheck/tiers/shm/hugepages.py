@@ -1,6 +1,6 @@
 """Huge pages of a tmpfs: 2 MiB at a time, allocated and cleared at several times the speed of 4 KiB.
 
-A mount decides (``huge=``): ``always`` and ``within_size`` need nothing of us; with ``advise`` pages are huge where
+A mount decides (``huge=``): ``always`` and ``within_size`` need nothing of us; with ``advise`` pages are huge if
 a mapping that asks for it touches them first; ``never``, the default of ``/dev/shm``, has none.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["back_with_huge_pages", "huge_pages_of", "pages_text"]
 
 
 def huge_pages_of(folder: Path) -> str:
-    """The ``huge=`` of the mount that ``folder`` lies on; ``never`` where that is no tmpfs, or cannot be told."""
+    """The ``huge=`` of the mount that ``folder`` lies on; ``never`` if that is no tmpfs, or cannot be told."""
     mount = mount_of(folder)
     options = dict(option.partition("=")[::2] for option in mount.options)
     return options.get("huge", "never") if mount.type == "tmpfs" else "never"
@@ -36,7 +36,7 @@ def pages_text(huge: str) -> str:
 def back_with_huge_pages(fd: int, start: int, nbytes: int) -> None:
     """Touch ``[start, start + nbytes)`` of the file through a mapping that asks for huge pages.
 
-    What it cannot do is left for others to allocate. Errors: ``OSError`` ``ENOSPC`` where the mount is full.
+    What it cannot do is left for others to allocate. Errors: ``OSError`` ``ENOSPC`` if the mount is full.
     """
     offset = start - start % mmap.ALLOCATIONGRANULARITY
     with mmap.mmap(fd, start + nbytes - offset, offset=offset) as mapping:
@@ -44,7 +44,7 @@ def back_with_huge_pages(fd: int, start: int, nbytes: int) -> None:
             mapping.madvise(mmap.MADV_HUGEPAGE)
             mapping.madvise(MADV_POPULATE_WRITE)
         except OSError as error:
-            if error.errno in (errno.EFAULT, errno.ENOMEM):  # where a write would have raised SIGBUS
+            if error.errno in (errno.EFAULT, errno.ENOMEM):  # a write would raise SIGBUS here
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             if error.errno != errno.EINVAL:
                 raise

@@ -153,7 +153,7 @@ def _unmap(base: int, nbytes: int, unpin: list[Callable[[], None]]) -> None:
 class Kept(NamedTuple):
     region: MappedRegion
     mtime_ns: int
-    """Of the file, when it was last ours: where it is another by now, others have had the file."""
+    """Of the file, when it was last ours: if it is another by now, others have had the file."""
     fd: int
     """To look at the file."""
 
@@ -203,7 +203,7 @@ class MappedRegionCache:
             self._prune()
 
     def find(self, fd: int) -> MappedRegion | None:
-        """The region on that open file, where nobody else has had the file since; it stays kept."""
+        """The region on that open file, if nobody else has had the file since; it stays kept."""
         status = os.fstat(fd)
         with self._lock:
             kept = self._kept.get(status.st_ino)

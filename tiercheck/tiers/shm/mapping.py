@@ -89,7 +89,7 @@ class MappedSegments:
             raise
 
     def store(self, key: str, payload: Payload, mode: PutMode, check: Check) -> ObjectInfo:
-        """Put: as :meth:`ObjectDirectory.store`, at the speed of memory where pages are recycled."""
+        """Put: as :meth:`ObjectDirectory.store`, at the speed of memory if pages are recycled."""
         nbytes = payload_bytes(payload)
         if nbytes < SPARE_BYTES_MIN:
             return self.directory.store(key, payload, mode, check)
@@ -112,7 +112,7 @@ class MappedSegments:
             self.directory.discard(segment.temporary)
 
     def map_to_read(self, fd: int, nbytes: int) -> memoryview | None:
-        """An open object of ``nbytes``, read-only, where this process has written it: it is mapped still, to the last
+        """An open object of ``nbytes``, read-only, if this process has written it: it is mapped still, to the last
         page. The open file, and its lock, are held as long as a view is left.
 
         ``None`` for anybody else's object, and for memory that is pinned: that must be unpinned when the driver is
@@ -124,7 +124,7 @@ class MappedSegments:
         return region.lend_to_read(nbytes, os.dup(fd))
 
     def prepare(self, sizes: Sequence[tuple[int, int]], check: Check) -> None:
-        """Put segments into the pool that cost nothing to reserve: backed, mapped, and pinned where there is a GPU.
+        """Put segments into the pool that cost nothing to reserve: backed, mapped, and pinned if there is a GPU.
 
         Those that are there already are used. Errors: ``CapacityExceeded``; what is ready by then stays.
         """
@@ -156,7 +156,7 @@ class MappedSegments:
     # Details.
 
     def _head_bytes(self, nbytes: int) -> int:
-        """The head's bytes: all, where the rest is not worth a file, or must be pinned as one piece."""
+        """The head's bytes: all, if the rest is not worth a file, or must be pinned as one piece."""
         head_bytes = whole_pages(self._expected.get(nbytes, nbytes))
         return nbytes if self._pins or nbytes - head_bytes < SPARE_BYTES_MIN else head_bytes
 
@@ -251,10 +251,10 @@ class MappedSegment:
                 self._close(self._release_view())
 
     def _publish_pinned(self, key: str, nbytes: int, mode: PutMode, check: Check) -> ObjectInfo | None:
-        """Publish a copy where cutting the file would take pages away that are pinned.
+        """Publish a copy if cutting the file would take pages away that are pinned.
 
         The GPU would go on writing to them, and nobody would see what it wrote; and pinning takes longer than
-        copying. ``None`` where the segment itself is to be published.
+        copying. ``None`` if the segment itself is to be published.
         """
         assert self._head is not None
         if whole_pages(nbytes) == whole_pages(self._head.nbytes):

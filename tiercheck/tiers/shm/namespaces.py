@@ -87,7 +87,7 @@ def namespace_path(name: str, mount: Path = SHM) -> Path:
 
 
 def hold_namespace(root: Path, kind: NamespaceKind = NamespaceKind.OWN, *, make: bool = True) -> int:
-    """Make the namespace where it is missing and mark it as in use; returns what :func:`release_namespace` takes.
+    """Make the namespace if it is missing and mark it as in use; returns what :func:`release_namespace` takes.
 
     One that another process is removing is waited for, and made anew. Without ``make`` nothing is ever made: that is
     for whoever only looks at what others have made.
@@ -111,7 +111,7 @@ def hold_namespace(root: Path, kind: NamespaceKind = NamespaceKind.OWN, *, make:
 
 
 def _held(root: Path, kind: NamespaceKind, make: bool) -> int | None:
-    """One try at :func:`hold_namespace`; ``None`` where somebody is removing the namespace, or just has."""
+    """One try at :func:`hold_namespace`; ``None`` if somebody is removing the namespace, or just has."""
     try:
         if make:
             with contextlib.suppress(FileExistsError):
@@ -301,7 +301,7 @@ def check_kind(root: Path, kind: NamespaceKind) -> None:
 
 
 def check_private(root: Path) -> None:
-    """Errors: ``Unauthorized`` where ``root`` is not a directory of this user's alone."""
+    """Errors: ``Unauthorized`` if ``root`` is not a directory of this user's alone."""
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise Unauthorized(f"{root} should be a directory, but is a link or a file; somebody put it there: remove it")

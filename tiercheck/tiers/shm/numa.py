@@ -29,7 +29,7 @@ Mask = ctypes.c_ulong * MASK_WORDS
 
 
 def numa_nodes() -> dict[int, frozenset[int]]:
-    """The nodes that have memory, each with its CPUs; empty where the system does not say."""
+    """The nodes that have memory, each with its CPUs; empty if the system does not say."""
     try:
         with_memory = parse_list((NODES / "has_memory").read_text())
         return {node: parse_list((NODES / f"node{node}" / "cpulist").read_text()) for node in sorted(with_memory)}
@@ -47,13 +47,13 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def node_of_cpus(cpus: frozenset[int], nodes: Mapping[int, frozenset[int]]) -> int | None:
-    """The node that all of ``cpus`` belong to; ``None`` where they belong to several, or there is only one."""
+    """The node that all of ``cpus`` belong to; ``None`` if they belong to several, or there is only one."""
     homes = [node for node, its in nodes.items() if cpus & its]
     return homes[0] if len(homes) == 1 and len(nodes) > 1 else None
 
 
 def node_of_device(bus_id: str | None, nodes: Mapping[int, frozenset[int]]) -> int | None:
-    """The node that a PCI device is attached to; ``None`` where that is not known, or there is only one."""
+    """The node that a PCI device is attached to; ``None`` if that is not known, or there is only one."""
     if bus_id is None or len(nodes) < 2:
         return None
     try:
@@ -113,7 +113,7 @@ class Locality:
 
 
 def prefer_node(node: int) -> str | None:
-    """Have the calling thread take fresh memory from ``node``, where it has some; returns why that was refused."""
+    """Have the calling thread take fresh memory from ``node``, if it has some; returns why that was refused."""
     if not 0 <= node < 64 * MASK_WORDS:
         return f"no such node: {node}"
     mask = Mask()
@@ -133,7 +133,7 @@ def set_memory_policy(mode: int, mask: ctypes.Array[ctypes.c_ulong]) -> str | No
 
 
 def memory_policy() -> tuple[int, ctypes.Array[ctypes.c_ulong]] | None:
-    """Mode and nodes of the calling thread's policy; ``None`` where the system does not say."""
+    """Mode and nodes of the calling thread's policy; ``None`` if the system does not say."""
     number = GET_MEMPOLICY.get(platform.machine())
     mode, mask = ctypes.c_int(), Mask()
     libc = ctypes.CDLL(None, use_errno=True)

@@ -34,7 +34,7 @@ class CudaError(TierError):
 
 
 class CudaPinning:
-    """``mode``: ``auto`` pins where there is a GPU, ``on`` insists, ``off`` does not.
+    """``mode``: ``auto`` pins if there is a GPU, ``on`` insists, ``off`` does not.
 
     Nothing of CUDA is touched before it is needed: a process that never pins makes no context. The device is the
     one that ``LOCAL_RANK`` names among the visible ones, as trainers choose it. Its primary context is held until
@@ -51,10 +51,10 @@ class CudaPinning:
         """Why nothing is pinned, once that is known."""
 
     def check(self) -> None:
-        """Errors: ``ConfigurationError`` where ``mode`` is ``on`` and there is no GPU."""
+        """Errors: ``ConfigurationError`` if ``mode`` is ``on`` and there is no GPU."""
         if self._mode == "on" and not self.available():
             raise ConfigurationError(
-                f"pin=on needs a GPU that CUDA can use, but: {self.obstacle}; leave pin= out to pin where there is one"
+                f"pin=on needs a GPU that CUDA can use, but: {self.obstacle}; leave pin= out to pin if there is one"
             )
 
     def available(self) -> bool:
@@ -70,8 +70,8 @@ class CudaPinning:
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """Page-lock memory that is backed and mapped; returns what undoes it.
 
-        ``None`` where that cannot be had, with the reason in :attr:`obstacle`.
-        Errors: ``ConfigurationError`` where ``mode`` is ``on``.
+        ``None`` if that cannot be had, with the reason in :attr:`obstacle`.
+        Errors: ``ConfigurationError`` if ``mode`` is ``on``.
         """
         if not self.available():
             return None
@@ -87,7 +87,7 @@ class CudaPinning:
         return lambda: self._unpin(address) if os.getpid() == pid else None  # a forked child has no part in it
 
     def pci_bus_id(self) -> str | None:
-        """Of the device, such as ``0000:3b:00.0``; ``None`` where there is none, or it does not say."""
+        """Of the device, such as ``0000:3b:00.0``; ``None`` if there is none, or it does not say."""
         if not self.available():
             return None
         text = ctypes.create_string_buffer(32)

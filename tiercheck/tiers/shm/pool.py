@@ -1,7 +1,7 @@
 """Files kept for reuse, and the counts that tell whether there is room.
 
 What a spare is stands in its name, ``<bytes>-<owner>-<token>``, so that looking for one takes a single reading of
-the directory. ``owner`` is the process that has it mapped already and would have it back, 0 where nobody has: a
+the directory. ``owner`` is the process that has it mapped already and would have it back, 0 if nobody has: a
 hint, no lock. Everything here is called under the directory's lock.
 """
 
@@ -173,7 +173,7 @@ class SegmentPool:
     def take(self, path: str, at_least: int, at_most: int, selection: Selection) -> tuple[int, int] | None:
         """Move the spare that is cheapest to make ``at_least`` to ``at_most`` bytes long to ``path``.
 
-        Returns its descriptor, locked exclusively, and its length; ``None`` where none is within a factor of two.
+        Returns its descriptor, locked exclusively, and its length; ``None`` if none is within a factor of two.
         """
         for spare in self._by_cost(at_least, at_most, selection):
             fd = self._open(spare)

@@ -23,7 +23,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate_to_read(address: int, nbytes: int) -> None:
-    """Nothing of it is read. Where its first, its last and the page in the middle are entered, all are taken to be:
+    """Nothing of it is read. If its first, its last and the page in the middle are entered, all are taken to be:
     going through those that are costs half as much as entering them."""
     start = address - address % mmap.PAGESIZE
     if not _are_entered(start, address + nbytes // 2, address + nbytes - 1):

@@ -246,7 +246,7 @@ class SegmentDirectory(ObjectDirectory):
         return sum(spare.nbytes for spare in self._spares.scan())
 
     def check_room_for_spares(self, nbytes: int) -> None:
-        """Errors: ``CapacityExceeded`` where that many bytes of spares of this process cannot be kept."""
+        """Errors: ``CapacityExceeded`` if that many bytes of spares of this process cannot be kept."""
         with self.locked():
             self._room_for(nbytes)
             others = self._spares.owned_elsewhere_bytes()
