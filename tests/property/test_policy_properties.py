@@ -9,9 +9,11 @@ from tiercheck import keys
 from tiercheck.policy.agreement import agreed, needs_agreement, reach
 from tiercheck.policy.commit import to_commit, to_mark
 from tiercheck.policy.consensus import Readable, decide
+from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
+from tiercheck.policy.policies import kept_by
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 
@@ -151,7 +153,8 @@ def reached(seen: Observation, tiers: frozenset[int]) -> int:
 def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
     seen: Observation, keep_last: int, keep_every: int, batch: int, closing: bool
 ) -> None:
-    placement, retention = Placement(batch), Retention(keep_last, keep_every, batch)
+    placement = Placement(batch)
+    retention = Retention(kept_by(keep_last, keep_every), placement)
     for _ in range(ROUNDS_MAX):
         transfers = retention.wanted(seen, placement.transfers(seen, closing=closing))
         puts: list[tuple[int, keys.Key]] = [(each.target_tier, each.target) for each in transfers]
@@ -159,19 +162,13 @@ def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
         puts += [(role.index, key) for role in seen.roles for key in (*to_commit(seen, role.index),)]
         seen = seen.after(puts)
         gone = retention.reclaimable(seen)
-        after = without(seen, gone)
+        assert checked_deletions(seen, gone, "retention") == (gone, [])
+        after = seen.without(gone)
         check_nothing_needed_is_gone(seen, after)
         if not puts and not any(gone.values()):
             return
         seen = after
     raise AssertionError("placement and retention never come to rest")
-
-
-def without(seen: Observation, gone: dict[int, list[keys.Key]]) -> Observation:
-    contents = tuple(
-        held.changed(dict.fromkeys(gone[index])) if gone[index] else held for index, held in enumerate(seen.contents)
-    )
-    return Observation(seen.roles, contents, *vars_of(seen)[2:], mark=seen.mark)
 
 
 def check_nothing_needed_is_gone(before: Observation, after: Observation) -> None:

@@ -12,10 +12,12 @@ from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stre
 from tiercheck.policy import watermark as marks
 from tiercheck.policy.agreement import NO_MARK, needs_agreement
 from tiercheck.policy.commit import superseded, to_commit, to_mark
+from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.lineage import Lineage, strangers
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.peers import Place, peer_of
 from tiercheck.policy.placement import Placement, Transfer
+from tiercheck.policy.policies import kept_by
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
 
@@ -55,9 +57,9 @@ class Movers:
         self.peers, self.shared = peers, shared
         self.agrees = needs_agreement(self.roles, world)
         self.placement = Placement(batch)
-        self.retention = Retention(
-            keep_last=self.random.choice([1, 2, 3]), keep_every=self.random.choice([0, 0, base_every]), batch=batch
-        )
+        self.keep_last = self.random.choice([1, 2, 3])
+        self.keep_every = self.random.choice([0, 0, base_every])
+        self.retention = Retention(kept_by(self.keep_last, self.keep_every), self.placement)
         self.outage = False
         """The durable tier takes nothing."""
         self.away: list[Tier] = []
@@ -97,11 +99,7 @@ class Movers:
         return marks.watermark(self.observe(0))
 
     def undrained(self, index: int) -> int:
-        seen = self.observe(index)
-        held = [key.first for key in seen.contents[0].bases(index) if key.generation == self.generation]
-        drained = seen.contents[seen.durable.index].bases(index)
-        newest = max((key.first for key in drained if key.generation == self.generation), default=-1)
-        return sum(version > newest for version in held)
+        return self.placement.undrained(self.observe(index))
 
     def has_room(self, index: int) -> bool:
         return self.undrained(index) < 2 and self.retention.has_room(self.observe(index))
@@ -157,7 +155,9 @@ class Movers:
             if role.index not in blocked:
                 found += [partial(self.do_mark, key) for key in to_mark(seen, role.index)]
                 found += [partial(self.do_commit, index, key) for key in to_commit(seen, role.index)]
-        for tier, gone in self.retention.reclaimable(seen).items():
+        reclaimable = self.retention.reclaimable(seen)
+        assert not checked_deletions(seen, reclaimable, "retention")[1], "what is deleted is needed"
+        for tier, gone in reclaimable.items():
             if tier not in blocked:
                 found += [partial(self.do_delete, tiers[tier], index, key) for key in gone[:1]]  # in the policy's order
         return found

@@ -110,7 +110,7 @@ class OldViews(Cluster):
         """Whether the user's ``keep_every`` holds this committed base."""
         if tier is not self.durable or not isinstance(key, ShardKey) or key.stream is not Stream.BASE:
             return False
-        every, committed = self.retention.keep_every, CommitKey(key.generation, key.first) in self.durable
+        every, committed = self.keep_every, CommitKey(key.generation, key.first) in self.durable
         return bool(every) and committed and key.first % every == 0 and self.lineage.admits(key.generation, key.first)
 
 

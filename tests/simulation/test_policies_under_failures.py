@@ -139,8 +139,8 @@ def check_neighbour(cluster: Cluster, index: int) -> None:
 def check_durable(cluster: Cluster, index: int, newest: int) -> None:
     durable = [key for key in cluster.durable if isinstance(key, ShardKey) and key.rank == index]
     bases = [key.first for key in durable if key.stream is Stream.BASE]
-    kept = {base for base in bases if not cluster.retention.keep_every or base % cluster.retention.keep_every}
-    assert len(kept) <= cluster.retention.keep_last
+    kept = {base for base in bases if not cluster.keep_every or base % cluster.keep_every}
+    assert len(kept) <= cluster.keep_last
     version = cluster.ranks[index].version
     if cluster.snapshots:
         newest_snapshots = [key for key in durable if key.stream is Stream.SNAPSHOT and key.first == newest + 1]

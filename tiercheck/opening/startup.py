@@ -32,6 +32,7 @@ from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import OpenedJob, Resources
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.placement import Placement
+from tiercheck.policy.policies import kept_by
 from tiercheck.policy.watermark import Retention
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks
@@ -256,7 +257,7 @@ class _Startup:
                 world_size=world_size,
                 generation=generation,
                 placement=placement,
-                retention=Retention(self.config.keep_last, self.config.keep_every, self.config.batch),
+                retention=Retention(kept_by(self.config.keep_last, self.config.keep_every), placement),
                 lineage=start.lineage,
             )
         job = ReplicationJob(

@@ -175,6 +175,11 @@ class Observation:
         contents = tuple(held.changed(new) if new else held for held, new in zip(self.contents, more, strict=True))
         return replace(self, contents=contents)
 
+    def without(self, gone: Mapping[int, Iterable[Key]]) -> Observation:
+        """The observation after these objects, by tier index, were deleted."""
+        contents = tuple(held.changed(dict.fromkeys(gone.get(i, ()))) for i, held in enumerate(self.contents))
+        return replace(self, contents=contents)
+
     @property
     def newest_generation(self) -> int:
         """The newest generation that any tier knows of. If it is newer than ``generation``, this job is superseded."""

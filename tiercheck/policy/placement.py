@@ -7,6 +7,8 @@ of a node costs only what was on its way. A tier outside is to hold differential
 versions, so that a remote store sees one object for N objects of the first tier. A batch is made on the way: its
 differentials are read from the faster tier and put as one object.
 
+A placement policy (:mod:`tiercheck.policy.compose.placement`) may leave shards out of a tier.
+
 Of snapshots only the newest is worth a copy. A tier inside the cluster gets each snapshot while it keeps up. If it does
 not keep up, or lies outside, it gets the newest snapshot of every Nth version, since the ranks must meet at the same
 versions there.
@@ -14,10 +16,12 @@ versions there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from tiercheck.keys import ShardKey
+from tiercheck.keys import ShardKey, Stream
+from tiercheck.policy.compose.placement import INTERVALS_MAX, Candidate, Everywhere, PlacementPolicy
+from tiercheck.policy.guard import Refusal, ask_placement
 from tiercheck.policy.observation import Contents, Observation, Role
 
 __all__ = ["Placement", "Transfer"]
@@ -35,13 +39,18 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Placement:
-    """``batch`` is N, the number of consecutive versions in one differential object of a tier outside the cluster."""
+    """``batch`` is N, the number of consecutive versions in one differential object of a tier outside the cluster.
+    ``interval`` is the cadence's: by it bases are counted."""
 
     batch: int = 5
+    policy: PlacementPolicy = field(default_factory=Everywhere)
+    interval: int = 50
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"a batch holds at least one version, not {self.batch}")
+        if self.interval < 1:
+            raise ValueError(f"from one base to the next it takes at least one version, not {self.interval}")
 
     def transfers(self, seen: Observation, *, closing: bool = False) -> list[Transfer]:
         """What each slower tier lacks and a faster tier has; bases first.
@@ -63,7 +72,8 @@ class Placement:
         for base in own_bases(seen, seen.contents[source.index]):
             # A base older than the newest there is superseded: it would be copied only to be deleted. But if no tier
             # is shared, the ranks may be able to meet only at that base.
-            if base not in held and (base.first > newest or not seen.durable.shared):
+            superseded = base.first < newest and seen.durable.shared
+            if base not in held and not superseded and self.wants(seen, base, target):
                 yield Transfer(source.index, target.index, (base,), base)
 
     def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
@@ -81,7 +91,7 @@ class Placement:
                 # A later batch has begun, so the run gets no more versions.
                 yield self._merge(source, target, run)
                 run = []
-            if not covered.issuperset(key.versions):
+            if not covered.issuperset(key.versions) and self.wants(seen, key, target):
                 run.append(key)
         if run and (closing or run[-1].last >= self.window(run[-1].first, target)[-1]):
             yield self._merge(source, target, run)
@@ -93,7 +103,7 @@ class Placement:
         # A snapshot is superseded by a base of its version or later, and by a snapshot there of its version or later.
         floor = max((key.last for key in (*bases, *held)), default=-1)
         for key in reversed(own):
-            if key.last <= floor:
+            if key.last <= floor or not self.wants(seen, key, target):
                 return
             keeps_up = key.last == floor + 1 and not target.shared
             if closing or keeps_up or key.last % self.batch == 0:
@@ -104,6 +114,43 @@ class Placement:
         first = run[0]
         batch = ShardKey.differential(first.generation, first.first, run[-1].last, first.rank)
         return Transfer(source.index, target.index, tuple(run), batch)
+
+    def wants(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether this rank's shard of the present generation is to go to the tier."""
+        return self.asked(key, target)[0] or self._needs_base(seen, key, target)
+
+    def undrained(self, seen: Observation) -> int:
+        """The number of this rank's bases in the first tier that the durable tier still lacks."""
+        there = own_bases(seen, seen.contents[seen.durable.index])
+        newest = there[-1].first if there else -1
+        captured = own_bases(seen, seen.contents[0])
+        return sum(base.first > newest and self.wants(seen, base, seen.durable) for base in captured)
+
+    def asked(self, key: ShardKey, target: Role) -> tuple[bool, Refusal | None]:
+        """What the policy says of the shard."""
+        number = key.first // self.interval
+        shard = Candidate(target.name, target.survives, key.stream, key.first, key.last, number)
+        return ask_placement(self.policy, shard)
+
+    def refusals(self, seen: Observation) -> list[Refusal]:
+        """The answers of the policy that are no answers, for the newest shards."""
+        first = seen.contents[0]
+        newest = [held[-1] for held in (own_bases(seen, first), own_differentials(seen, first)) if held]
+        found = [self.asked(key, role)[1] for role in seen.roles[1:] for key in newest]
+        return list(dict.fromkeys(each for each in found if each is not None))
+
+    def _needs_base(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the tier gets this base whatever the policy says: the first one of the generation, one that follows
+        the last one there by too many intervals, and one to which no differential leads, though the tier has those."""
+        if key.stream is not Stream.BASE:
+            return False
+        there = own_bases(seen, seen.contents[target.index])
+        if not there or key.first // self.interval - there[-1].first // self.interval >= INTERVALS_MAX:
+            return True
+        differential = ShardKey.differential(key.generation, key.first, key.first, key.rank) if key.first else key
+        if not self.asked(differential, target)[0]:
+            return False
+        return not any(key.first in each.versions for each in _differentials_anywhere(seen))
 
     def window(self, version: int, target: Role) -> range:
         """The aligned batch that ``version`` belongs to in the tier: versions 1..N, N+1..2N, and so on."""
@@ -124,6 +171,10 @@ def own_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
 def own_differentials(seen: Observation, contents: Contents) -> list[ShardKey]:
     """The rank's batches of its present generation, oldest first."""
     return [key for key in contents.differentials(seen.rank) if key.generation == seen.generation]
+
+
+def _differentials_anywhere(seen: Observation) -> Iterable[ShardKey]:
+    return (key for contents in seen.contents for key in own_differentials(seen, contents))
 
 
 def own_snapshots(seen: Observation, contents: Contents) -> list[ShardKey]:

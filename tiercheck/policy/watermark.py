@@ -5,8 +5,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
 - in a volatile tier: bases older than the newest two, and differentials before the older of the two, when the durable
   tier no longer needs them. Two bases are kept for two reasons: a crash in the middle of a capture never costs the last
   whole base, and ranks that train in lock step are never more than one base apart;
-- in the tier that survives most: what comes before the last ``keep_last`` committed bases. Its differentials are kept
-  from the oldest of these bases on, so one interval longer than a recovery needs;
+- in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
+  last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
   its own; and what other ranks have left in this node's memory, or in its neighbour's.
 
@@ -22,16 +22,19 @@ The newest committed base, and anything newer than it, is never deleted.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
 from tiercheck.policy.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.commit import COORDINATOR
+from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.consensus import Readable, RecoveryPoint
+from tiercheck.policy.guard import Refusal, ask_retention
 from tiercheck.policy.observation import Contents, Observation, Role
-from tiercheck.policy.placement import Transfer
+from tiercheck.policy.placement import Placement, Transfer
 
 __all__ = ["BASES_IN_VOLATILE_TIERS", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
 
@@ -48,24 +51,11 @@ def watermark(seen: Observation) -> CommitKey | None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which objects stay.
+    """Which objects stay: what a recovery may need, and what ``policy`` keeps of the job's own past in the shared
+    tiers. ``placement``: what each tier is to hold."""
 
-    ``keep_last``: the number of committed bases of the job's own past that are kept in the durable tier.
-    ``keep_every``: each base whose version is a multiple of it is kept, too (0: none), without differentials.
-    ``batch``: that of :class:`tiercheck.policy.placement.Placement`.
-    """
-
-    keep_last: int = 2
-    keep_every: int = 0
-    batch: int = 5
-
-    def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {self.keep_last}: the last base is never deleted")
-        if self.keep_every < 0:
-            raise ValueError(f"keep_every must not be negative, not {self.keep_every}")
-        if self.batch < 1:
-            raise ValueError(f"a batch holds at least one version, not {self.batch}")
+    policy: RetentionPolicy = field(default_factory=KeepLast)
+    placement: Placement = field(default_factory=Placement)
 
     def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
         """Per tier index, the objects that nothing needs any more: this rank's, and in memory also those that other
@@ -77,7 +67,7 @@ class Retention:
         settled = _is_settled(seen, mark, way)
         for role in seen.roles:
             if role.shared:
-                gone[role.index] = self._durable(seen, role)
+                gone[role.index] = self._shared(seen, role)
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
             gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ())]
@@ -89,6 +79,12 @@ class Retention:
             return []
         gone = self.reclaimable(seen.after((each.target_tier, each.target) for each in transfers))
         return [each for each in transfers if each.target not in gone[each.target_tier]]
+
+    def refusals(self, seen: Observation) -> list[Refusal]:
+        """The decisions of the policies that are not carried out."""
+        found = [self._kept(seen, role)[1] for role in seen.roles if role.shared]
+        refused = dict.fromkeys(refusal for refusal in found if refusal is not None)
+        return [*refused, *self.placement.refusals(seen)]
 
     def has_room(self, seen: Observation) -> bool:
         """Whether the first tier may take another base: no more than two of its bases must stay."""
@@ -112,12 +108,14 @@ class Retention:
 
         def drained(key: ShardKey) -> bool:
             """Whether the durable tier does not need this copy any more. When the generation has a committed base,
-            that is so if the durable tier has the copy's content, or something newer: ranks whose bases have
-            different versions commit none of them, and must not keep them all."""
+            that is so if the durable tier has the copy's content, or something newer, or is not to have it: ranks
+            whose bases have different versions commit none of them, and must not keep them all."""
             if mark is not None and (key.generation, key.last) <= (mark.generation, mark.version):
                 return True
             if not settled:
                 return False
+            if not self.placement.wants(seen, key, seen.durable):
+                return True
             if key.stream is Stream.DIFFERENTIAL:
                 return all((key.generation, version) in covered for version in key.versions)
             return newest is not None and (key.generation, key.last) <= (newest.generation, newest.last)
@@ -147,43 +145,88 @@ class Retention:
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
         """Snapshots in a volatile tier that newer ones supersede."""
         own = [key for key in contents.snapshots(seen.rank) if key.generation == seen.generation]
-        meeting = [key for key in own if key.last % self.batch == 0]
+        meeting = [key for key in own if key.last % self.placement.batch == 0]
         kept = {*own[-SNAPSHOTS_IN_VOLATILE_TIERS:], *meeting[-SNAPSHOTS_IN_VOLATILE_TIERS:]}
         return [key for key in own if key not in kept]
 
-    def _durable(self, seen: Observation, role: Role) -> list[Key]:
+    def _shared(self, seen: Observation, role: Role) -> list[Key]:
         contents = seen.contents[role.index]
-        commits = [
-            commit
-            for commit in contents.commits
-            if seen.lineage.admits(commit.generation, commit.version) and _is_whole(seen, contents, commit)
-        ]
+        commits = _own_commits(seen, contents)
         # Until the generation has a base of its own, it needs what its parents have left.
         if not commits or commits[-1].generation != seen.generation:
             return []
-        # A restart commits the version that it resumed from once more: that counts as one version, not two.
-        latest = {commit.version: commit for commit in commits}
-        kept = set(sorted(latest.values())[-self.keep_last :])
-        oldest, newest = min(kept), commits[-1]
-        if self.keep_every:
-            kept |= {commit for commit in commits if commit.version % self.keep_every == 0}
+        kept, _ = self._kept(seen, role)
+        oldest, newest = kept.oldest, commits[-1]
         gone = [
             base
             for base in contents.bases(seen.rank)
-            if CommitKey(base.generation, base.first) not in kept
+            if CommitKey(base.generation, base.first) not in kept.bases
             and (base.generation, base.first) < (newest.generation, newest.version)
         ]
         common = common_snapshots(seen, contents)
         passed = [
             key
             for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
-            if (key.generation, key.last) <= (oldest.generation, oldest.version)
-            or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
+            if (
+                (key.generation, key.last) <= (oldest.generation, oldest.version)
+                or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
+            )
+            and not kept.leads_through(key)
         ]
         # A process of an older generation put these after the bases were deleted.
         late = [commit for commit in contents.commits if commit < newest and not _is_whole(seen, contents, commit)]
         records = [*(late if seen.rank == COORDINATOR else ()), *_records(seen, contents, gone)]
         return [*records, *gone, *passed]
+
+    def _kept(self, seen: Observation, role: Role) -> tuple[_Kept, Refusal | None]:
+        """What stays in a shared tier, and why the policy was refused."""
+        # A restart commits the version that it resumed from once more: that counts as one version, not two.
+        latest = {commit.version: commit for commit in _own_commits(seen, seen.contents[role.index])}
+        if not latest:
+            return _Kept(CommitKey(0, 0)), None
+        versions = sorted(latest)
+        keep, refusal = ask_retention(self.policy, Committed(role.name, tuple(versions)))
+
+        def anchor(version: int) -> CommitKey:
+            return latest[versions[max(0, bisect_right(versions, version) - 1)]]
+
+        newest = max(latest.values())
+        oldest = newest if keep.since is None else min(newest, anchor(keep.since))
+        ways = {version: anchor(version) for version in keep.versions if versions[0] <= version < newest.version}
+        since = {commit for commit in latest.values() if commit >= oldest}
+        return _Kept(oldest, frozenset({*since, *ways.values()}), frozenset(ways.items())), refusal
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a retention policy and the watermark keep in one tier."""
+
+    oldest: CommitKey
+    """Every version from here on stays."""
+    bases: frozenset[CommitKey] = frozenset()
+    ways: frozenset[tuple[int, CommitKey]] = frozenset()
+    """Versions before that stay, and the base that leads to each."""
+
+    def leads_through(self, key: ShardKey) -> bool:
+        """Whether a way to a kept version leads through this differential or snapshot."""
+        for version, anchor in self.ways:
+            if key.generation != anchor.generation:
+                continue
+            if key.stream is Stream.SNAPSHOT:
+                if (key.first - 1, key.last) == (anchor.version, version):
+                    return True
+            elif anchor.version < key.last and key.first <= version:
+                return True
+        return False
+
+
+def _own_commits(seen: Observation, contents: Contents) -> list[CommitKey]:
+    """The committed bases of the job's own past of which this rank's shard is there, oldest first."""
+    return [
+        commit
+        for commit in contents.commits
+        if seen.lineage.admits(commit.generation, commit.version) and _is_whole(seen, contents, commit)
+    ]
 
 
 def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:

@@ -29,7 +29,7 @@ from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Observation
-from tiercheck.policy.placement import Placement, own_bases
+from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, Actions
 from tiercheck.replication.backoff import RETRY_FIRST_S, Action, ProcessEnds, TierBackoff
@@ -413,10 +413,7 @@ class Mover:
         """Make the status what is known now. It is read by other threads, so it is a value."""
         seen = self._observer.seen()
         mark = watermark(seen)
-        captured = own_bases(seen, seen.contents[0])
-        durable = own_bases(seen, seen.contents[seen.durable.index])
-        newest = durable[-1].first if durable else -1
-        undrained = sum(base.first > newest for base in captured)
+        undrained = self._placement.undrained(seen)
         without_copy = lost(seen, self._observer.damaged)
         self._observer.remember(without_copy)
         self.status = MoverStatus(

@@ -17,6 +17,7 @@ from tiercheck.keys import CommitKey, Key, ShardKey, Stream, parse
 from tiercheck.opening.admission import Demand, bases_at_most, differentials_at_most
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
@@ -40,7 +41,7 @@ def test_a_durable_tier_that_lags_as_far_as_it_may(base_every: int, batch: int) 
     def reclaim() -> None:
         contents = tuple(Contents.of((key, 1) for key in keys) for keys in (held, durable))
         seen = Observation(ROLES, contents, 0, 1, 1, LINEAGE)
-        held.difference_update(Retention(batch=batch).reclaimable(seen)[0])
+        held.difference_update(Retention(placement=Placement(batch)).reclaimable(seen)[0])
 
     for version in range(1, 6 * base_every + 1):
         held.add(ShardKey.differential(1, version, version, 0))

@@ -9,11 +9,12 @@ import pytest
 from tests.unit.policy.test_placement import base, batch, committed, seen, single
 from tiercheck.keys import Key, ShardKey
 from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.policies import KeepLast
 from tiercheck.policy.watermark import Retention
 
 
 def going(memory: Iterable[Key], durable: Iterable[Key], *damaged: ShardKey) -> list[Key]:
-    return outlived(seen(memory, durable), Retention(keep_last=1), [(0, key) for key in damaged])[0]
+    return outlived(seen(memory, durable), Retention(KeepLast(1)), [(0, key) for key in damaged])[0]
 
 
 def snapshot(of: int, version: int) -> ShardKey:
@@ -65,7 +66,7 @@ def test_of_bases_in_memory_no_more_than_two_stay_and_the_sound_ones_do() -> Non
 
 def test_a_damaged_base_of_a_shared_tier_goes_when_it_would_go_sound() -> None:
     def gone(*durable: Key) -> list[Key]:
-        return outlived(seen([], durable), Retention(keep_last=1), [(1, base(10))])[1]
+        return outlived(seen([], durable), Retention(KeepLast(1)), [(1, base(10))])[1]
 
     assert gone(*committed(10)[1:]) == []
     assert gone(*committed(10)[1:], *committed(20)) == [base(10)]

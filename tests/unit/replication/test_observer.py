@@ -15,6 +15,7 @@ from tiercheck import keys
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.policies import KeepEvery, KeepLast
 from tiercheck.policy.watermark import Retention
 from tiercheck.replication.backoff import TierBackoff
 from tiercheck.replication.observer import Observer
@@ -230,7 +231,7 @@ class Overtaken(Shared):
 async def test_a_base_whose_commit_a_listing_has_overtaken_is_not_taken_for_uncommitted() -> None:
     durable = Tier("memory://", name="durable", wrap=lambda driver: Overtaken())
     async with Hierarchy.of(f"memory://observer-{uuid.uuid4().hex}", durable).open() as hierarchy:
-        mover = mover_of(hierarchy, rank=1, world_size=2, retention=Retention(keep_last=1, keep_every=10))
+        mover = mover_of(hierarchy, rank=1, world_size=2, retention=Retention(KeepLast(1) | KeepEvery(10)))
         for version in (10, 20):
             await capture(hierarchy, base(version, rank=1))
             await mover.cycle()

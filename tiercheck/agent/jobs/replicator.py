@@ -19,6 +19,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
+from tiercheck.policy.policies import kept_by
 from tiercheck.policy.watermark import Retention
 from tiercheck.replication.backoff import TierBackoff
 from tiercheck.replication.job import ReplicationJob
@@ -295,7 +296,7 @@ class RankReplicator:
             world_size=job.world_size,
             generation=job.generation,
             placement=Placement(job.batch),
-            retention=Retention(job.keep_last, job.keep_every, job.batch),
+            retention=Retention(kept_by(job.keep_last, job.keep_every), Placement(job.batch)),
             lineage=lineage,
             mark=self._mark,
         )

@@ -1,0 +1,184 @@
+"""What a text names: ``NAME?option=value&option=value``, found by its entry point, made from its options.
+
+A plug-in registers a frozen dataclass under a name in an entry-point group. The dataclass's fields are its options.
+Nothing is imported before a text asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from enum import Enum
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, get_type_hints
+from urllib.parse import parse_qsl, quote
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.types import shown
+
+__all__ = ["TEXT_CHARS_MAX", "EntryPointGroup", "format_text", "parse_text"]
+
+TEXT_CHARS_MAX = 1024
+OPTIONS_MAX = 32
+
+
+def parse_text(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the options in ``NAME?option=value&...``. Errors: ``ConfigurationError``."""
+    if len(text) > TEXT_CHARS_MAX:
+        raise ConfigurationError(f"{shown(text)} has {len(text)} characters; at most {TEXT_CHARS_MAX} are allowed")
+    name, _, query = text.strip().partition("?")
+    if not name or not name.isidentifier():
+        raise ConfigurationError(f"{shown(text)} must look like NAME or NAME?option=value&option=value")
+    try:
+        pairs = parse_qsl(
+            query, keep_blank_values=True, strict_parsing=bool(query), errors="strict", max_num_fields=OPTIONS_MAX
+        )
+    except ValueError:
+        raise ConfigurationError(f"the options in {shown(text)} must look like option=value&option=value") from None
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ConfigurationError(f"{shown(text)} names an option twice")
+    return name, options
+
+
+def format_text(name: str, options: Mapping[str, str]) -> str:
+    """What :func:`parse_text` reads."""
+    query = "&".join(f"{quote(option, safe='')}={quote(value, safe='')}" for option, value in options.items())
+    return f"{name}?{query}" if query else name
+
+
+@dataclass(frozen=True)
+class EntryPointGroup:
+    """The plug-ins of one kind. ``noun``: what one of them is called in messages."""
+
+    group: str
+    noun: str
+
+    def names(self) -> dict[str, str]:
+        """Each registered name and the distribution that provides it, in order of the names."""
+        return {entry.name: _distribution(entry) for entry in sorted(self._entries(), key=lambda each: each.name)}
+
+    def load(self, name: str) -> type:
+        """The class registered under ``name``.
+
+        Errors: ``ConfigurationError`` if no distribution provides it (what there is is listed), if two do (both are
+        named), or if it cannot be imported (the message says what to install) or is no dataclass.
+        """
+        # One distribution may be twice on sys.path (an editable install and its source tree): that is no conflict.
+        found = {(_distribution(entry), entry.value): entry for entry in self._entries(name)}
+        if not found:
+            raise self._unknown(name)
+        if len(found) > 1:
+            owners = " and ".join(f"{distribution} ({value})" for distribution, value in sorted(found))
+            raise ConfigurationError(
+                f"the {self.noun} {name!r} is registered more than once: by {owners}; uninstall all but one"
+            )
+        ((distribution, value), entry), *_ = found.items()
+        try:
+            loaded = entry.load()
+        except ImportError as error:
+            extras = f"[{','.join(entry.extras)}]" if entry.extras else ""
+            raise ConfigurationError(
+                f"the {self.noun} {name!r} cannot be loaded: {error}; "
+                f"install what it needs with: pip install '{distribution}{extras}'"
+            ) from error
+        except AttributeError as error:
+            raise ConfigurationError(
+                f"{distribution} registers {value!r} for the {self.noun} {name!r}, but there is no such object; "
+                "the package is broken or half upgraded"
+            ) from error
+        if not (isinstance(loaded, type) and dataclasses.is_dataclass(loaded)):
+            raise ConfigurationError(f"{value!r} of {distribution} is no dataclass, as a {self.noun} must be")
+        return loaded
+
+    def make(self, text: str) -> Any:
+        """What ``text`` names. Errors: ``ConfigurationError``, which lists the options that there are."""
+        name, options = parse_text(text)
+        kind = self.load(name)
+        hints = get_type_hints(kind)
+        fields = {each.name: each for each in dataclasses.fields(kind) if each.init}
+        if unknown := options.keys() - fields.keys():
+            known = ", ".join(fields) or "none"
+            raise ConfigurationError(
+                f"the {self.noun} {name!r} does not know the option {min(unknown)!r}; it knows: {known}"
+            )
+        missing = [
+            each.name
+            for each in fields.values()
+            if each.name not in options and each.default is MISSING and each.default_factory is MISSING
+        ]
+        if missing:
+            raise ConfigurationError(
+                f"the {self.noun} {name!r} needs the option {missing[0]!r}, as in {name}?{missing[0]}=..."
+            )
+        try:
+            return kind(**{option: _value(value, hints[option]) for option, value in options.items()})
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"the {self.noun} {shown(text)} cannot be made: {error}") from None
+
+    def text_of(self, made: Any) -> str:
+        """The text that :meth:`make` makes ``made`` from.
+
+        Errors: ``ConfigurationError`` if no entry point names its class, or a field holds what no text says.
+        """
+        kind = type(made)
+        value = f"{kind.__module__}:{kind.__qualname__}"
+        names = sorted(entry.name for entry in self._entries() if entry.value.partition(" ")[0] == value)
+        if not names:
+            raise ConfigurationError(
+                f"no entry point in the group {self.group!r} names the {self.noun} {value}: register it in the "
+                f'pyproject.toml of its distribution ([project.entry-points."{self.group}"] name = "{value}") and '
+                "install that where it is to be used"
+            )
+        options: dict[str, str] = {}
+        for each in dataclasses.fields(made):
+            if each.init and (field := getattr(made, each.name)) != each.default:
+                options[each.name] = _text(field, f"{self.noun} {names[0]!r}", each.name)
+        return format_text(names[0], options)
+
+    def _entries(self, name: str | None = None) -> list[EntryPoint]:
+        found = entry_points(group=self.group)
+        return [entry for entry in found if name is None or entry.name == name]
+
+    def _unknown(self, name: str) -> ConfigurationError:
+        known = list(self.names())
+        close = difflib.get_close_matches(name, known, 3)
+        hint = f"did you mean {' or '.join(close)}? Else " if close else ""
+        return ConfigurationError(
+            f"there is no {self.noun} {name!r} (installed are: {', '.join(known) or 'none'}); {hint}install the "
+            f"package that provides it (an entry point {name!r} in the group {self.group!r})"
+        )
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Raises ``ValueError``."""
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"{shown(text)} is neither true nor false")
+        return text == "true"
+    if kind is int:
+        if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) <= 20):
+            raise ValueError(f"{shown(text)} is no whole number")
+        return int(text)
+    if kind is float or kind is str or (isinstance(kind, type) and issubclass(kind, Enum)):
+        return kind(text)
+    raise ValueError(f"an option of the type {kind!r} cannot be given as a text")
+
+
+def _text(value: object, owner: str, option: str) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case Enum():
+            return str(value.value)
+        case int() | float() | str():
+            return str(value)
+    raise ConfigurationError(
+        f"the option {option!r} of the {owner} is {shown(value)}, which no text says: use text, numbers, true and false"
+    )
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unnamed distribution"

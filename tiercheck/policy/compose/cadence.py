@@ -1,0 +1,163 @@
+"""When a base is due."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.keys import VERSION_MAX
+from tiercheck.policy.compose.checks import check_whole, flat
+
+__all__ = ["AnyDue", "CadencePolicy", "EverySeconds", "EveryVersions", "Progress", "When"]
+
+SECONDS_MAX = 365 * 86400.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a cadence decides by."""
+
+    version: int
+    """The version that was just trained."""
+    last_due: int
+    """The version at which a base was last due: at first, the version at which the generation opened."""
+    seconds: float
+    """Seconds since then, on rank 0."""
+
+
+class CadencePolicy(ABC):
+    """Says when a base is due. Make it a frozen dataclass.
+
+    Bases count only if all ranks make them at the same versions. So either the answer depends on versions alone
+    (:attr:`alike`), or rank 0 is asked, at every :attr:`check_every`-th version, and all ranks take its answer, which
+    costs a small collective.
+    """
+
+    @property
+    @abstractmethod
+    def interval(self) -> int:
+        """The most versions from one base to the next. The first tier has memory for as many differentials as that
+        takes, so a base is due after this many versions whatever :meth:`due` says."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether :meth:`due` depends on versions alone, so that every rank comes to the same answer."""
+        return False
+
+    @property
+    def check_every(self) -> int:
+        """How many versions lie between two questions, unless the policy is :attr:`alike`."""
+        return 10
+
+    @abstractmethod
+    def due(self, seen: Progress) -> bool:
+        """Whether version ``seen.version`` gets a base."""
+
+    def __or__(self, other: CadencePolicy) -> CadencePolicy:
+        """A base is due if one of both says so."""
+        return AnyDue(flat(AnyDue, self, other))
+
+
+@dataclass(frozen=True)
+class EveryVersions(CadencePolicy):
+    """A base at each version that is a multiple of ``n``."""
+
+    n: int = 50
+
+    def __post_init__(self) -> None:
+        check_whole("n", self.n, 1, VERSION_MAX)
+
+    @property
+    def interval(self) -> int:
+        return self.n
+
+    @property
+    def alike(self) -> bool:
+        return True
+
+    def due(self, seen: Progress) -> bool:
+        return seen.version % self.n == 0
+
+
+@dataclass(frozen=True)
+class EverySeconds(CadencePolicy):
+    """A base when ``seconds`` have passed since the last one, or after ``versions_max`` versions."""
+
+    seconds: float
+    versions_max: int = 50
+    ask_every: int = 10
+    """The versions between two looks at the clock."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float):
+            raise ConfigurationError(f"seconds must be a number, not {self.seconds!r}")
+        if math.isnan(self.seconds) or not 0 < self.seconds <= SECONDS_MAX:
+            raise ConfigurationError(f"seconds must be above 0 and at most {SECONDS_MAX:.0f}, not {self.seconds!r}")
+        check_whole("versions_max", self.versions_max, 1, VERSION_MAX)
+        check_whole("ask_every", self.ask_every, 1, VERSION_MAX)
+
+    @property
+    def interval(self) -> int:
+        return self.versions_max
+
+    @property
+    def check_every(self) -> int:
+        return self.ask_every
+
+    def due(self, seen: Progress) -> bool:
+        return seen.seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class When(CadencePolicy):
+    """A base when ``function(progress)`` is true on rank 0, or after ``versions_max`` versions."""
+
+    function: Callable[[Progress], bool]
+    versions_max: int = 50
+    ask_every: int = 10
+    """The versions between two calls of the function."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigurationError(f"function must take a Progress and return a bool, not be {self.function!r}")
+        check_whole("versions_max", self.versions_max, 1, VERSION_MAX)
+        check_whole("ask_every", self.ask_every, 1, VERSION_MAX)
+
+    @property
+    def interval(self) -> int:
+        return self.versions_max
+
+    @property
+    def check_every(self) -> int:
+        return self.ask_every
+
+    def due(self, seen: Progress) -> bool:
+        return self.function(seen)
+
+
+@dataclass(frozen=True)
+class AnyDue(CadencePolicy):
+    """A base is due if one of ``policies`` says so: what ``|`` makes."""
+
+    policies: tuple[CadencePolicy, ...]
+
+    @property
+    def interval(self) -> int:
+        return min(each.interval for each in self.policies)
+
+    @property
+    def alike(self) -> bool:
+        return all(each.alike for each in self.policies)
+
+    @property
+    def check_every(self) -> int:
+        # Those that every rank computes may be due at any version.
+        every = [1 if each.alike else each.check_every for each in self.policies]
+        return math.gcd(*every)
+
+    def due(self, seen: Progress) -> bool:
+        # Each is asked at its own versions alone, as it would be by itself.
+        return any(each.due(seen) for each in self.policies if each.alike or seen.version % each.check_every == 0)
