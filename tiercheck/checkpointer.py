@@ -28,7 +28,8 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.opening.startup import open_job
 from tiercheck.recording.stats import Stats
 from tiercheck.recovery.restorer import Recovery
-from tiercheck.runtime.group import Group, SingleProcess
+from tiercheck.runtime.front import of_this_process, run
+from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
 from tiercheck.streams.provider import StateProvider
 
 __all__ = ["Checkpointer", "Stats"]
@@ -60,8 +61,15 @@ class Checkpointer:
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
-        group = group or SingleProcess()
-        self._job = open_job(provider, hierarchy, group=group, config=self.config, caveats=caveats)
+        opening = open_job(
+            provider,
+            hierarchy,
+            group=BlockingGroup(group or SingleProcess()),
+            runtime=of_this_process(),
+            config=self.config,
+            caveats=caveats,
+        )
+        self._job = run(opening)
 
     # What a user asks
 
@@ -97,14 +105,14 @@ class Checkpointer:
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
-        return self._job.tier_bytes()
+        return run(self._job.tier_bytes())
 
     def flush(self) -> None:
         """Bring everything captured to where policy wants it, and return when it is there.
 
         Errors: ``SaveError`` where a tier does not take it in time; it names the tier and its error.
         """
-        self._job.flush()
+        run(self._job.flush())
 
     def close(self) -> None:
         """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent.
@@ -115,9 +123,9 @@ class Checkpointer:
         if self._job.resources.given_back:
             return
         try:
-            self._job.end(self._on_close)
+            run(self._job.end(self._on_close))
         except BaseException as error:
-            self._job.resources.give_back(error)
+            run(self._job.resources.give_back(error))
             raise
         self.abort()
 
@@ -126,7 +134,7 @@ class Checkpointer:
 
         Errors: what the first action of :meth:`on_end` that fails raises, when everything is given back.
         """
-        if (error := self._job.resources.give_back()) is not None:
+        if (error := run(self._job.resources.give_back())) is not None:
             raise error
 
     def __enter__(self) -> Self:
@@ -137,7 +145,7 @@ class Checkpointer:
             self.close()
         else:
             # Other ranks may be anywhere. What was captured stays in the first tier and is found at the restart.
-            self._job.resources.give_back(error)
+            run(self._job.resources.give_back(error))
 
     # What an integration calls
 
@@ -149,7 +157,7 @@ class Checkpointer:
         Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version that is not the
         next one.
         """
-        self._job.live().capture(version, gradients)
+        run(self._job.live().capture(version, gradients))
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped, and :meth:`complete` follows: what else is written to the parameters from here on
@@ -160,21 +168,21 @@ class Checkpointer:
         """The iteration is over: publish the differential, and begin a base where one is due. Returns once the version
         can be recovered: the first one waits for the base that its generation opens with. Errors: as :meth:`capture`.
         """
-        self._job.recorder.complete(version)
+        run(self._job.recorder.complete(version))
 
     def begin_iteration(self) -> None:
         """The next iteration begins: see whether something was written to after :meth:`complete`, which no version
         holds then. Errors: as :meth:`capture`."""
-        self._job.live().begin_iteration()
+        run(self._job.live().begin_iteration())
 
     def recapture(self) -> bool:
         """Whether something was written to after :meth:`complete`; then the version is captured again, as a base.
         Errors: as :meth:`capture`."""
-        return self._job.live().recapture()
+        return run(self._job.live().recapture())
 
     def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record so. Errors: as :meth:`capture`."""
-        self._job.live().skip(version)
+        run(self._job.live().skip(version))
 
     def on_end_iteration(self, action: Callable[[], None]) -> None:
         """Run ``action`` whenever :meth:`end_iteration` is called."""

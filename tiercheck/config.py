@@ -124,9 +124,9 @@ def shown(value: object) -> str:
     return reprlib.repr(value)
 
 
-def int_of(variable: str, default: int) -> int:
+def int_of(variable: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
     """The environment variable as a number. Errors: ``ConfigurationError`` naming it."""
-    text = os.environ.get(variable, "")
+    text = environment.get(variable, "")
     try:
         return int(text) if text else default
     except ValueError:

@@ -23,6 +23,7 @@ from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.replication.job import ReplicationJob
+from tiercheck.runtime.front import ThreadScheduler, run
 from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.tiers.registry import make_driver
 
@@ -43,17 +44,17 @@ def place(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 
 
 @contextlib.contextmanager
-def enlisted(job: ReplicationJob, deadline_s: float = 20.0) -> Iterator[tuple[AgentSession, LoopThread]]:
+def enlisted(job: ReplicationJob, deadline_s: float = 20.0) -> Iterator[tuple[AgentSession, ThreadScheduler]]:
     """As a rank that attaches is, before it opens its tiers."""
-    loop = LoopThread()
+    scheduler = ThreadScheduler()
     try:
-        enlistment = AgentSession.of(job.hierarchy, job.rank, loop, deadline_s)
+        enlistment = run(AgentSession.of(job.hierarchy, job.rank, scheduler, deadline_s, os.environ))
         try:
-            yield enlistment, loop
+            yield enlistment, scheduler
         finally:
-            enlistment.end()
+            run(enlistment.end())
     finally:
-        loop.close()
+        run(scheduler.close())
 
 
 def another(enlistment: AgentSession, before: int) -> int:
@@ -74,23 +75,23 @@ def test_an_agent_that_is_killed_in_any_phase_of_an_attach_is_replaced(place: No
     """Where it was: its neighbours look for it at the address that they were told before."""
     job = place.job(place.shm())
     place.namespaces.append(f"peer-{place.name}-run")
-    with enlisted(job) as (enlistment, loop):
+    with enlisted(job) as (enlistment, scheduler):
         first, told = enlistment.pid, enlistment.endpoint(0)
         os.kill(first, signal.SIGKILL)  # nobody of this node needs it before it registers, but a neighbour does
-        loop.call(opens(f"peer://run?at={told.endpoint}"), what="a neighbour's opening", deadline_s=20)
+        run(scheduler.call(opens(f"peer://run?at={told.endpoint}"), what="a neighbour's opening", deadline_s=20))
         second = another(enlistment, first)
         assert enlistment.endpoint(0) == told
         hierarchy = place.open(job)
-        loop.call(hierarchy.__aenter__(), what="opening", deadline_s=20)
-        loop.call(open_generation(hierarchy), what="a generation", deadline_s=20)
+        run(scheduler.call(hierarchy.__aenter__(), what="opening", deadline_s=20))
+        run(scheduler.call(open_generation(hierarchy), what="a generation", deadline_s=20))
         os.kill(second, signal.SIGKILL)
         mover = enlistment.mover(job, hierarchy.first.driver)
-        enlistment.register()
+        run(enlistment.register())
         another(enlistment, second)
         os.kill(enlistment.pid, signal.SIGKILL)
-        assert loop.call(mover.cycle(), what="a cycle", deadline_s=20)
-        enlistment.withdraw()
-        loop.call(hierarchy.__aexit__(None, None, None), what="closing", deadline_s=20)
+        assert run(scheduler.call(mover.cycle(), what="a cycle", deadline_s=20))
+        run(enlistment.withdraw())
+        run(scheduler.call(hierarchy.__aexit__(None, None, None), what="closing", deadline_s=20))
 
 
 def test_an_agent_that_is_killed_while_it_starts_is_started_again(place: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +148,10 @@ def test_a_second_job_of_the_name_is_refused_and_the_first_goes_on(place: Node) 
     urls = [place.shm(), f"nvme://{place.durable}?survives=rack"]
     training = Training()
     with training.attach(Hierarchy.of(*urls), mover="agent", deadline_s=20.0) as checkpointer:
-        loop = LoopThread()
+        scheduler = ThreadScheduler()
         with pytest.raises(JobConflict, match=r"this process is using .* for rank 0 already"):
-            AgentSession.of(Hierarchy.of(*urls), 0, loop, 10.0)
-        loop.close()
+            run(AgentSession.of(Hierarchy.of(*urls), 0, scheduler, 10.0, os.environ))
+        run(scheduler.close())
         assert state_of(place) == "moving", "the mover of the job that lives stands still"
         training.step(1)
         checkpointer.flush()

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recorded import Trainer, fresh, state_of
+from tests.replaying import replayed_runs
 from tiercheck.streams.differential import Differential
-from tiercheck.streams.replay.replay import replay, replay_runs
+from tiercheck.streams.replay.replay import replay
 from tiercheck.streams.replay.runs import Run, decode_run, run_of
 
 VERSIONS = 9
@@ -47,7 +48,7 @@ def merged(tree: object) -> Run:
 @settings(max_examples=40)
 def test_any_tree_gives_the_same_bits(tree: object, threads: int) -> None:
     provider = fresh()
-    replay_runs(provider, lambda granted: (run for run in [merged(tree)]), threads=threads)
+    replayed_runs(provider, lambda granted: (run for run in [merged(tree)]), threads=threads)
     assert state_of(provider) == chain()[1]
 
 
@@ -57,7 +58,7 @@ def test_any_runs_and_any_number_of_threads_give_the_same_bits(cuts: set[int], t
     differentials, expected = chain()
     edges = [0, *sorted(cuts), VERSIONS]
     provider = fresh()
-    replayed = replay_runs(
+    replayed = replayed_runs(
         provider,
         lambda granted: (decode_run(differentials[start:stop], threads=granted) for start, stop in pairwise(edges)),
         threads=threads,

@@ -15,7 +15,8 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.recovery.ranks import gather
-from tiercheck.runtime.group import Group
+from tiercheck.runtime.front import run
+from tiercheck.runtime.group import BlockingGroup, Group
 from tiercheck.streams.provider import StateProvider
 
 __all__ = ["Hooks", "StepHooks", "attach_hooks", "attached"]
@@ -91,7 +92,7 @@ def attach_hooks(
 
     deadline_s = (config if isinstance(config, CheckpointConfig) else CheckpointConfig()).deadline_s
     try:
-        gather(group, "looking at the model and its optimizer", look, deadline_s=deadline_s)
+        run(gather(BlockingGroup(group), "looking at the model and its optimizer", look, deadline_s=deadline_s))
         hooks = made[0]
         checkpointer = Checkpointer(hooks.provider, hierarchy, group=group, config=config, caveats=hooks.caveats)
         try:

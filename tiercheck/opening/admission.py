@@ -104,31 +104,32 @@ def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> N
         )
 
 
-def prepare_memory(ranks: Ranks, tiers: OpenHierarchy, demand: Demand, usage: Usage) -> None:
+async def prepare_memory(ranks: Ranks, tiers: OpenHierarchy, demand: Demand, usage: Usage) -> None:
     """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the tier
     keeps ready. What is not ready costs its first use more."""
     assert usage.free_bytes is not None and usage.limit_bytes is not None
 
-    def prepare(room: int) -> None:
+    async def prepare(room: int) -> None:
         preparing = tiers.first.driver.prepare_reservations(demand.reservations(room))
-        ranks.call(preparing, f"preparing the memory of {tiers.first.name}")
+        await ranks.call(preparing, f"preparing the memory of {tiers.first.name}")
 
     try:
         try:
-            prepare(usage.free_bytes)
+            await prepare(usage.free_bytes)
         except CapacityExceeded:  # it keeps less than that beside its objects
-            prepare(usage.limit_bytes // 2)
+            await prepare(usage.limit_bytes // 2)
     except (CapacityExceeded, DeadlineExceeded) as error:
         log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
 
 
-def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:
+async def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:
     """What the last tier holds and may hold, where all ranks share it and it says so soon."""
     last = tiers.tiers[-1]
     if not last.role.shared:
         return None
     try:
-        return ranks.loop.call(last.driver.usage(), what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
+        asking = last.driver.usage()
+        return await ranks.scheduler.call(asking, what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
     except TierCheckError as error:
         log.debug("%s", error)
         return None

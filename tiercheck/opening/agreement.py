@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -18,8 +17,8 @@ from tiercheck.policy.recovery import Source
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.runtime.group import Group
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.group import AsyncGroup
+from tiercheck.runtime.runtime import Scheduler
 
 __all__ = ["Agreement", "clear_tiers"]
 
@@ -32,7 +31,7 @@ AGAIN_S = 0.2
 """How long the ranks wait before they look again whether their bases have arrived."""
 
 
-def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored, generation: int) -> int:
+async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored, generation: int) -> int:
     """Delete what nothing needs any more, from the tiers inside the node, before ``generation`` captures anything.
     Collective, after all ranks have recovered; or when there was no version that all could come to, and the job begins
     anew. Returns the mark that the generation begins with.
@@ -41,7 +40,7 @@ def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored, gene
     ``RecoveryError``; ``GroupError``.
     """
     roles, lineage, sound, surveys = hierarchy.roles, restored.past.lineage, restored.sound, restored.past.surveys
-    answers = ranks.gather("what each rank can come to", Reach.of(sound, roles, lineage).to_object)
+    answers = await ranks.gather("what each rank can come to", Reach.of(sound, roles, lineage).to_object)
     reached = restored.recovery.version if restored.recovery else None
     known = anew([Reach.from_object(answer) for answer in answers], reached)
     owned = {source for survey in surveys for source in survey.sources}
@@ -64,14 +63,14 @@ def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored, gene
         inside = [tier for tier in hierarchy.tiers if not tier.role.shared and tier.index not in absent]
         await asyncio.gather(*map(clear, inside))
 
-    def clear_in_time() -> None:
+    async def clear_in_time() -> None:
         try:
-            ranks.call(clear_all(), "deleting what is superseded")
+            await ranks.call(clear_all(), "deleting what is superseded")
         except DeadlineExceeded as error:
             log.warning("what is superseded is not deleted yet: %s", error)
 
     # Nobody captures anything before all have: the ranks of a node share its memory.
-    ranks.gather("deleting what is superseded", clear_in_time)
+    await ranks.gather("deleting what is superseded", clear_in_time)
     return known.mark
 
 
@@ -85,30 +84,30 @@ async def visible(tier: OpenTier, generation: int) -> set[Source]:
 class Agreement:
     """The mark of a job without a shared tier, while it trains. All ranks call the same methods in the same order."""
 
-    group: Group
+    group: AsyncGroup
     mover: MoverHandle
-    loop: LoopThread
+    scheduler: Scheduler
     deadline_s: float
     mark: int = NO_MARK
     """The version that the ranks have agreed on last."""
 
     @staticmethod
-    def needed(hierarchy: OpenHierarchy, group: Group) -> bool:
+    def needed(hierarchy: OpenHierarchy, group: AsyncGroup) -> bool:
         return needs_agreement(hierarchy.roles, group.world_size)
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Tell the mover the mark that the generation begins with. Not a collective. Errors: as :meth:`settle`."""
-        self._tell()
+        await self._tell()
 
-    def settle(self, version: int) -> None:
+    async def settle(self, version: int) -> None:
         """Base ``version`` is due on every rank: agree on a mark, and wait until every rank has room for the base.
 
         Errors: ``DeadlineExceeded`` naming the ranks whose bases have not arrived; ``RecoveryError``; ``GroupError``.
         """
         what = f"agreeing on what is whole before base {version}"
-        until = time.monotonic() + self.deadline_s
+        until = self.scheduler.time() + self.deadline_s
         while True:
-            answers = gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
+            answers = await gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
             reaches = [[(first, last) for first, last in answer["reach"]] for answer in answers]
             mark = agreed(reaches)
             if mark != self.mark:
@@ -120,21 +119,22 @@ class Agreement:
                 newest = [max((last for _, last in reach), default=NO_MARK) for reach in reaches]
                 late = [rank for rank, version in enumerate(newest) if version == min(newest)]
                 raise DeadlineExceeded(self._late(late, [answer["errors"] for answer in answers]), late=late)
-            time.sleep(AGAIN_S)
+            await self.scheduler.sleep(AGAIN_S)
 
-    def _said(self, until: float) -> dict[str, object]:
-        self._tell()
+    async def _said(self, until: float) -> dict[str, object]:
+        await self._tell()
         status = self.mover.status
         return {
             "reach": [list(span) for span in status.reach],
             "has_room": status.has_room,
             "errors": "; ".join(f"{tier}: {error}" for tier, error in sorted(status.errors.items())),
-            "over": time.monotonic() >= until,
+            "over": self.scheduler.time() >= until,
         }
 
-    def _tell(self) -> None:
+    async def _tell(self) -> None:
         deadline_s = self.deadline_s + TOLD_S
-        self.loop.call(self.mover.agree(self.mark), what="telling the mover what is whole", deadline_s=deadline_s)
+        telling = self.mover.agree(self.mark)
+        await self.scheduler.call(telling, what="telling the mover what is whole", deadline_s=deadline_s)
 
     def _late(self, late: Collection[int], errors: list[str]) -> str:
         named = list(late)[:RANKS_NAMED_MAX]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,6 @@ from tiercheck.replication.generation import (
     UNSEEN,
     Opening,
     open_generation,
-    propose,
     withdraw_captures,
     withdraw_records,
 )
@@ -28,35 +28,36 @@ NUMBERS_TRIED = 16
 """Numbers for a generation, one after the other, until one is free in every tier."""
 
 
-def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restored) -> Branch:
+async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restored, token: Callable[[], str]) -> Branch:
     """The generation that begins with what was restored, recorded in every rank's tiers; later in those that cannot be
-    written to just now, if each rank's memory has served the recovery.
+    written to just now, if each rank's memory has served the recovery. ``token`` draws its name.
 
     Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
     """
     taken = restored.past.taken + (UNSEEN if restored.past.away else 0)
     for _ in range(NUMBERS_TRIED):
-        proposal = propose(taken, parent=restored.parent, left_at=restored.version, world_size=ranks.world_size)
-        branch = Branch.from_object(ranks.gather("choosing the generation", proposal.to_object)[0])
+        # Rank 0's is taken.
+        proposal = Branch(taken + 1, restored.parent, restored.version, ranks.world_size, token())
+        branch = Branch.from_object((await ranks.gather("choosing the generation", proposal.to_object))[0])
 
-        def open_it(branch: Branch = branch) -> dict[str, Any]:
+        async def open_it(branch: Branch = branch) -> dict[str, Any]:
             retry_s = 0.9 * ranks.deadline_s  # the error names the tier
             past = restored.past.lineage
             opening = open_generation(tiers, branch, past=past, may_wait=restored.in_memory, retry_s=retry_s)
-            return asdict(ranks.call(opening, f"opening generation {branch.generation}"))
+            return asdict(await ranks.call(opening, f"opening generation {branch.generation}"))
 
         try:
-            openings = [Opening(**each) for each in ranks.gather("opening the generation", open_it)]
+            openings = [Opening(**each) for each in await ranks.gather("opening the generation", open_it)]
         except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
             raise
         except Exception:
-            take_back(ranks, tiers, branch)
+            await take_back(ranks, tiers, branch)
             raise
         if not any(opening.occupied for opening in openings):
             for tier, error in openings[ranks.rank].later.items():
                 log.warning("generation %d is recorded in tier %s later: %s", branch.generation, tier, error)
             return branch
-        take_back(ranks, tiers, branch)
+        await take_back(ranks, tiers, branch)
         taken = branch.generation
     raise RecoveryError(
         f"{NUMBERS_TRIED} numbers of generations up to {taken} are occupied by what is no lineage record: remove "
@@ -64,12 +65,12 @@ def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restored) ->
     )
 
 
-def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
+async def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
     """Take the generation back, of which nobody has moved or trained anything: first what ranks captured, then, once
     all have, its records. Where that fails it stays, and is superseded by the next one."""
     doing = f"taking back generation {branch.generation}"
     try:
-        ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.rank), doing))
-        ranks.gather(doing, lambda: ranks.call(withdraw_records(tiers, branch), doing))
+        await ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.rank), doing))
+        await ranks.gather(doing, lambda: ranks.call(withdraw_records(tiers, branch), doing))
     except TierCheckError as error:
         log.warning("%s: %s; it stays, without a version of its own, until the job starts again", doing, error)

@@ -15,7 +15,7 @@ from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.runtime.process_lock import ProcessLock
+from tiercheck.runtime.runtime import Lock
 
 __all__ = ["OpenedJob", "Resources"]
 
@@ -28,9 +28,9 @@ class Resources:
     gives back what it has taken by then."""
 
     ranks: Ranks
-    """Its group and its loop are given back, too."""
+    """Its group and its scheduler are given back, too."""
     agent: AgentSession | None = None
-    process_lock: ProcessLock | None = None
+    process_lock: Lock | None = None
     tiers: OpenHierarchy | None = None
     recorder: Recorder | None = None
     mover_life: concurrent.futures.Future[None] | None = None
@@ -38,7 +38,7 @@ class Resources:
     """Run before anything else is given back."""
     given_back: bool = False
 
-    def give_back(self, error: BaseException | None = None) -> BaseException | None:
+    async def give_back(self, error: BaseException | None = None) -> BaseException | None:
         """Flushes nothing: what was captured stays in the first tier. Idempotent.
 
         ``error``: why the job ends. Returns it, or the first error of ``on_end``; later ones are notes of it.
@@ -54,22 +54,22 @@ class Resources:
                     error = later
                 else:
                     error.add_note(f"then, at the end: {type(later).__name__}: {later}")
-        self._let_go()
+        await self._let_go()
         return error
 
-    def _let_go(self) -> None:
+    async def _let_go(self) -> None:
         if self.recorder is not None:
-            self.recorder.close()
+            await self.recorder.close()
         if self.mover_life is not None:
             self.mover_life.cancel()
         try:
             try:
                 if self.agent is not None:
-                    self.agent.end()
+                    await self.agent.end()
                 if self.tiers is not None:
-                    self.ranks.call(self.tiers.__aexit__(None, None, None), "closing the tiers")
+                    await self.ranks.call(self.tiers.__aexit__(None, None, None), "closing the tiers")
             finally:
-                self.ranks.loop.close()
+                await self.ranks.scheduler.close()
         except TierCheckError as error:
             log.warning("closing the tiers: %s", error)
         finally:
@@ -106,45 +106,45 @@ class OpenedJob:
             raise SaveError(f"the mover has stopped: {error}" if error else "the mover has stopped") from error
         return self.recorder
 
-    def tier_bytes(self) -> dict[str, int]:
+    async def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier. Errors: ``SaveError`` when the job has ended; ``TierError``."""
         self._check_open()
         return {
-            tier.name: self.ranks.call(tier.driver.usage(), f"the usage of {tier.name}").used_bytes
+            tier.name: (await self.ranks.call(tier.driver.usage(), f"the usage of {tier.name}")).used_bytes
             for tier in self.tiers.tiers
         }
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Bring everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
         self._check_open()
-        self.recorder.flush()
+        await self.recorder.flush()
 
-    def end(self, first: list[Callable[[], None]]) -> None:
+    async def end(self, first: list[Callable[[], None]]) -> None:
         """Flush on all ranks, and let the coordinator commit what all of them have brought. Collective. It takes the
         actions of ``first`` out of the list and runs them before. Nothing is given back yet.
 
         Errors: ``SaveError``; ``JobConflict``; ``RecoveryError`` if another rank failed; ``GroupError``.
         """
 
-        def finish() -> None:
+        async def finish() -> None:
             try:
                 while first:
                     first.pop(0)()
             finally:
-                self._flush_at_end()  # what came before is worth as much, if the last version cannot be saved
+                await self._flush_at_end()  # what came before is worth as much, if the last version cannot be saved
 
         # A rank that fails tells the others, which may have to wait as long as it tried.
         deadline_s, failure = 3 * self.config.deadline_s, self.recorder.failure
-        gather(self.ranks.group, "the end of the job", finish, deadline_s=deadline_s, after=failure)
-        drained = self._flush_at_end()  # the coordinator: the last commit
+        await gather(self.ranks.group, "the end of the job", finish, deadline_s=deadline_s, after=failure)
+        drained = await self._flush_at_end()  # the coordinator: the last commit
         if drained and self.agent is not None:
-            self.agent.withdraw()
+            await self.agent.withdraw()
 
-    def _flush_at_end(self) -> bool:
+    async def _flush_at_end(self) -> bool:
         """Whether everything is where policy wants it. A job that went on after failed saves does not fail at its end
         for one more."""
         try:
-            self.flush()
+            await self.flush()
         except SaveError as error:
             if self.config.on_save_error == "fail":
                 raise

@@ -39,9 +39,8 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.restorer import Recovery, Restored, Restorer
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
-from tiercheck.runtime.group import Group
-from tiercheck.runtime.loop_thread import LoopThread
-from tiercheck.runtime.process_lock import ProcessLock
+from tiercheck.runtime.group import AsyncGroup
+from tiercheck.runtime.runtime import Runtime
 from tiercheck.streams.iteration import IterationStream
 from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.stream_factory import stream_of
@@ -55,25 +54,26 @@ OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
 
 
-def open_job(
+async def open_job(
     provider: StateProvider,
     hierarchy: Hierarchy,
     *,
-    group: Group,
+    group: AsyncGroup,
+    runtime: Runtime,
     config: CheckpointConfig,
     caveats: Callable[[], Sequence[str]],
 ) -> OpenedJob:
     """Restore the newest version that every rank can reach, and begin to record what follows it. Collective.
 
-    If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` included. Arguments and
-    errors: as of :class:`tiercheck.checkpointer.Checkpointer`.
+    If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` and the runtime's scheduler
+    included. Arguments and errors: as of :class:`tiercheck.checkpointer.Checkpointer`.
     """
-    ranks = Ranks(group, LoopThread(), config.deadline_s)
+    ranks = Ranks(group, runtime.scheduler, config.deadline_s)
     held = Resources(ranks)
     try:
-        return _Startup(provider, config, ranks, held).open(hierarchy, caveats)
+        return await _Startup(provider, config, ranks, runtime, held).open(hierarchy, caveats)
     except BaseException:
-        held.give_back()
+        await held.give_back()
         raise
 
 
@@ -128,32 +128,35 @@ class _Startup:
     provider: StateProvider
     config: CheckpointConfig
     ranks: Ranks
+    runtime: Runtime
     held: Resources
 
-    def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
+    async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
-        state = ranks.together("looking at what is to be saved", self.look)
-        (placed, agent), nodes = ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
-        place = ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
+        state = await ranks.together("looking at what is to be saved", self.look)
+        (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
+        place = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
         restart = config.on_nothing_left == "restart"
-        restored = Restorer(place.tiers, self.provider, ranks, exact=config.exact_replay, restart=restart).restore()
-        recovery = ranks.together("taking over what was restored", lambda: take_over(restored, state.stream, caveats))
-        branch = open_on_all_ranks(ranks, place.tiers, restored)
+        restorer = Restorer(place.tiers, self.provider, ranks, exact=config.exact_replay, restart=restart)
+        restored = await restorer.restore()
+        taking = "taking over what was restored"
+        recovery = await ranks.together(taking, lambda: take_over(restored, state.stream, caveats))
+        branch = await open_on_all_ranks(ranks, place.tiers, restored, self.runtime.token)
         start = _Start(recovery, branch, Lineage.of([*restored.past.branches, branch]))
         try:
             state.stream.token = branch.token
-            mark = clear_tiers(ranks, place.tiers, restored, branch.generation)
-            recording, read_from = ranks.exchange("beginning to save", lambda: self.begin(state, place, start))
+            mark = await clear_tiers(ranks, place.tiers, restored, branch.generation)
+            recording, read_from = await ranks.exchange("beginning to save", lambda: self.begin(state, place, start))
         except GroupError:  # the ranks cannot agree to take it back
             raise
         except Exception:
             if self.held.recorder is not None:
-                self.held.recorder.close()
-            take_back(ranks, place.tiers, branch)
+                await self.held.recorder.close()
+            await take_back(ranks, place.tiers, branch)
             raise
-        self.hand_over(agent, recording.agreement, mark)
-        mover_life = self.held.mover_life = ranks.loop.submit(recording.mover.run())
+        await self.hand_over(agent, recording.agreement, mark)
+        mover_life = self.held.mover_life = ranks.scheduler.start(recording.mover.run())
         if ranks.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
             log.info("%s", begun(recovery, read, place.tiers, branch.generation, place.demand.base_nbytes))
@@ -172,7 +175,7 @@ class _Startup:
             resources=self.held,
         )
 
-    def look(self) -> _State:
+    async def look(self) -> _State:
         """All that may refuse without a tier: the codec, and the state's being storable."""
         given = self.provider.hyperparameters()
         stream = stream_of(
@@ -184,21 +187,25 @@ class _Startup:
         )
         return _State(stream, given)
 
-    def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, AgentSession | None], Any]:
+    async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, AgentSession | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
         what the other ranks need to know of the agent."""
-        node = int_of("TIERCHECK_NODE", int_of("GROUP_RANK", 0))
-        placed = hierarchy.resolved(rank=self.ranks.rank, local_rank=int_of("LOCAL_RANK", 0), node=node)
+        environment = self.runtime.environment
+        node = int_of("TIERCHECK_NODE", int_of("GROUP_RANK", 0, environment), environment)
+        local_rank = int_of("LOCAL_RANK", 0, environment)
+        placed = hierarchy.resolved(rank=self.ranks.rank, local_rank=local_rank, node=node)
         if self.config.mover == "trainer" and placed.needs_peer:
             raise ConfigurationError(
                 "a neighbour's memory (peer://) is served by the agents of the nodes: leave mover at 'auto'"
             )
         if self.config.mover == "trainer" or (self.config.mover == "auto" and not placed.needs_peer):
             return (placed, None), None
-        agent = self.held.agent = AgentSession.of(placed, self.ranks.rank, self.ranks.loop, self.config.deadline_s)
+        agent = self.held.agent = await AgentSession.of(
+            placed, self.ranks.rank, self.ranks.scheduler, self.config.deadline_s, environment
+        )
         return (placed, agent), agent.endpoint(node).to_object()
 
-    def open_tiers(
+    async def open_tiers(
         self, stream: IterationStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
     ) -> _Place:
         """``nodes``: what each rank's :meth:`find` tells the others."""
@@ -209,19 +216,19 @@ class _Startup:
         kernels.warm_up()
         tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
-        self.held.process_lock = ProcessLock(lasting, ranks.rank)
+        self.held.process_lock = self.runtime.lock(lasting, ranks.rank)
         # A little less than the deadline, so that the error names the tier.
-        ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
+        await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
         demand = Demand.of(stream, config)
-        usage = ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
+        usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
-            prepare_memory(ranks, tiers, demand, usage)
+            await prepare_memory(ranks, tiers, demand, usage)
         return _Place(placed, tiers, demand, agent)
 
-    def begin(self, state: _State, place: _Place, start: _Start) -> tuple[_Recording, list[str]]:
+    async def begin(self, state: _State, place: _Place, start: _Start) -> tuple[_Recording, list[str]]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
@@ -229,12 +236,12 @@ class _Startup:
         mover = self.make_mover(place, start, placement)
         agreement = None
         if Agreement.needed(place.tiers, ranks.group):
-            agreement = Agreement(ranks.group, mover, ranks.loop, config.deadline_s)
+            agreement = Agreement(ranks.group, mover, ranks.scheduler, config.deadline_s)
         recorder = self.held.recorder = Recorder(
             state.stream,
             place.tiers,
             mover,
-            ranks.loop,
+            ranks.scheduler,
             placement=placement,
             config=config,
             rank=ranks.rank,
@@ -242,8 +249,8 @@ class _Startup:
             version=start.version,
             settle=agreement.settle if agreement else None,
         )
-        cautions = self.cautions(state, place, start.recovery)
-        recorder.begin()
+        cautions = await self.cautions(state, place, start.recovery)
+        await recorder.begin()
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from
 
@@ -272,7 +279,7 @@ class _Startup:
         )
         return place.agent.mover(job, place.tiers.first.driver)
 
-    def cautions(self, state: _State, place: _Place, recovery: Recovery | None) -> list[str]:
+    async def cautions(self, state: _State, place: _Place, recovery: Recovery | None) -> list[str]:
         """What the user may not have meant, told once a job."""
         if self.ranks.rank != 0:
             return []
@@ -281,20 +288,22 @@ class _Startup:
         if recovery is not None:
             scheduled = self.provider.host_state().get("scheduler") is not None
             found.append(overruled_options(state.given, self.provider.hyperparameters(), scheduled=scheduled))
-        if (usage := room_at_the_end(self.ranks, tiers)) is not None:
+        if (usage := await room_at_the_end(self.ranks, tiers)) is not None:
             found.append(too_little_room(tiers, usage, place.demand.base_nbytes, world_size, self.config))
         return [each for each in found if each is not None]
 
-    def hand_over(self, agent: AgentSession | None, agreement: Agreement | None, mark: int) -> None:
+    async def hand_over(self, agent: AgentSession | None, agreement: Agreement | None, mark: int) -> None:
         """Let what was captured be moved from here on, up to what the ranks have agreed on."""
         if agent is not None:
-            self.ranks.gather("handing the movers to the agents", agent.register)
+            await self.ranks.gather("handing the movers to the agents", agent.register)
         if agreement is not None:
             agreement.mark = mark
-            self.ranks.gather("telling the movers what is whole", agreement.begin)
+            await self.ranks.gather("telling the movers what is whole", agreement.begin)
 
 
-def take_over(restored: Restored, stream: IterationStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:
+async def take_over(
+    restored: Restored, stream: IterationStream, caveats: Callable[[], Sequence[str]]
+) -> Recovery | None:
     """Give the stream the residuals. Returns the recovery: approximate, if an uninterrupted run would go on
     otherwise."""
     recovery = restored.recovery

@@ -1,16 +1,21 @@
-"""Copies a base into the first tier, on a thread of its own, while training goes on."""
+"""Copies a base into the first tier, beside training, while it goes on."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
+import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-from tiercheck.recording.reservations import Reservations
+from tiercheck.errors import TierCheckError
+from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.base import BaseCapture
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["BaseCopier", "BaseInFlight", "CopiedBase"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,48 +29,71 @@ class CopiedBase:
 @dataclass
 class BaseInFlight:
     version: int
-    copied: concurrent.futures.Future[bool]
+    copied: Future[bool]
     """Done when the state may change again. Its result: whether the state has changed before that."""
-    published: concurrent.futures.Future[CopiedBase]
+    published: Future[CopiedBase]
     """Done when the base is in the first tier, or given up."""
 
 
-class BaseCopier:
-    """Copies one base at a time into ``memory``. It calls ``arrived`` on its thread for each base that it publishes."""
+@dataclass(frozen=True)
+class _Copied:
+    base: CopiedBase
+    is_published: bool
+    """If not, the driver must wait to publish it."""
 
-    def __init__(self, memory: Reservations, arrived: Callable[[], None]) -> None:
-        self._memory = memory
+
+class BaseCopier:
+    """Copies one base at a time. It calls ``arrived`` on the event loop for each base that it publishes."""
+
+    def __init__(self, scheduler: Scheduler, arrived: Callable[[], None]) -> None:
+        self._scheduler = scheduler
         self._arrived = arrived
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tiercheck-base")
+        self._newest: BaseInFlight | None = None
 
     def begin(self, version: int, capture: BaseCapture, reservation: Reservation, *, lazily: bool) -> BaseInFlight:
         """``lazily``: while the next forward and backward pass run."""
-        copied: concurrent.futures.Future[bool] = concurrent.futures.Future()
-        return BaseInFlight(version, copied, self._thread.submit(self._copy, capture, reservation, copied, lazily))
+        copied: Future[bool] = Future()
+        made = self._scheduler.beside(lambda: _copy(capture, reservation, copied, lazily))
+        self._newest = BaseInFlight(version, copied, self._scheduler.start(self._publish(made, reservation)))
+        return self._newest
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Wait until a running copy ends. Idempotent."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._newest is not None:
+            await self._scheduler.ends(self._newest.published, None)
 
-    def _copy(
-        self,
-        capture: BaseCapture,
-        reservation: Reservation,
-        copied: concurrent.futures.Future[bool],
-        lazily: bool,
-    ) -> CopiedBase:
+    async def _publish(self, made: Future[_Copied], reservation: Reservation) -> CopiedBase:
+        # A copy that still runs when this is cancelled writes there: then the memory stays until the tier is closed.
+        await asyncio.wait({asyncio.wrap_future(made)})
         try:
-            try:
-                capture.copy(reservation.buffer)
-            finally:
-                copied.set_result(capture.disturbed)
-            nbytes = None if capture.disturbed else capture.finish()
-            if nbytes is None or (lazily and capture.unexpected):  # those writes may have come during the copy
-                self._memory.drop(reservation, "dropping a base")
-                return CopiedBase(None, capture.unexpected)
-            self._memory.publish(reservation, nbytes, "publishing a base")
+            copied = made.result()
+            base = copied.base
+            if base.nbytes is not None and not copied.is_published:
+                await reservation.publish(base.nbytes)
         except BaseException:
-            self._memory.drop(reservation, "dropping a base")
+            await _drop(reservation)
             raise
-        self._arrived()
-        return CopiedBase(nbytes, capture.unexpected)
+        if base.nbytes is None:
+            await _drop(reservation)
+        else:
+            self._arrived()
+        return base
+
+
+def _copy(capture: BaseCapture, reservation: Reservation, copied: Future[bool], lazily: bool) -> _Copied:
+    try:
+        capture.copy(reservation.buffer)
+    finally:
+        copied.set_result(capture.disturbed)
+    nbytes = None if capture.disturbed else capture.finish()
+    if nbytes is None or (lazily and capture.unexpected):  # those writes may have come during the copy
+        return _Copied(CopiedBase(None, capture.unexpected), is_published=False)
+    is_published = reservation.publish_nowait(nbytes) is not None
+    return _Copied(CopiedBase(nbytes, capture.unexpected), is_published)
+
+
+async def _drop(reservation: Reservation) -> None:
+    try:
+        await reservation.drop()
+    except TierCheckError as error:
+        log.warning("dropping a base: %s", error)

@@ -7,10 +7,8 @@ chain with a gap would restore a wrong state.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,7 +33,7 @@ from tiercheck.recording.base_copier import BaseCopier, BaseInFlight
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.stats import Stats
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.base import BaseCapture
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import IterationCapture, IterationStream
@@ -67,29 +65,32 @@ class _Saving:
         self._version = version
         self._records = records
 
-    def __enter__(self) -> None:
+    async def __aenter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        return error is not None and self._recorder.failed(self._version, error, records=self._records)
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return error is not None and await self._recorder.failed(self._version, error, records=self._records)
 
 
 class Recorder:
-    """Captures the versions of one rank and one generation, from ``version`` on. Only training's thread calls it."""
+    """Captures the versions of one rank and one generation, from ``version`` on.
+
+    Only training's thread runs its coroutines. They suspend it only where there is something to wait for.
+    """
 
     def __init__(
         self,
         stream: IterationStream,
         hierarchy: OpenHierarchy,
         mover: MoverHandle,
-        loop: LoopThread,
+        scheduler: Scheduler,
         *,
         placement: Placement,
         config: CheckpointConfig,
         rank: int,
         generation: int,
         version: int,
-        settle: Callable[[int], None] | None = None,
+        settle: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """``settle`` is called on every rank, at the versions at which all ranks make a base."""
         self.version = version
@@ -103,7 +104,7 @@ class Recorder:
         self._first = hierarchy.first
         self._roles = hierarchy.roles
         self._mover = mover
-        self._loop = loop
+        self._scheduler = scheduler
         self._placement = placement
         self._config = config
         self._rank = rank
@@ -112,7 +113,7 @@ class Recorder:
         self._open_differential: _OpenRecord | None = None
         self._memory = Reservations(
             hierarchy.first,
-            loop,
+            scheduler,
             lambda: self._call_mover(mover.make_room(), "making room in the first tier"),
             deadline_s=config.deadline_s,
         )
@@ -132,15 +133,15 @@ class Recorder:
         """Something other than the optimizer writes to what it trains. So bases are copied before the step returns."""
         self._durable_is_full = False
         """A base has waited in vain until the bases before it have drained. Until they have, no base waits again."""
-        self._copier = BaseCopier(self._memory, self._nudge)
+        self._copier = BaseCopier(scheduler, mover.nudge)
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Capture the generation's opening base. Errors: ``SaveError`` (see ``on_save_error``)."""
         self._stream.mark_stepped()
-        with self._saving(self.version):
-            self._begin_base(self.version, opening=True)
+        async with self._saving(self.version):
+            await self._begin_base(self.version, opening=True)
 
-    def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
+    async def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of the coming step, or of a part of it, before the step changes anything.
 
         ``gradients``: by the provider's names, in their own dtype and shape. On return their memory is free again. With
@@ -149,40 +150,40 @@ class Recorder:
         version.
         """
         self._check_next(version)
-        self._finish_copy()
-        began = time.perf_counter()
-        with self._recording(version):
+        await self._finish_copy()
+        began = self._scheduler.time()
+        async with self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
                 if self._stream.masters_written():
-                    self._leave_out(version)
+                    await self._leave_out(version)
                 else:
-                    self._begin_differential(version)
-        with self._recording(version):
+                    await self._begin_differential(version)
+        async with self._recording(version):
             if self._open_differential is not None:
                 self._open_differential.capture.add(gradients)
             else:  # the whole version is recorded, or nothing of it
                 self._stream.leave_out(gradients, version)
-        self._count(differential_stall_s=time.perf_counter() - began)
+        self._count(differential_stall_s=self._scheduler.time() - began)
 
-    def complete(self, version: int) -> None:
+    async def complete(self, version: int) -> None:
         """The step is done: publish the differential, and begin a base if one is due. Errors: as :meth:`capture`."""
         self._check_next(version)
-        began = time.perf_counter()
+        began = self._scheduler.time()
         # A version that gradients do not lead to must not get a differential, not even while a base is on its way.
         if self.trained != version:  # nobody has called stepped()
             self._stream.mark_stepped()
         written = self._stream.masters_written() or self._rewritten()
-        self._publish_differential(version, began, skipped=False, written=written)
+        await self._publish_differential(version, began, skipped=False, written=written)
 
     def stepped(self, version: int) -> None:
         """The optimizer has stepped, and :meth:`complete` follows. Later writes to the parameters are no part of the
         step."""
         self.trained = version
-        began = time.perf_counter()
+        began = self._scheduler.time()
         self._stream.mark_stepped(every_bit=self._is_base_due(version))
-        self._count(base_stall_s=time.perf_counter() - began)
+        self._count(base_stall_s=self._scheduler.time() - began)
 
-    def begin_iteration(self) -> None:
+    async def begin_iteration(self) -> None:
         """A forward pass begins. The newest version was published when the loop said that its iteration was over.
 
         If something has written to the state since then, no version holds that write. Later versions record that as a
@@ -193,31 +194,31 @@ class Recorder:
         if not (names := self._stream.written()):
             return
         if self._doubt(self._stream.doubts.with_late(names)):
-            self.recapture()
+            await self.recapture()
 
-    def recapture(self) -> bool:
+    async def recapture(self) -> bool:
         """Capture the newest version again, as a base of the present state, if the state was written to after that
         version was published and the version is no base yet. Returns whether the state was written to. Errors: as
         :meth:`begin_iteration`."""
         if not self._stream.written():
             return False
         version = self.version
-        with self._saving(version):
-            self._finish_copy()
-            self.finish_base()
+        async with self._saving(version):
+            await self._finish_copy()
+            await self.finish_base()
             if self._anchor != version:
                 self._written = True
                 self._stream.mark_stepped()
-                self._begin_base(version)
-                self.finish_base()
+                await self._begin_base(version)
+                await self.finish_base()
         return True
 
     def _rewritten(self) -> bool:
         """Whether the masters have other bits than the step left there, though no write was seen."""
-        began = time.perf_counter()
+        began = self._scheduler.time()
         names = self._stream.masters_rewritten()
         self._doubt(self._stream.doubts.with_unseen(names))
-        self._count(base_stall_s=time.perf_counter() - began)
+        self._count(base_stall_s=self._scheduler.time() - began)
         return bool(names)
 
     def _doubt(self, doubts: Doubts) -> bool:
@@ -228,36 +229,37 @@ class Recorder:
         log.warning("versions from here on are approximate: %s", "; ".join(doubts.notes(replayed=True)))
         return True
 
-    def skip(self, version: int) -> None:
+    async def skip(self, version: int) -> None:
         """The iteration counts, but its step was skipped: record that. Errors: as :meth:`capture`."""
         self._check_next(version)
-        self._finish_copy()
-        with self._recording(version):
+        await self._finish_copy()
+        async with self._recording(version):
             if self._open_differential is None and version != self._unrecorded:
-                self._begin_differential(version)
+                await self._begin_differential(version)
         self.trained = version
-        self._publish_differential(version, time.perf_counter(), skipped=True, written=self._stream.masters_written())
+        began, written = self._scheduler.time(), self._stream.masters_written()
+        await self._publish_differential(version, began, skipped=True, written=written)
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Move everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
-        self.finish_base()
-        self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
+        await self.finish_base()
+        await self._call_mover(self._mover.drain(self._config.deadline_s, closing=True), "flushing the tiers")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Wait until a running copy of a base ends, and free memory that no record needs. Idempotent."""
-        self._copier.close()
-        self._memory.drop_ahead()
+        await self._copier.close()
+        await self._memory.drop_ahead()
 
-    def _set_reference_base(self) -> bool:
+    async def _set_reference_base(self) -> bool:
         """Make the stream refer to the newest base, when it is in the first tier. ``False``: there is none."""
-        self.finish_base()
+        await self.finish_base()
         if self._newest is None:
             return False
         if self._newest != self._reference:
             self._stream.set_reference_base(None)  # its memory can be used again
             key, tier = str(self._newest), self._first
             try:
-                content = self._call(tier.driver.get(key), f"mapping {key}")
+                content = await self._call(tier.driver.get(key), f"mapping {key}")
             except NotFound:  # the base was damaged, and was deleted: another base is due
                 self._newest = None
                 return False
@@ -265,26 +267,26 @@ class Recorder:
             self._reference = self._newest
         return True
 
-    def _begin_differential(self, version: int) -> None:
+    async def _begin_differential(self, version: int) -> None:
         """Open the version's record. If it must refer to a base and there is none, the version is given up."""
-        if self._stream.supersedes and not self._set_reference_base():
-            self._give_up(version)
+        if self._stream.supersedes and not await self._set_reference_base():
+            await self._give_up(version)
             return
         key, nbytes = self._stream.key(self._generation, version, self._rank), self._stream.nbytes_max
-        reservation = self._memory.take_ahead(key, nbytes) or self._memory.reserve(key, nbytes)
+        reservation = await self._memory.take_ahead(key, nbytes) or await self._memory.reserve(key, nbytes)
         self._open_differential = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation, nbytes)
 
-    def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
+    async def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something other than the optimizer has written to a master since the step."""
         if version != self._unrecorded and (written or self._stream.frozen_changed()):
-            self._leave_out(version)
+            await self._leave_out(version)
         self._stream.mark_published()
         captured: dict[str, int] = {}
         try:
             if (opened := self._open_differential) is not None:
-                with self._recording(version):
+                async with self._recording(version):
                     nbytes = opened.capture.finish(skipped=skipped)
-                    self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
+                    await self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
                     captured = {"differentials": 1, "captured_bytes": nbytes}
         finally:
             # The optimizer has stepped, whether the step was recorded or not: the next step is another version.
@@ -292,18 +294,18 @@ class Recorder:
             self.version = self.trained = version
         if opened is not None and version != self._unrecorded:
             self._memory.reserve_ahead(self._stream.key(self._generation, version + 1, self._rank), opened.nbytes)
-        self._count(**captured, differential_stall_s=time.perf_counter() - began)
+        self._count(**captured, differential_stall_s=self._scheduler.time() - began)
         if self._placement.completes(version, self._roles):
             self._nudge()
         if not self._is_anchored():
-            self.finish_base()  # until then nothing leads to this version, and that base may be given up
+            await self.finish_base()  # until then nothing leads to this version, and that base may be given up
         if self._is_base_due(version) or self._lost():
-            with self._saving(version):
+            async with self._saving(version):
                 if version % self._config.base_every == 0:
-                    self._settle_with_others(version)
-                self._begin_base(version)
+                    await self._settle_with_others(version)
+                await self._begin_base(version)
             if not self._is_anchored():
-                self.finish_base()
+                await self.finish_base()
         self.failure = None
 
     def _is_base_due(self, version: int) -> bool:
@@ -321,26 +323,26 @@ class Recorder:
         log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
         return True
 
-    def _settle_with_others(self, version: int) -> None:
+    async def _settle_with_others(self, version: int) -> None:
         """Every rank calls this. Errors: ``SaveError``; ``GroupError``."""
         if self._settle is None:
             return
-        self.finish_base()
-        began = time.perf_counter()
+        await self.finish_base()
+        began = self._scheduler.time()
         try:
-            self._settle(version)
+            await self._settle(version)
         except RecoveryError as error:  # of another rank, in words
             raise SaveError(str(error)) from error
         finally:
-            self._count(drain_stall_s=time.perf_counter() - began)
+            self._count(drain_stall_s=self._scheduler.time() - began)
 
-    def _begin_base(self, version: int, *, opening: bool = False) -> None:
+    async def _begin_base(self, version: int, *, opening: bool = False) -> None:
         """Reserve memory and start the lazy copy. If the bases before have not drained, wait for them. A generation's
         opening base has none before it."""
-        self.finish_base()
+        await self.finish_base()
         if not opening:
-            self._wait_for_room(version)
-        began = time.perf_counter()
+            await self._wait_for_room(version)
+        began = self._scheduler.time()
         key = ShardKey.base(self._generation, version, self._rank)
         residuals = self._stream.saved_with_bases()
         capture = BaseCapture(
@@ -352,54 +354,50 @@ class Recorder:
             host_state=self._stream.host_state(),
             expected=self._stream.contents,
         )
-        reservation = self._memory.reserve(key, capture.nbytes_max)
+        reservation = await self._memory.reserve(key, capture.nbytes_max)
         self._base = self._copier.begin(version, capture, reservation, lazily=not self._written)
         self._base_due = False
         self._begun = version
         self._stream.mark_recorded()
-        self._count(base_stall_s=time.perf_counter() - began)
+        self._count(base_stall_s=self._scheduler.time() - began)
         if self._written:
-            self._finish_copy()
+            await self._finish_copy()
 
-    def _wait_for_room(self, version: int) -> None:
+    async def _wait_for_room(self, version: int) -> None:
         """Wait until the bases before have drained, but only once. If the durable tier takes nothing for hours and
         training goes on (``on_save_error``), training must not wait for the deadline at every iteration."""
         deadline_s = 0.0 if self._durable_is_full else self._config.deadline_s
         self._durable_is_full = True
-        began = time.perf_counter()
+        began = self._scheduler.time()
         try:
-            self._call_mover(self._mover.room_for_base(deadline_s), f"room for base {version}")
+            await self._call_mover(self._mover.room_for_base(deadline_s), f"room for base {version}")
         finally:
-            self._count(drain_stall_s=time.perf_counter() - began)
+            self._count(drain_stall_s=self._scheduler.time() - began)
         self._durable_is_full = False
 
-    def _finish_copy(self) -> None:
+    async def _finish_copy(self) -> None:
         """Wait until the lazy copy of a base has read the state, so that the state may change."""
         if self._base is None:
             return
-        began = time.perf_counter()
-        try:
-            if self._base.copied.result(timeout=self._config.deadline_s):
-                self._written = True  # the warning comes when the base is given up, and only then
-        except concurrent.futures.TimeoutError:
-            raise SaveError(f"base {self._base.version} was not copied within {self._config.deadline_s:g} s") from None
-        self._count(base_stall_s=time.perf_counter() - began)
+        began = self._scheduler.time()
+        if not await self._scheduler.ends(self._base.copied, self._config.deadline_s):
+            raise SaveError(f"base {self._base.version} was not copied within {self._config.deadline_s:g} s")
+        if self._base.copied.result():
+            self._written = True  # the warning comes when the base is given up, and only then
+        self._count(base_stall_s=self._scheduler.time() - began)
         if self._base.published.done():
-            self.finish_base()
+            await self.finish_base()
 
-    def finish_base(self) -> None:
+    async def finish_base(self) -> None:
         """Wait until the base in flight, if any, is in the first tier. Errors: as :meth:`capture`."""
         base, self._base = self._base, None
         if base is None:
             return
         self._newest = None
-        with self._saving(base.version):
-            try:
-                result = base.published.result(timeout=self._config.deadline_s)
-            except concurrent.futures.TimeoutError:
-                if base.published.done():  # the copier's own error, not ours
-                    raise
-                raise DeadlineExceeded(f"base {base.version} was not published in time") from None
+        async with self._saving(base.version):
+            if not await self._scheduler.ends(base.published, self._config.deadline_s):
+                raise DeadlineExceeded(f"base {base.version} was not published in time")
+            result = base.published.result()
             # The copy may have found writes that nothing else has seen: no differential holds them.
             self._doubt(self._stream.doubts.with_unseen(result.unexpected))
             if result.nbytes is None:
@@ -410,15 +408,15 @@ class Recorder:
             self._anchor = base.version
             self._count(bases=1, captured_bytes=result.nbytes)
 
-    def _give_up(self, version: int) -> None:
+    async def _give_up(self, version: int) -> None:
         self._unrecorded = version
         self._base_due = True  # the chain has a gap: later versions are reachable only from a new base
         opened, self._open_differential = self._open_differential, None
         if opened is not None:
-            self._memory.drop(opened.reservation, f"dropping differential {version}")
-        self._memory.drop_ahead()  # the base needs room, and perhaps the next version is no differential either
+            await self._memory.drop(opened.reservation, f"dropping differential {version}")
+        await self._memory.drop_ahead()  # the base needs room, and perhaps the next version is no differential either
 
-    def _leave_out(self, version: int) -> None:
+    async def _leave_out(self, version: int) -> None:
         """No differential leads to this version: it gets a base instead."""
         if not self._written:
             log.warning(
@@ -427,7 +425,7 @@ class Recorder:
                 version,
             )
         self._written = True
-        self._give_up(version)
+        await self._give_up(version)
 
     def _saving(self, version: int) -> _Saving:
         """A context for a save. If the save fails, ``on_save_error`` says what happens."""
@@ -438,13 +436,13 @@ class Recorder:
         given up: without that part it would be replayed as if it were complete."""
         return _Saving(self, version, records=True)
 
-    def failed(self, version: int, error: BaseException, *, records: bool) -> bool:
+    async def failed(self, version: int, error: BaseException, *, records: bool) -> bool:
         """A save has failed. Returns whether training goes on. ``records``: the save was a part of a differential.
 
         Errors: ``SaveError``.
         """
         if records:
-            self._give_up(version)
+            await self._give_up(version)
         if not isinstance(error, TierError | GroupError | SaveError):
             return False
         self._base_due = True
@@ -460,19 +458,19 @@ class Recorder:
         if version != self.version + 1:
             raise ValueError(f"version {version} cannot follow version {self.version}: versions are consecutive")
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self._loop.call(coroutine, what=what, deadline_s=self._config.deadline_s)
+    async def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._scheduler.call(coroutine, what=what, deadline_s=self._config.deadline_s)
 
-    def _call_mover(self, coroutine: Coroutine[Any, Any, object], what: str) -> None:
+    async def _call_mover(self, coroutine: Coroutine[Any, Any, object], what: str) -> None:
         try:
-            self._loop.call(coroutine, what=what, deadline_s=self._config.deadline_s + TOLD_S)
+            await self._scheduler.call(coroutine, what=what, deadline_s=self._config.deadline_s + TOLD_S)
         except JobConflict:
             raise
         except TierCheckError as error:
             raise SaveError(f"{what}: {error}") from error
 
     def _nudge(self) -> None:
-        self._loop.submit(_nudge(self._mover))
+        self._scheduler.start(_nudge(self._mover))
 
     def _count(self, **more: float) -> None:
         self.stats = self.stats.plus(**more)

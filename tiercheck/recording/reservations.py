@@ -1,19 +1,18 @@
 """Memory in the first tier for what a recorder writes: reserved, reserved ahead, published, freed.
 
-A driver is asynchronous. What it can do without waiting is done in the calling thread, and the rest in the event loop's
-thread.
+A driver is asynchronous. What it can do without waiting is done in the calling thread, and the rest on the event loop.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from tiercheck.errors import CapacityExceeded, TierCheckError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.runtime import Scheduler
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["Reservations"]
@@ -29,22 +28,24 @@ class Reservations:
     ``make_room`` makes the mover delete what may be deleted. Each call waits ``deadline_s`` at most.
     """
 
-    def __init__(self, tier: OpenTier, loop: LoopThread, make_room: Callable[[], None], *, deadline_s: float) -> None:
+    def __init__(
+        self, tier: OpenTier, scheduler: Scheduler, make_room: Callable[[], Awaitable[None]], *, deadline_s: float
+    ) -> None:
         self._tier = tier
-        self._loop = loop
+        self._scheduler = scheduler
         self._make_room = make_room
         self._deadline_s = deadline_s
         self._ahead: Reservation | None = None
         """Memory for the next version's record, if the driver gives it without waiting."""
 
-    def reserve(self, key: ShardKey, nbytes: int) -> Reservation:
+    async def reserve(self, key: ShardKey, nbytes: int) -> Reservation:
         """Reserve memory. If the tier is full, try again after the mover has deleted what may be deleted."""
         try:
-            return self._reserved(key, nbytes)
+            return await self._reserved(key, nbytes)
         except CapacityExceeded:
-            self.drop_ahead()
-            self._make_room()
-            return self._reserved(key, nbytes)
+            await self.drop_ahead()
+            await self._make_room()
+            return await self._reserved(key, nbytes)
 
     def reserve_ahead(self, key: ShardKey, nbytes: int) -> None:
         """Reserve memory for the next version's record; ``nbytes``: what the last record needed.
@@ -57,36 +58,36 @@ class Reservations:
         except TierError as error:
             log.debug("%s finds no memory yet: %s", key, error)  # reserve() asks again, and raises
 
-    def take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
+    async def take_ahead(self, key: ShardKey, nbytes: int) -> Reservation | None:
         """What was reserved ahead for this record, if it is long enough."""
         if self._ahead is not None and self._ahead.key == str(key) and len(self._ahead.buffer) >= nbytes:
             ahead, self._ahead = self._ahead, None
             return ahead
-        self.drop_ahead()
+        await self.drop_ahead()
         return None
 
-    def drop_ahead(self) -> None:
+    async def drop_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            self.drop(ahead, f"giving back the memory for {ahead.key}")
+            await self.drop(ahead, f"giving back the memory for {ahead.key}")
 
-    def drop(self, reservation: Reservation, what: str) -> None:
+    async def drop(self, reservation: Reservation, what: str) -> None:
         """Free the reservation. If that fails, only its memory is lost, until the tier is closed."""
         try:
-            self._call(reservation.drop(), what)
+            await self._call(reservation.drop(), what)
         except TierCheckError as error:
             log.warning("%s: %s", what, error)
 
-    def publish(self, reservation: Reservation, nbytes: int, what: str) -> None:
+    async def publish(self, reservation: Reservation, nbytes: int, what: str) -> None:
         if reservation.publish_nowait(nbytes) is None:
-            self._call(reservation.publish(nbytes), what)
+            await self._call(reservation.publish(nbytes), what)
 
-    def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
+    async def _reserved(self, key: ShardKey, nbytes: int) -> Reservation:
         driver = self._tier.driver
         found = driver.reserve_nowait(str(key), nbytes)
         if found is None:
-            found = self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
+            found = await self._call(driver.reserve(str(key), nbytes), f"reserving memory for {key}")
         return found
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self._loop.call(coroutine, what=what, deadline_s=self._deadline_s)
+    async def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._scheduler.call(coroutine, what=what, deadline_s=self._deadline_s)

@@ -5,37 +5,43 @@ A rank that fails tells the others, which name it in their own error, instead of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tiercheck.errors import GroupError, Mismatch, RecoveryError, TierCheckError
 from tiercheck.format.host_state import pack, unpack
-from tiercheck.runtime.group import Group
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.group import AsyncGroup
+from tiercheck.runtime.runtime import Scheduler
 
 __all__ = ["Ranks", "gather"]
 
 T = TypeVar("T")
 
 
-def gather(
-    group: Group, what: str, produce: Callable[[], Any], *, deadline_s: float, after: str | None = None
+async def gather(
+    group: AsyncGroup, what: str, produce: Callable[[], Any], *, deadline_s: float, after: str | None = None
 ) -> list[Any]:
-    """Every rank's value of ``produce()``, in rank order. A rank that fails tells the others instead of
-    leaving them to wait. ``after``: an error of this rank's before, for those who are somewhere else for its sake.
+    """Every rank's value of ``produce()``, which is awaited if need be, in rank order. A rank that fails tells the
+    others instead of leaving them to wait. ``after``: an error of this rank's before, for those who are somewhere else
+    for its sake.
 
     Errors: this rank's own; ``RecoveryError`` naming another rank and its error; ``GroupError`` naming a rank that does
     something else meanwhile; those of the group.
     """
     failure: Exception | None = None
     try:
-        message: Mapping[str, Any] = {"what": what, "after": after, "value": produce()}
+        value = produce()
+        if inspect.isawaitable(value):
+            value = await value
+        message: Mapping[str, Any] = {"what": what, "after": after, "value": value}
     except Exception as error:  # noqa: BLE001  it is raised below; the others must not wait for it
         failure = error
         said = str(error) if isinstance(error, TierCheckError) else f"{type(error).__name__}: {error}"
         message = {"what": what, "error": said, "mismatch": isinstance(error, Mismatch)}
-    answers: list[Any] = [unpack(each) for each in group.all_gather(pack(message), what=what, deadline_s=deadline_s)]
+    gathered = await group.all_gather(pack(message), what=what, deadline_s=deadline_s)
+    answers: list[Any] = [unpack(each) for each in gathered]
     if failure is not None:
         raise failure
     for rank, answer in enumerate(answers):
@@ -54,10 +60,10 @@ def gather(
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of the job, as one of them sees them, and the event loop on which it calls its tiers."""
+    """The ranks of the job, as one of them sees them, and the scheduler by which it calls its tiers."""
 
-    group: Group
-    loop: LoopThread
+    group: AsyncGroup
+    scheduler: Scheduler
     deadline_s: float
 
     @property
@@ -69,28 +75,32 @@ class Ranks:
     def world_size(self) -> int:
         return self.group.world_size
 
-    def gather(self, what: str, produce: Callable[[], Any], *, more_s: float = 0.0) -> list[Any]:
+    async def gather(self, what: str, produce: Callable[[], Any], *, more_s: float = 0.0) -> list[Any]:
         """As :func:`gather`. ``more_s``: how much longer than the deadline the ranks wait for each other."""
-        return gather(self.group, what, produce, deadline_s=self.deadline_s + more_s)
+        return await gather(self.group, what, produce, deadline_s=self.deadline_s + more_s)
 
-    def exchange(self, what: str, act: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """``act`` returns a value that stays here, and what all ranks are told. Returns the value, and what each rank
+    async def exchange(self, what: str, act: Callable[[], Awaitable[tuple[T, Any]]]) -> tuple[T, list[Any]]:
+        """``act`` leads to a value that stays here, and what all ranks are told. Returns the value, and what each rank
         tells. Errors: as :func:`gather`."""
         own: list[T] = []
 
-        def produce() -> Any:
-            value, told = act()
+        async def produce() -> Any:
+            value, told = await act()
             own.append(value)
             return told
 
-        told = self.gather(what, produce)
+        told = await self.gather(what, produce)
         return own[0], told
 
-    def together(self, what: str, act: Callable[[], T]) -> T:
-        """What ``act`` returns on this rank, once no rank has failed in it. Errors: as :func:`gather`."""
-        value, _ = self.exchange(what, lambda: (act(), None))
+    async def together(self, what: str, act: Callable[[], Awaitable[T]]) -> T:
+        """What ``act`` leads to on this rank, once no rank has failed in it. Errors: as :func:`gather`."""
+
+        async def produce() -> tuple[T, None]:
+            return await act(), None
+
+        value, _ = await self.exchange(what, produce)
         return value
 
-    def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """As :meth:`LoopThread.call`."""
-        return self.loop.call(coroutine, what=what, deadline_s=self.deadline_s)
+    async def call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """As :meth:`Scheduler.call`, on the event loop."""
+        return await self.scheduler.call(coroutine, what=what, deadline_s=self.deadline_s)

@@ -36,10 +36,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +51,6 @@ from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Plan, Source, Unreachable, batches, grouped, plan
 from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.replication.asking import asked_twice
-from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.streams.base import BaseState, read_base
 from tiercheck.streams.differential import Differential, read_differentials
 from tiercheck.streams.expected import Expected, ill_formed_is_corrupt
@@ -66,7 +63,7 @@ __all__ = ["Lost", "OutOfReach", "Part", "Reader"]
 log = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""A coroutine that gives up at the deadline has so long to say why."""
+"""A read that gives up at the deadline has so long to say why."""
 BATCHES_AT_ONCE = 2
 """Batches in memory: one that is being replayed, and the next."""
 OBJECTS_AT_ONCE = 4
@@ -94,7 +91,7 @@ class Part:
 
 @dataclass
 class Reader:
-    """Reads what one rank needs of the copies it has, ``own``.
+    """Reads what one rank needs of the copies it has, ``own``. Its coroutines run on the event loop.
 
     ``deadline_s`` bounds the time spent waiting for tiers: once while verifying, and once while replaying. At most
     ``threads`` threads verify, and decode.
@@ -102,7 +99,6 @@ class Reader:
 
     hierarchy: OpenHierarchy
     rank: int
-    loop: LoopThread
     deadline_s: float
     threads: int
     lineage: Lineage
@@ -128,13 +124,7 @@ class Reader:
         """Copies that failed, and why."""
         return self.copies.quarantined
 
-    def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
-        """Read and verify all that the rank needs to get to ``point``; ``None`` where some version has no good copy
-        left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
-        within_s = self.deadline_s + ANSWER_S
-        return self.loop.call(self._verify(point, own), what="reading the checkpoint", deadline_s=within_s)
-
-    def runs(self, part: Part, own: Collection[Source], *, threads: int) -> Generator[Run, None, None]:
+    async def runs(self, part: Part, own: Collection[Source], *, threads: int) -> AsyncGenerator[Run, None]:
         """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
         decoded when it is asked for, by at most ``threads`` threads. None where a snapshot stands for them.
 
@@ -153,7 +143,7 @@ class Reader:
             stream = _Stream(self, part, own, deque(grouped(chosen, STEPS_AT_ONCE)), due, left_s)
             try:
                 while stream.due <= part.point.last:
-                    yield stream.run(threads)  # not named here: what is replayed is to be let go
+                    yield await stream.run(threads)  # not named here: what is replayed is to be let go
                 return
             except Undecodable as error:
                 source = stream.source_of(error.version)
@@ -165,7 +155,7 @@ class Reader:
             due, left_s = stream.due, stream.left_s
             following = partial(batches, part.point, due, self.rank)
             if pause_s := self.copies.pause(own, following, left_s):
-                time.sleep(pause_s)
+                await asyncio.sleep(pause_s)
                 left_s -= pause_s
             chosen = self.copies.choose(own, following)
         raise Lost(
@@ -183,7 +173,9 @@ class Reader:
             self._base = None
         return bool(others)
 
-    async def _verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
+    async def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
+        """Read and verify all that the rank needs to get to ``point``; ``None`` where some version has no good copy
+        left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
         until = asyncio.get_running_loop().time() + self.deadline_s
         while True:
             chosen = self.copies.choose(own, partial(plan, point, self.rank))
@@ -402,24 +394,28 @@ class _Stream:
         self._part = part
         self._own = own
         self._groups = groups
-        self._coming: tuple[Sequence[Source], Future[list[container.Shard]]] | None = None
+        self._coming: tuple[Sequence[Source], asyncio.Task[list[container.Shard]]] | None = None
         self._read: deque[Differential] = deque()
         self._sources: dict[int, Source] = {}
 
     def source_of(self, version: int) -> Source:
         return self._sources[version]
 
-    def run(self, threads: int) -> Run:
+    async def run(self, threads: int) -> Run:
         """The next run. Errors: ``Failed``; ``Undecodable``; ``DeadlineExceeded``."""
         within = bool(self._read)
         if not within:
-            self._read_group()
+            await self._read_group()
         # Whoever makes one run while another is replayed has let go of the group before this one by its second run;
         # who takes turns, at once.
         if (within or self._reader.threads == 1) and self._groups:
             self._begin()
-        versions = min(STEPS_AT_ONCE, len(self._read))
-        made = decode_run([self._read.popleft() for _ in range(versions)], threads=threads)
+
+        def decode() -> Run:
+            versions = min(STEPS_AT_ONCE, len(self._read))
+            return decode_run([self._read.popleft() for _ in range(versions)], threads=threads)
+
+        made = await asyncio.to_thread(decode)
         self.due = made.last + 1
         return made
 
@@ -427,37 +423,41 @@ class _Stream:
         """Stop what is being read."""
         if self._coming is not None:
             self._coming[1].cancel()
+            self._coming[1].add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
 
     def _begin(self) -> None:
         if self._coming is None:
             group = self._groups.popleft()
-            self._coming = group, self._reader.loop.submit(self._reader.read(group, self._own, self.left_s))
+            self._coming = group, asyncio.ensure_future(self._reader.read(group, self._own, self.left_s))
 
-    def _read_group(self) -> None:
+    async def _read_group(self) -> None:
         self._begin()
         if self._coming is None:
             raise AssertionError(f"the plan ends before version {self.due}")
         (group, coming), self._coming = self._coming, None
-        began = time.perf_counter()
-        try:
-            shards = coming.result(timeout=self.left_s + ANSWER_S)
-        except TimeoutError:
-            if coming.done():  # the coroutine's own, not ours
-                raise
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.wait({coming}, timeout=self.left_s + ANSWER_S)
+        self.left_s = max(0.0, self.left_s - (loop.time() - began))
+        if not coming.done():
             coming.cancel()
             raise DeadlineExceeded(
                 f"reading {', '.join(str(source.key) for source in group)} did not finish in time: "
                 f"{self._reader.deadline_s:g} s were spent waiting for tiers"
-            ) from None
-        finally:
-            self.left_s = max(0.0, self.left_s - (time.perf_counter() - began))
+            )
+        found = [coming.result()]
+        del coming  # what is parsed below is to be let go there
+        await asyncio.to_thread(self._take, group, found)
+
+    def _take(self, group: Sequence[Source], found: list[list[container.Shard]]) -> None:
+        """Parse a group that was read. It is taken out of the list, as in :meth:`Reader._digest`."""
         last = self._part.point.last
-        for source, shard in zip(group, shards, strict=True):
+        for source, shard in zip(group, found.pop(), strict=True):
             try:
-                found = self._reader.differentials(source, shard, self._part.base)
+                differentials = self._reader.differentials(source, shard, self._part.base)
             except TierError as error:
                 raise Failed(source, error) from error
             self._reader.used.append(source)
             after = self._read[-1].version if self._read else self.due - 1
-            self._read.extend(each for each in found if after < each.version <= last)
+            self._read.extend(each for each in differentials if after < each.version <= last)
             self._sources |= dict.fromkeys(source.key.versions, source)

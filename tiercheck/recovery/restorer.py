@@ -12,8 +12,7 @@ of them holds it until all have replayed.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from tiercheck.policy.consensus import RecoveryPoint
 from tiercheck.policy.recovery import Availability, Source
 from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reader import Lost, Part, Reader
 from tiercheck.recovery.survey import Survey, sources_of, survey
 from tiercheck.streams.doubts import Doubts
@@ -152,7 +152,7 @@ class Restorer:
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
 
-    def restore(self) -> Restored:
+    async def restore(self) -> Restored:
         """Bring every rank to the newest version that all can reach. Collective.
 
         A tier that cannot be listed is done without where every rank has its way to the newest version in its memory;
@@ -160,16 +160,14 @@ class Restorer:
         another model, or another form of its state; ``RecoveryError`` for two histories, for versions of which none can
         be read by every rank, and for a tier that stays away and may hold something newer. ``GroupError``.
         """
-        self._survey()
-        began = time.perf_counter()
+        await self._survey()
+        began = self.ranks.scheduler.time()
         threads = threads_granted(self.threads)
-        reader = Reader(
-            self.hierarchy, self.ranks.rank, self.ranks.loop, self.ranks.deadline_s, threads, self._found.lineage
-        )
+        reader = Reader(self.hierarchy, self.ranks.rank, self.ranks.deadline_s, threads, self._found.lineage)
         best: Points | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
-            points = self._points(best)
+            points = await self._points(best)
             self._found.check_form(points)
             if points is None:
                 self._found.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
@@ -178,14 +176,14 @@ class Restorer:
                 return Restored(None, self._found)
             best = best or points
             matrix = self._found.matrix(points)
-            part = self._verify(reader, points[self.ranks.rank])
+            part = await self._verify(reader, points[self.ranks.rank])
             if part is None:
                 continue
             touched = True
-            rebuilt = self._rebuild(reader, part)
+            rebuilt = await self._rebuild(reader, part)
             if rebuilt is not None:
                 return Restored(
-                    self._report(reader, part, self._settle(part, rebuilt), matrix, began),
+                    self._report(reader, part, await self._settle(part, rebuilt), matrix, began),
                     self._found,
                     parent=max(point.generation for point in points),
                     residuals=rebuilt.residuals,
@@ -201,16 +199,16 @@ class Restorer:
             raise AssertionError("the tiers were not surveyed")
         return self._past
 
-    def _survey(self) -> None:
+    async def _survey(self) -> None:
         """Learn what every rank can read. Collective. Errors: as :meth:`restore`."""
         soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
         everywhere = range(len(self.hierarchy.tiers))
-        found = self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
+        found = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
         self._past = Past(found, self.hierarchy.roles, self._places())
-        self._points(None)
+        await self._points(None)
         self._found.check(self.ranks.world_size)
 
-    def _points(self, best: Points | None) -> Points | None:
+    async def _points(self, best: Points | None) -> Points | None:
         """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
         have met before copies were found damaged."""
         points = self._found.points()
@@ -219,13 +217,13 @@ class Restorer:
         if not behind(points, best) and self._found.orphaned is None and self._found.in_memory(points):
             return points
         if not self._asked:
-            self._ask_absent()
+            await self._ask_absent()
             points = self._found.points()
         if self._found.away and (behind(points, best) or not self._found.covers(points)):
             raise self._found.cannot_ask(points)
         return points
 
-    def _ask_absent(self) -> None:
+    async def _ask_absent(self) -> None:
         """Look again into the tiers that are away, until the deadline; where nothing tells of a past, only those whose
         errors pass by themselves: where nothing listens, most likely the address is wrong."""
         evidence = any(survey.generations or survey.recorded for survey in self._found.surveys)
@@ -233,20 +231,21 @@ class Restorer:
         for rank, tier, error in self._found.away:
             if rank == self.ranks.rank:
                 log.warning("tier %s cannot be asked what it holds: %s", tier, error)
-        later = self._look(absent, retry_s=self.ranks.deadline_s, answer_s=self.ranks.deadline_s, insist=evidence)
+        later = await self._look(absent, retry_s=self.ranks.deadline_s, answer_s=self.ranks.deadline_s, insist=evidence)
         self._past = self._found.joined(later)
         self._asked = bool(self._found.away)
 
-    def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> list[Survey]:
+    async def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> list[Survey]:
         """What every rank finds in these of its tiers. Collective. Options: as :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
-        def look() -> dict[str, Any]:
+        async def look() -> dict[str, Any]:
             looking = survey(chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
             within_s = max(retry_s, answer_s) + ANSWER_S / 2
-            return self.ranks.loop.call(looking, what="the survey of the tiers", deadline_s=within_s).to_object()
+            found = await self.ranks.scheduler.call(looking, what="the survey of the tiers", deadline_s=within_s)
+            return found.to_object()
 
-        answers = self.ranks.gather("the survey before recovery", look, more_s=ANSWER_S)
+        answers = await self.ranks.gather("the survey before recovery", look, more_s=ANSWER_S)
         return [Survey.from_object(answer) for answer in answers]
 
     def _places(self) -> str:
@@ -256,26 +255,28 @@ class Restorer:
     def _own(self) -> frozenset[Source]:
         return self._found.surveys[self.ranks.rank].sources
 
-    def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
+    async def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
         """Read and verify this rank's part; ``None`` where some rank cannot."""
         parts: list[Part] = []
 
-        def attempt() -> bool:
+        async def attempt() -> bool:
             reader.expected = reader.expected or Expected.of(self.provider)
-            part = reader.verify(point, self._own)
+            within_s = self.ranks.deadline_s + READ_ANSWER_S
+            reading = reader.verify(point, self._own)
+            part = await self.ranks.scheduler.call(reading, what="reading the checkpoint", deadline_s=within_s)
             parts.extend([part] if part else [])
             return part is not None
 
-        if not self._together(reader, "reading the checkpoint", attempt):
+        if not await self._together(reader, "reading the checkpoint", attempt):
             return None
         (part,) = parts
         return part
 
-    def _rebuild(self, reader: Reader, part: Part) -> _Rebuilt | None:
+    async def _rebuild(self, reader: Reader, part: Part) -> _Rebuilt | None:
         """Load the base and replay; ``None`` where some rank could not: then the state is at no version."""
         done: list[_Rebuilt] = []
 
-        def attempt() -> bool:
+        async def attempt() -> bool:
             start, own = part.start, self._own
             residuals = {name: residual.clone() for name, residual in part.base.residuals.items()}
 
@@ -291,9 +292,10 @@ class Restorer:
                     extras=start.extras,
                     hyperparameters=start.hyperparameters,
                 )
-                replayed = replay_runs(
+                replayed = await replay_runs(
                     self.provider,
                     lambda threads: reader.runs(part, own, threads=threads),
+                    self.ranks.scheduler,
                     threads=self.threads,
                     exact=self.exact,
                     before=forget,
@@ -310,20 +312,20 @@ class Restorer:
             return bool(done)
 
         # A rank that fails says so, so that no other one trains on alone, or waits for it in the refresh.
-        return done[0] if self._together(reader, "the replay", attempt) else None
+        return done[0] if await self._together(reader, "the replay", attempt) else None
 
-    def _together(self, reader: Reader, what: str, attempt: Callable[[], bool]) -> bool:
+    async def _together(self, reader: Reader, what: str, attempt: Callable[[], Awaitable[bool]]) -> bool:
         """Whether every rank succeeded. Where one did not, copies that failed are forgotten everywhere."""
 
-        def produce() -> dict[str, Any]:
-            succeeded, whole = attempt(), reader.copies.unusable
+        async def produce() -> dict[str, Any]:
+            succeeded, whole = await attempt(), reader.copies.unusable
             return {
                 "succeeded": succeeded,
                 "failed": [(source.tier, str(source.key)) for source in sorted(reader.quarantined)],
                 "unusable": [(source.tier, str(source.key), why) for source, why in sorted(whole.items())],
             }
 
-        answers = self.ranks.gather(what, produce, more_s=ANSWER_S)
+        answers = await self.ranks.gather(what, produce, more_s=ANSWER_S)
         if all(answer["succeeded"] for answer in answers):
             return True
         for rank, answer in enumerate(answers):
@@ -331,7 +333,7 @@ class Restorer:
             self._found.forget(rank, sources_of(answer["failed"]), whole)
         return False
 
-    def _settle(self, part: Part, rebuilt: _Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+    async def _settle(self, part: Part, rebuilt: _Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
         is, which is what the worst rank reached, and why."""
         found: list[tuple[Fidelity, tuple[str, ...]]] = []
@@ -349,7 +351,7 @@ class Restorer:
                 ) from error
             return str(found[0][0])
 
-        answers = self.ranks.gather("the end of the recovery", settle)
+        answers = await self.ranks.gather("the end of the recovery", settle)
         everywhere = [Fidelity(answer) for answer in answers]
         worst, (fidelity, notes) = Fidelity.worst(*everywhere), found[0]
         if worst is not fidelity:
@@ -395,7 +397,7 @@ class Restorer:
             matrix=matrix,
             fidelity=fidelity,
             notes=notes + self._absent(),
-            seconds=time.perf_counter() - began,
+            seconds=self.ranks.scheduler.time() - began,
             read_bytes=reader.read_bytes,
         )
 

@@ -19,7 +19,6 @@ later, by the mover, before it puts or deletes anything there: who has gone on i
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -37,7 +36,6 @@ __all__ = [
     "UNSEEN",
     "Opening",
     "open_generation",
-    "propose",
     "record_generation",
     "withdraw_captures",
     "withdraw_records",
@@ -45,7 +43,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-TOKEN_BYTES = 8
 UNSEEN = 16
 """Numbers that are left out where a tier could not be asked which are taken: it may know of starts that failed."""
 
@@ -58,12 +55,6 @@ class Opening:
     """Tiers in which the generation is not recorded yet, and why."""
     occupied: bool = False
     """Something that is no record lies under this number: another one is to be tried."""
-
-
-def propose(taken: int, *, parent: int, left_at: int, world_size: int) -> Branch:
-    """The generation after ``taken``, the highest number that was opened or asked for. Rank 0 proposes, and all ranks
-    open the same one."""
-    return Branch(taken + 1, parent, left_at, world_size, secrets.token_hex(TOKEN_BYTES))
 
 
 async def open_generation(

@@ -18,7 +18,7 @@ from tiercheck.errors import DeadlineExceeded, GroupError, PeerLost
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Group", "SimulatedGroup", "SingleProcess", "TorchGroup"]
+__all__ = ["AsyncGroup", "BlockingGroup", "Group", "SimulatedGroup", "SingleProcess", "TorchGroup"]
 
 MESSAGE_BYTES_MAX = 256 << 20
 
@@ -43,6 +43,46 @@ class Group(Protocol):
     def close(self) -> None:
         """Give up the group's resources. Idempotent, not a collective."""
         ...
+
+
+class AsyncGroup(Protocol):
+    """The ranks of one job, as the core awaits them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    async def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        """As :meth:`Group.all_gather`."""
+        ...
+
+    def close(self) -> None:
+        """As :meth:`Group.close`."""
+        ...
+
+
+class BlockingGroup:
+    """A group whose collectives block, under the synchronous front: each runs in the trainer's own thread, one after
+    the other, as a backend of torch wants it."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    async def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        return self._group.all_gather(message, what=what, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        self._group.close()
 
 
 class SingleProcess:

@@ -14,6 +14,7 @@ from tests.unit.opening.test_attach import Accelerated
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.runtime.front import run
 
 LAST = 6
 
@@ -225,7 +226,7 @@ def test_a_write_that_only_all_bits_tell_of_is_called_approximate_from_the_next_
     checkpointer = loop.attach(Hierarchy.of(url), base_every=3)
     for version in range(1, last + 1):
         loop.step(version)
-        checkpointer._job.recorder.finish_base()  # type: ignore[union-attr]  # when the copy is whole is not the question
+        run(checkpointer._job.recorder.finish_base())  # type: ignore[union-attr]  # when the copy is whole is not the question
     checkpointer.abort()
     assert caplog.text.count("something wrote to 1.weight without torch counting it") == 1
     again = Wide()

@@ -17,8 +17,8 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.opening.agreement import Agreement
 from tiercheck.replication.mover import MoverStatus
-from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.front import ThreadScheduler, run
+from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
 from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 from tiercheck.tiers.registry import make_driver
@@ -98,7 +98,7 @@ def test_a_rank_that_dies_again_and_again_before_its_opening_base_costs_nothing(
         _, checkpointer = job.start(rank, group, first=first)
         if dies:
             with pytest.raises(SaveError):
-                checkpointer._job.recorder.finish_base()
+                run(checkpointer._job.recorder.finish_base())
         else:
             checkpointer.flush()
         checkpointer.abort()
@@ -123,7 +123,7 @@ def test_starts_that_end_before_any_version_exists_fill_no_memory(tmp_path: Path
             checkpointer.flush()
         else:
             with pytest.raises(SaveError):
-                checkpointer._job.recorder.finish_base()
+                run(checkpointer._job.recorder.finish_base())
         checkpointer.abort()
         return 0 if checkpointer.recovery is None else checkpointer.recovery.version
 
@@ -281,11 +281,12 @@ class Told:
 
 def test_a_mover_that_does_not_answer_when_the_mark_is_agreed_on_is_heard_of_by_all() -> None:
     def life(rank: int, group: SimulatedGroup) -> None:
-        loop = LoopThread()
+        scheduler = ThreadScheduler()
         try:
-            Agreement(group, Told(hangs=rank == 1), loop, DEADLINE_S).settle(2 * BASE_EVERY)
+            agreement = Agreement(BlockingGroup(group), Told(hangs=rank == 1), scheduler, DEADLINE_S)
+            run(agreement.settle(2 * BASE_EVERY))
         finally:
-            loop.close()
+            run(scheduler.close())
 
     ended = ranks(life)
     assert isinstance(ended[1], DeadlineExceeded)

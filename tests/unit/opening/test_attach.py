@@ -331,13 +331,13 @@ class InSession:
         return SimpleNamespace(to_object=lambda: {})
 
     def mover(self, job: Any, first: Any) -> Any:
-        return SimpleNamespace(conflict=None)
+        return SimpleNamespace(conflict=None, nudge=lambda: None)
 
-    def register(self) -> None:
+    async def register(self) -> None:
         if self.rank == 1:
             raise Transient("the agent has no room")
 
-    def end(self) -> None:
+    async def end(self) -> None:
         pass
 
 
@@ -352,7 +352,10 @@ def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypat
         checkpointer.abort()
         return checkpointer.version
 
-    monkeypatch.setattr(startup.AgentSession, "of", lambda placed, rank, *_: InSession(rank))
+    async def of(placed: Hierarchy, rank: int, *_: Any) -> InSession:
+        return InSession(rank)
+
+    monkeypatch.setattr(startup.AgentSession, "of", of)
     ended = ranks(lambda rank, group: life(rank, group, "agent"))
     assert isinstance(ended[1], Transient)
     assert isinstance(ended[0], RecoveryError)
@@ -363,7 +366,7 @@ def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypat
 def test_a_failure_while_what_is_superseded_is_cleared_leaves_the_tiers_as_they_were(
     past: Past, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> int:
+    async def fails(*_: Any) -> int:
         raise RecoveryError("injected")
 
     urls = past.again()

@@ -68,8 +68,8 @@ def test_an_interrupted_publication_does_not_lend_its_version_to_the_next_step(m
     memory_of = checkpointer._job.recorder._memory
     publish = memory_of.publish
 
-    def interrupted(reservation: Reservation, nbytes: int, what: str) -> None:
-        publish(reservation, nbytes, what)
+    async def interrupted(reservation: Reservation, nbytes: int, what: str) -> None:
+        await publish(reservation, nbytes, what)
         if what == "publishing differential 1":
             raise KeyboardInterrupt
 

@@ -10,15 +10,15 @@ import pytest
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.errors import GroupError, Mismatch, RecoveryError
 from tiercheck.recovery.ranks import Ranks, gather
-from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.front import ThreadScheduler, run
+from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
 
 
 @pytest.fixture
-def loop() -> Iterator[LoopThread]:
-    loop = LoopThread()
-    yield loop
-    loop.close()
+def scheduler() -> Iterator[ThreadScheduler]:
+    scheduler = ThreadScheduler()
+    yield scheduler
+    run(scheduler.close())
 
 
 def test_a_rank_that_fails_tells_the_others() -> None:
@@ -28,7 +28,7 @@ def test_a_rank_that_fails_tells_the_others() -> None:
                 raise Mismatch("another model")
             return group.rank
 
-        return gather(group, "comparing", produce, deadline_s=10)
+        return run(gather(BlockingGroup(group), "comparing", produce, deadline_s=10))
 
     first, second, third = on_all_ranks(3, act)
     assert isinstance(second, Mismatch)
@@ -40,7 +40,7 @@ def test_a_rank_that_fails_tells_the_others() -> None:
 
 def test_ranks_that_do_different_things_tell_each_other() -> None:
     def act(group: SimulatedGroup) -> list[Any]:
-        return gather(group, ("the end of the job", "agreeing")[group.rank], dict, deadline_s=10)
+        return run(gather(BlockingGroup(group), ("the end of the job", "agreeing")[group.rank], dict, deadline_s=10))
 
     first, second = on_all_ranks(2, act)
     assert isinstance(first, GroupError)
@@ -51,7 +51,8 @@ def test_ranks_that_do_different_things_tell_each_other() -> None:
 
 def test_what_travels_comes_back_as_it_was() -> None:
     value = {"a": [1, (2, b"3")], "b": None}
-    assert on_all_ranks(2, lambda group: gather(group, "x", lambda: value, deadline_s=10)) == [[value, value]] * 2
+    gathered = on_all_ranks(2, lambda group: run(gather(BlockingGroup(group), "x", lambda: value, deadline_s=10)))
+    assert gathered == [[value, value]] * 2
 
 
 def test_an_error_of_another_rank_is_a_recovery_error_unless_it_is_a_mismatch() -> None:
@@ -60,27 +61,37 @@ def test_an_error_of_another_rank_is_a_recovery_error_unless_it_is_a_mismatch() 
             if group.rank == 0:
                 raise GroupError("lost")
 
-        return gather(group, "reading", produce, deadline_s=10)
+        return run(gather(BlockingGroup(group), "reading", produce, deadline_s=10))
 
     first, second = on_all_ranks(2, act)
     assert isinstance(first, GroupError)
     assert isinstance(second, RecoveryError)
 
 
-def test_what_all_ranks_do_together_leaves_each_its_own_value_and_tells_the_others(loop: LoopThread) -> None:
+def test_what_all_ranks_do_together_leaves_each_its_own_value_and_tells_the_others(scheduler: ThreadScheduler) -> None:
     def act(group: SimulatedGroup) -> tuple[object, object, list[Any]]:
-        ranks = Ranks(group, loop, 10)
+        ranks = Ranks(BlockingGroup(group), scheduler, 10)
         own = object()
-        stays = ranks.together("looking", lambda: own)
-        value, told = ranks.exchange("telling", lambda: (own, ranks.rank))
+
+        async def look() -> object:
+            return own
+
+        async def tell() -> tuple[object, int]:
+            return own, ranks.rank
+
+        stays = run(ranks.together("looking", look))
+        value, told = run(ranks.exchange("telling", tell))
         return stays is own, value is own, told
 
     assert on_all_ranks(2, act) == [(True, True, [0, 1])] * 2
 
 
-def test_a_rank_that_fails_in_what_all_do_leaves_the_others_without_a_value(loop: LoopThread) -> None:
+def test_a_rank_that_fails_in_what_all_do_leaves_the_others_without_a_value(scheduler: ThreadScheduler) -> None:
     def act(group: SimulatedGroup) -> None:
-        Ranks(group, loop, 10).together("looking", lambda: 1 // group.rank)
+        async def divide() -> int:
+            return 1 // group.rank
+
+        run(Ranks(BlockingGroup(group), scheduler, 10).together("looking", divide))
 
     first, second = on_all_ranks(2, act)
     assert isinstance(first, ZeroDivisionError)

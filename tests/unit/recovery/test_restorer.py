@@ -209,7 +209,7 @@ def test_two_jobs_that_start_at_once_on_different_nodes_do_not_both_run(tmp_path
 
     # The claim of a node would see the other process; these two stand for processes of two nodes.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiercheck.opening.startup.ProcessLock", NoClaim)
+        patch.setattr("tiercheck.runtime.front.ProcessLock", NoClaim)
         outcomes = on_all_ranks(2, act)
     winners = [each for each in outcomes if isinstance(each, Checkpointer)]
     losers = [each for each in outcomes if isinstance(each, JobConflict)]

@@ -15,7 +15,7 @@ from tiercheck.errors import JobConflict, Unsupported
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ClaimKey, LineageKey
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.replication.generation import open_generation, propose, record_generation
+from tiercheck.replication.generation import open_generation, record_generation
 from tiercheck.replication.lineage_records import read_branches
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
@@ -127,8 +127,7 @@ async def test_what_a_crashed_claimant_left_is_passed_over() -> None:
         with pytest.raises(JobConflict):
             await open_generation(hierarchy, branch("a"))
         assert [info.key async for info in hierarchy.first.driver.list()] == [str(stale)]
-        again = propose(1, parent=0, left_at=0, world_size=1)
-        assert again.generation == 2
+        again = Branch(2, 0, 0, 1, "b" * 16)
         await open_generation(hierarchy, again)
         assert str(LineageKey(2)) in [info.key async for info in hierarchy.first.driver.list()]
 

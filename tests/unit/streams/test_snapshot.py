@@ -19,6 +19,7 @@ from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import ShardMetadata, ShardWriter, TensorSpec, header_room, parse, shard_nbytes
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey, Stream
+from tiercheck.runtime.front import run
 from tiercheck.streams.base import read_base
 from tiercheck.streams.codecs import CODECS
 from tiercheck.streams.provider import ModuleProvider
@@ -58,7 +59,7 @@ def shards(checkpointer: Checkpointer, tier: int) -> list[ShardKey]:
         found = [keys.parse(info.key) async for info in opened.driver.list()]
         return [key for key in found if isinstance(key, ShardKey)]
 
-    return checkpointer._job.ranks.call(held(), "listing")
+    return run(checkpointer._job.ranks.call(held(), "listing"))
 
 
 def snapshots(found: list[ShardKey]) -> list[tuple[int, int]]:
@@ -101,7 +102,7 @@ def test_each_supersedes_the_last(tmp_path: Path) -> None:
     checkpointer = training.attach(Hierarchy.of(*places(tmp_path)), codec="snapshot", base_every=20, batch=4)
     for version in range(1, 36):
         training.step(version)
-        checkpointer._job.ranks.call(checkpointer._job.mover.cycle(), "moving")
+        run(checkpointer._job.ranks.call(checkpointer._job.mover.cycle(), "moving"))
         held = snapshots(shards(checkpointer, 0))
         assert len(held) <= 2 * 2 + 1, "those that are superseded go, also before there is a second base"
     checkpointer.flush()
@@ -116,9 +117,9 @@ def test_a_base_that_was_damaged_and_has_gone_is_made_anew(tmp_path: Path) -> No
     checkpointer = training.attach(Hierarchy.of(*places(tmp_path)), codec="snapshot", base_every=10, batch=4)
     for version in range(1, 11):
         training.step(version)
-    checkpointer._job.recorder.finish_base()
+    run(checkpointer._job.recorder.finish_base())
     driver = checkpointer._job.tiers.tiers[0].driver
-    checkpointer._job.ranks.call(driver.delete([str(ShardKey.base(1, 10, 0))]), "deleting")
+    run(checkpointer._job.ranks.call(driver.delete([str(ShardKey.base(1, 10, 0))]), "deleting"))
     for version in range(11, 14):
         training.step(version)
     assert snapshots(shards(checkpointer, 0))[-1] == (11, 13)

@@ -17,7 +17,6 @@ from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Source
 from tiercheck.recovery.reader import Reader
 from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.runtime.loop_thread import LoopThread
 from tiercheck.streams.provider import ModuleProvider
 from tiercheck.types import Fidelity
 
@@ -70,11 +69,9 @@ def test_a_snapshot_of_later_versions_elsewhere_is_not_another_copy() -> None:
 
     async def check() -> None:
         async with Hierarchy.of(memory()).open() as hierarchy:
-            loop = LoopThread()
-            reader = Reader(hierarchy, 0, loop, 1.0, 1, Lineage(()))
+            reader = Reader(hierarchy, 0, 1.0, 1, Lineage(()))
             wanted = Source(1, ShardKey.snapshot(1, 0, 40, 0))
             assert not reader.copies.is_elsewhere(wanted, {wanted, Source(0, ShardKey.snapshot(1, 0, 50, 0))})
             assert reader.copies.is_elsewhere(wanted, {wanted, Source(0, wanted.key)})
-            loop.close()
 
     asyncio.run(check())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +29,13 @@ class RankEndpoint:
     server_key: str | None
 
     @classmethod
-    def of(cls, node: str, endpoint: str, server_key: str | None) -> RankEndpoint:
-        """This process's own, from the environment: ``TIERCHECK_FAILURE_DOMAIN`` (without it all nodes are in one), and
-        ``TIERCHECK_HOST``, the name others reach this machine by where its agent listens on all interfaces."""
-        domain, host = os.environ.get("TIERCHECK_FAILURE_DOMAIN", ""), socket.gethostname()
+    def of(cls, node: str, endpoint: str, server_key: str | None, environment: Mapping[str, str]) -> RankEndpoint:
+        """This process's own. ``environment`` may hold ``TIERCHECK_FAILURE_DOMAIN`` (without it all nodes are in one),
+        and ``TIERCHECK_HOST``, the name others reach this machine by if its agent listens on all interfaces."""
+        domain, host = environment.get("TIERCHECK_FAILURE_DOMAIN", ""), socket.gethostname()
         listens, _, port = endpoint.rpartition(":")
         if listens.strip("[]") in EVERY_INTERFACE:
-            endpoint = f"{os.environ.get('TIERCHECK_HOST') or host}:{port}"
+            endpoint = f"{environment.get('TIERCHECK_HOST') or host}:{port}"
         return cls(node, domain, host, endpoint, server_key)
 
     @property

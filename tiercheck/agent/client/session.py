@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -19,7 +18,7 @@ from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.runtime.loop_thread import LoopThread
+from tiercheck.runtime.runtime import Scheduler
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.url import TierURL
 
@@ -46,16 +45,31 @@ TOLD_S = 5.0
 class AgentSession:
     """Made by :meth:`of`; :meth:`end` it."""
 
-    def __init__(self, client: AgentClient, lock: TrainerLock, loop: LoopThread, deadline_s: float) -> None:
+    def __init__(
+        self,
+        client: AgentClient,
+        lock: TrainerLock,
+        scheduler: Scheduler,
+        deadline_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
         self._client = client
         self._lock = lock
-        self._loop = loop
+        self._scheduler = scheduler
+        self._environment = environment
         self._deadline_s = deadline_s
         self._mover: RemoteMover | None = None
-        self._keeping: concurrent.futures.Future[None] | None = loop.submit(self._keep())
+        self._keeping: concurrent.futures.Future[None] | None = scheduler.start(self._keep())
 
     @classmethod
-    def of(cls, hierarchy: Hierarchy, rank: int, loop: LoopThread, deadline_s: float) -> Self:
+    async def of(
+        cls,
+        hierarchy: Hierarchy,
+        rank: int,
+        scheduler: Scheduler,
+        deadline_s: float,
+        environment: Mapping[str, str],
+    ) -> Self:
         """Find this node's agent, or start one, and have it move nothing of this rank until :meth:`register`. Until
         then an agent that dies is replaced: the neighbours look for it, too.
 
@@ -73,17 +87,16 @@ class AgentSession:
             from tiercheck.agent.protocol.rundir import RunDirectory, default_node
         except ImportError as error:
             raise ConfigurationError(f"the node agent needs {error.name}: pip install 'tiercheck[agent]'") from error
-        keys = os.environ.get("TIERCHECK_KEYS")
-        bind = os.environ.get("TIERCHECK_BIND") or (LISTEN_EVERYWHERE if keys else None)
+        keys = environment.get("TIERCHECK_KEYS")
+        bind = environment.get("TIERCHECK_BIND") or (LISTEN_EVERYWHERE if keys else None)
         namespace = hierarchy.tiers[0].url
-        lock = TrainerLock(RunDirectory.of(default_node()), namespace, rank)
+        node = default_node(environment)
+        lock = TrainerLock(RunDirectory.of(node), namespace, rank)
 
         async def found() -> AgentClient:
             began = asyncio.get_running_loop().time()
             start_s = min(START_S_MAX, deadline_s)
-            client = await ensure_agent(
-                default_node(), keys=Path(keys) if keys else None, bind=bind, deadline_s=start_s
-            )
+            client = await ensure_agent(node, keys=Path(keys) if keys else None, bind=bind, deadline_s=start_s)
             try:
                 left_s = deadline_s - (asyncio.get_running_loop().time() - began)
                 await client.pause(namespace, rank, deadline_s=max(LEFT_S_MIN, left_s))
@@ -93,8 +106,9 @@ class AgentSession:
             return client
 
         try:
-            client = loop.call(found(), what="finding the node's agent", deadline_s=deadline_s + TOLD_S)
-            return cls(client, lock, loop, deadline_s)
+            within_s = deadline_s + TOLD_S
+            client = await scheduler.call(found(), what="finding the node's agent", deadline_s=within_s)
+            return cls(client, lock, scheduler, deadline_s, environment)
         except BaseException:
             lock.release()
             raise
@@ -107,7 +121,8 @@ class AgentSession:
         hello = self._client.hello
         if hello.peer_endpoint is None:
             raise ConfigurationError(f"the agent of node {hello.node!r} serves no neighbours; its log says why")
-        return RankEndpoint.of(f"{socket.gethostname()}/{node}", hello.peer_endpoint, hello.peer_server_key)
+        name = f"{socket.gethostname()}/{node}"
+        return RankEndpoint.of(name, hello.peer_endpoint, hello.peer_server_key, self._environment)
 
     def mover(self, job: ReplicationJob, first: TierDriver) -> MoverHandle:
         """What stands for the mover here, and moves nothing before :meth:`register`."""
@@ -116,10 +131,10 @@ class AgentSession:
         self._mover = RemoteMover(self._client, first, job, deadline_s=self._deadline_s)
         return self._mover
 
-    def register(self) -> None:
+    async def register(self) -> None:
         """Hand this rank's objects over to the agent, as :meth:`mover` was told."""
         assert self._mover is not None, "there is a mover to register for"
-        self._call(self._mover.register(self._deadline_s), "registering with the node's agent")
+        await self._call(self._mover.register(self._deadline_s), "registering with the node's agent")
         self._lock.recovered()
         self._stop_keeping()  # from here on each look of the mover's keeps the agent alive
 
@@ -133,16 +148,16 @@ class AgentSession:
         """The agent's process."""
         return self._client.hello.pid
 
-    def withdraw(self) -> None:
+    async def withdraw(self) -> None:
         """The job is done, and nothing is left to move."""
         if self._mover is not None:
-            self._call(self._mover.withdraw(self._deadline_s), "taking leave of the node's agent")
+            await self._call(self._mover.withdraw(self._deadline_s), "taking leave of the node's agent")
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Give the connection back, and the rank. The agent goes on with what was registered. Idempotent."""
         self._stop_keeping()
         try:
-            self._call(self._client.close(), "leaving the node's agent")
+            await self._call(self._client.close(), "leaving the node's agent")
         finally:
             self._lock.release()
 
@@ -160,8 +175,8 @@ class AgentSession:
         if keeping is not None:
             keeping.cancel()
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return self._loop.call(coroutine, what=what, deadline_s=self._deadline_s + TOLD_S)
+    async def _call(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._scheduler.call(coroutine, what=what, deadline_s=self._deadline_s + TOLD_S)
 
 
 def check_shareable(hierarchy: Hierarchy) -> None:

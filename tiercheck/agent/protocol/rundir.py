@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,10 @@ SOCKET_BYTES_MAX = 107
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")
 
 
-def default_node() -> str:
+def default_node(environment: Mapping[str, str] = os.environ) -> str:
     """The name of this node's agent: ``TIERCHECK_AGENT_NODE``, else ``node``. Several agents, with a name each, can
     run on one machine."""
-    return os.environ.get("TIERCHECK_AGENT_NODE") or NODE_DEFAULT
+    return environment.get("TIERCHECK_AGENT_NODE") or NODE_DEFAULT
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ the chain's length, two runs are in memory beside the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
+from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.differential import Differential
 from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.replay.fidelity import Tally
@@ -36,8 +38,8 @@ SPARSE_STEPS_AT_ONCE = 50
 """The same where sparse gradients are replayed in closed form, which costs an element little more for many steps than
 for one. So many are merged as far as they take no more memory than a run of dense gradients."""
 
-MakeRuns = Callable[[int], Generator[Run, None, None]]
-"""Runs in temporal order, each made when it is asked for, by at most so many threads."""
+MakeRuns = Callable[[int], AsyncGenerator[Run, None]]
+"""Runs in temporal order, each made on the event loop when it is asked for, by at most so many threads."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,16 @@ def replay(
     groups = max(provider.group_of().values(), default=-1) + 1
     for each in differentials:
         check_fits(each, provider.masters(), groups)
-
-    def make(granted: int) -> Generator[Run, None, None]:
-        for start in range(0, len(differentials), STEPS_AT_ONCE):
-            yield decode_run(differentials[start : start + STEPS_AT_ONCE], threads=granted)
-
-    return replay_runs(provider, make, threads=threads, exact=exact)
+    replayer = Replayer(provider, threads=threads_granted(threads), exact=exact)
+    for start in range(0, len(differentials), STEPS_AT_ONCE):
+        replayer.apply(decode_run(differentials[start : start + STEPS_AT_ONCE], threads=threads_granted(threads)))
+    return replayer.replayed
 
 
-def replay_runs(
+async def replay_runs(
     provider: StateProvider,
     make: MakeRuns,
+    scheduler: Scheduler,
     *,
     threads: int | None = None,
     exact: bool = True,
@@ -90,32 +91,32 @@ def replay_runs(
     granted = threads_granted(threads)
     making = max(1, granted // 2)
     replayer = Replayer(provider, threads=max(1, granted - making), exact=exact)
-    tally, host_state = Tally(), None
-
-    def apply(run: Run) -> None:
-        nonlocal tally, host_state
-        before(run)
-        replayer.apply(run)
-        tally, host_state = tally + run.tally, run.host_state
-
     elements = sum(master.numel() for master in provider.masters().values())
     made = make(making)
-    with closing(made if exact else merged(made, nbytes_max=4 * elements * STEPS_AT_ONCE)) as runs:
-        if granted == 1:
-            for_each(runs, apply)
-        else:
-            for_each_ahead(runs, apply)
-    return Replayed(replace(tally, approximated=replayer.approximated), host_state)
+    runs = _Runs(made if exact else merged(made, nbytes_max=4 * elements * STEPS_AT_ONCE), scheduler)
+    try:
+        runs.begin()
+        while (run := await runs.next()) is not None:
+            if granted > 1:  # it is gone before the one after the next is begun
+                runs.begin()
+            before(run)
+            replayer.apply(run)
+            del run
+            if granted == 1:
+                runs.begin()
+    finally:
+        await runs.close()
+    return replayer.replayed
 
 
-def merged(runs: Generator[Run, None, None], *, nbytes_max: int) -> Generator[Run, None, None]:
+async def merged(runs: AsyncGenerator[Run, None], *, nbytes_max: int) -> AsyncGenerator[Run, None]:
     """Neighbouring runs as one, up to so many bytes and :data:`SPARSE_STEPS_AT_ONCE` steps; larger ones as they are.
 
     A run is handed out before another one is made that might not fit: two are in memory, as without merging.
     """
     waiting: list[Run] = []  # at most one; what is handed out is not named here
-    with closing(runs):
-        while (run := next(runs, None)) is not None:
+    async with aclosing(runs):
+        while (run := await anext(runs, None)) is not None:
             more, steps = nbytes_of(run), len(run.steps)
             if waiting and nbytes_of(waiting[0]) + more > nbytes_max:
                 yield waiting.pop()
@@ -144,22 +145,38 @@ def threads_granted(threads: int | None) -> int:
     return granted
 
 
-def for_each(runs: Iterator[Run], act: Callable[[Run], None]) -> None:
-    """``act`` on each run, which is gone before the next one is made."""
-    while (run := next(runs, None)) is not None:
-        act(run)
-        del run
+class _Runs:
+    """Runs that are made on the event loop, one at a time."""
 
+    def __init__(self, runs: AsyncGenerator[Run, None], scheduler: Scheduler) -> None:
+        self._runs = runs
+        self._scheduler = scheduler
+        self._turn = asyncio.Lock()
+        self._made: Future[Run | None] | None = None
 
-def for_each_ahead(runs: Iterator[Run], act: Callable[[Run], None]) -> None:
-    """``act`` on each run on this thread, while another one makes the next. A run is gone before the one after the
-    next is begun."""
-    with ThreadPoolExecutor(1, thread_name_prefix="tiercheck-decode") as pool:
-        made = pool.submit(next, runs, None)
-        while (run := made.result()) is not None:
-            made = pool.submit(next, runs, None)
-            act(run)
-            del run
+    def begin(self) -> None:
+        """Have the next one made."""
+        self._made = self._scheduler.start(self._advance())
+
+    async def next(self) -> Run | None:
+        """The one that was begun; ``None`` at the end. How long a read may take is up to those who make it."""
+        made, self._made = self._made, None
+        assert made is not None, "one was begun"
+        await self._scheduler.ends(made, None)
+        return made.result()
+
+    async def close(self) -> None:
+        if self._made is not None:
+            self._made.cancel()
+        await self._scheduler.ends(self._scheduler.start(self._close()), None)
+
+    async def _advance(self) -> Run | None:
+        async with self._turn:
+            return await anext(self._runs, None)
+
+    async def _close(self) -> None:
+        async with self._turn:  # one that is being made ends first
+            await self._runs.aclose()
 
 
 class Replayer:
@@ -174,6 +191,13 @@ class Replayer:
         self._exact = exact
         self.approximated = 0
         """Steps that were replayed otherwise than bit for bit."""
+        self._tally = Tally()
+        self._host_state: Mapping[str, Any] | None = None
+
+    @property
+    def replayed(self) -> Replayed:
+        """What was applied so far."""
+        return Replayed(replace(self._tally, approximated=self.approximated), self._host_state)
 
     def apply(self, run: Run) -> None:
         """Apply the steps, then the buffers. Errors: ``Corruption`` for a buffer that the state does not have."""
@@ -189,6 +213,7 @@ class Replayer:
             self._call(waiting[0])
             waiting = waiting[1:]
         self._load(run.buffers)
+        self._tally, self._host_state = self._tally + run.tally, run.host_state
 
     def _call(self, step: Step) -> None:
         masters = self._provider.masters()

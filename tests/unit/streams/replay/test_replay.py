@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from tests.recorded import Trainer, fresh, gradients_of, state_of
+from tests.replaying import one_by_one, replayed_runs
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
 from tiercheck.streams.differential import Differential
 from tiercheck.streams.replay import replay as replaying
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import kernel_for
-from tiercheck.streams.replay.replay import SPARSE_STEPS_AT_ONCE, dense, merged, nbytes_of, replay, replay_runs
+from tiercheck.streams.replay.replay import SPARSE_STEPS_AT_ONCE, dense, merged, nbytes_of, replay
 from tiercheck.streams.replay.runs import Run, Step, decode_run, run_of
 
 ADAMS = {
@@ -54,7 +55,7 @@ class TestOverlap:
             assert run.last == 4 or begun[run.last + 1].wait(timeout=30)
 
         monkeypatch.setattr(replaying.Replayer, "apply", apply)
-        replayed = replay_runs(fresh(), make, threads=threads)
+        replayed = replayed_runs(fresh(), make, threads=threads)
         assert replayed.host_state == {"version": 4}
 
     @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -74,7 +75,7 @@ class TestOverlap:
             return run
 
         monkeypatch.setattr(replaying.Replayer, "apply", lambda self, run: None)
-        replay_runs(fresh(), make, threads=threads)
+        replayed_runs(fresh(), make, threads=threads)
         assert len(counts) == 29
         assert max(counts) <= (1 if threads == 1 else 2)
         assert not alive
@@ -91,7 +92,7 @@ class TestOverlap:
 
         monkeypatch.setattr(replaying.Replayer, "apply", apply)
         for threads in (1, 2, 3, 8):
-            replay_runs(fresh(), make, threads=threads)
+            replayed_runs(fresh(), make, threads=threads)
         assert shares == [1, 1, 1, 1, 1, 2, 4, 4]
 
     def test_an_error_of_either_side_ends_both(self) -> None:
@@ -105,7 +106,7 @@ class TestOverlap:
                 ended.append(granted)
 
         with pytest.raises(Corruption, match="damaged"):
-            replay_runs(fresh(), make, threads=2)
+            replayed_runs(fresh(), make, threads=2)
 
         def unfit(granted: int) -> Generator[Run, None, None]:
             try:
@@ -115,9 +116,9 @@ class TestOverlap:
                 ended.append(granted)
 
         with pytest.raises(Corruption, match="nobody's"):
-            replay_runs(fresh(), unfit, threads=2)
+            replayed_runs(fresh(), unfit, threads=2)
         assert ended == [1, 1]
-        assert not [each for each in threading.enumerate() if "tiercheck-decode" in each.name]
+        assert not [each for each in threading.enumerate() if "tiercheck" in each.name]
 
 
 @pytest.mark.parametrize("how", ADAMS)
@@ -289,26 +290,26 @@ class TestMerging:
         for version, gradient in enumerate(gradients, start=1):
             yield self.run(version, gradient)
 
-    def spans(self, *gradients: Any, nbytes_max: int) -> list[tuple[int, int]]:
+    async def spans(self, *gradients: Any, nbytes_max: int) -> list[tuple[int, int]]:
         found = []
-        for run in merged(self.made(*gradients), nbytes_max=nbytes_max):
+        async for run in merged(one_by_one(self.made(*gradients)), nbytes_max=nbytes_max):
             assert [step.version for step in run.steps] == list(range(run.first, run.last + 1))
             assert run.host_state == {"version": run.last}
             assert nbytes_of(run) <= nbytes_max or run.first == run.last
             found.append((run.first, run.last))
         return found
 
-    def test_as_far_as_bytes_and_steps_reach(self) -> None:
-        assert self.spans(nbytes_max=1 << 20) == []
-        assert self.spans(*[self.sparse(10)] * 9, nbytes_max=4 * 160) == [(1, 4), (5, 8), (9, 9)]
-        assert self.spans(*[self.sparse(1)] * 70, nbytes_max=1 << 20) == [(1, SPARSE_STEPS_AT_ONCE), (51, 70)]
+    async def test_as_far_as_bytes_and_steps_reach(self) -> None:
+        assert await self.spans(nbytes_max=1 << 20) == []
+        assert await self.spans(*[self.sparse(10)] * 9, nbytes_max=4 * 160) == [(1, 4), (5, 8), (9, 9)]
+        assert await self.spans(*[self.sparse(1)] * 70, nbytes_max=1 << 20) == [(1, SPARSE_STEPS_AT_ONCE), (51, 70)]
 
-    def test_dense_runs_stay_as_they_are(self) -> None:
-        assert self.spans(*[torch.ones(100)] * 3, nbytes_max=400) == [(1, 1), (2, 2), (3, 3)]
+    async def test_dense_runs_stay_as_they_are(self) -> None:
+        assert await self.spans(*[torch.ones(100)] * 3, nbytes_max=400) == [(1, 1), (2, 2), (3, 3)]
         kinds = [self.sparse(1), torch.ones(100), self.sparse(1), self.sparse(1)]
-        assert self.spans(*kinds, nbytes_max=400) == [(1, 1), (2, 2), (3, 4)]
+        assert await self.spans(*kinds, nbytes_max=400) == [(1, 1), (2, 2), (3, 4)]
 
-    def test_nothing_is_made_ahead_of_what_is_full(self) -> None:
+    async def test_nothing_is_made_ahead_of_what_is_full(self) -> None:
         made: list[int] = []
 
         def make() -> Generator[Run, None, None]:
@@ -316,5 +317,7 @@ class TestMerging:
                 made.append(run.first)
                 yield run
 
-        for count, _ in enumerate(merged(make(), nbytes_max=400), start=1):
+        count = 0
+        async for _ in merged(one_by_one(make()), nbytes_max=400):
+            count += 1
             assert made == list(range(1, count + 1))
