@@ -31,6 +31,7 @@ from tiercheck.recovery.restorer import Recovery
 from tiercheck.runtime.front import of_this_process, run
 from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
 from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.tensor_state import TensorState
 
 __all__ = ["Checkpointer", "Stats"]
 
@@ -62,7 +63,7 @@ class Checkpointer:
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         opening = open_job(
-            provider,
+            TensorState(provider, self.config),
             hierarchy,
             group=BlockingGroup(group or SingleProcess()),
             runtime=of_this_process(),

@@ -11,8 +11,7 @@ from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExcee
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.streams.base import base_nbytes
-from tiercheck.streams.iteration import IterationStream
+from tiercheck.streams.state import StateStream
 from tiercheck.types import Usage, bytes_text
 
 __all__ = [
@@ -60,10 +59,10 @@ class Demand:
     """What records are called."""
 
     @classmethod
-    def of(cls, stream: IterationStream, config: CheckpointConfig) -> Self:
+    def of(cls, stream: StateStream, config: CheckpointConfig) -> Self:
         return cls(
             bases=bases_at_most(),
-            base_nbytes=base_nbytes(stream.provider, stream.saved_with_bases()) + stream.host_nbytes,
+            base_nbytes=stream.base_nbytes,
             records=2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1 if stream.supersedes else differentials_at_most(config),
             record_nbytes=stream.nbytes_expected,
             record_nbytes_max=stream.nbytes_max,

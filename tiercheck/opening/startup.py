@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from tiercheck import kernels
 from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
 from tiercheck.agent.client.session import AgentSession
 from tiercheck.config import CheckpointConfig, int_of
@@ -41,9 +40,7 @@ from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import AsyncGroup
 from tiercheck.runtime.runtime import Runtime
-from tiercheck.streams.iteration import IterationStream
-from tiercheck.streams.provider import StateProvider
-from tiercheck.streams.stream_factory import stream_of
+from tiercheck.streams.state import StateStream, TrainingState
 from tiercheck.types import Fidelity, Survives
 
 __all__ = ["open_job"]
@@ -55,7 +52,7 @@ OPEN_S_MAX = 20.0
 
 
 async def open_job(
-    provider: StateProvider,
+    state: TrainingState,
     hierarchy: Hierarchy,
     *,
     group: AsyncGroup,
@@ -71,7 +68,7 @@ async def open_job(
     ranks = Ranks(group, runtime.scheduler, config.deadline_s)
     held = Resources(ranks)
     try:
-        return await _Startup(provider, config, ranks, runtime, held).open(hierarchy, caveats)
+        return await _Startup(state, config, ranks, runtime, held).open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
         raise
@@ -81,7 +78,7 @@ async def open_job(
 class _State:
     """What is to be saved."""
 
-    stream: IterationStream
+    stream: StateStream
     given: Sequence[Mapping[str, Any]]
     """The optimizer's options as the script gave them."""
 
@@ -125,7 +122,7 @@ class _Recording:
 class _Startup:
     """The steps. Each returns what it has found or made; what must be given back is noted in ``held`` as well."""
 
-    provider: StateProvider
+    trained: TrainingState
     config: CheckpointConfig
     ranks: Ranks
     runtime: Runtime
@@ -138,7 +135,7 @@ class _Startup:
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         place = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
         restart = config.on_nothing_left == "restart"
-        restorer = Restorer(place.tiers, self.provider, ranks, exact=config.exact_replay, restart=restart)
+        restorer = Restorer(place.tiers, self.trained, ranks, restart=restart)
         restored = await restorer.restore()
         taking = "taking over what was restored"
         recovery = await ranks.together(taking, lambda: take_over(restored, state.stream, caveats))
@@ -177,14 +174,8 @@ class _Startup:
 
     async def look(self) -> _State:
         """All that may refuse without a tier: the codec, and the state's being storable."""
-        given = self.provider.hyperparameters()
-        stream = stream_of(
-            self.provider,
-            self.config.codec,
-            self.ranks.world_size,
-            train_on_compressed=self.config.train_on_compressed,
-            encode_threads=self.config.encode_threads,
-        )
+        given = self.trained.hyperparameters()
+        stream = self.trained.stream(self.ranks.world_size)
         return _State(stream, given)
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, AgentSession | None], Any]:
@@ -206,14 +197,14 @@ class _Startup:
         return (placed, agent), agent.endpoint(node).to_object()
 
     async def open_tiers(
-        self, stream: IterationStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
+        self, stream: StateStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
     ) -> _Place:
         """``nodes``: what each rank's :meth:`find` tells the others."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
             endpoints = [RankEndpoint.from_object(each) for each in nodes]
             placed = placed.with_peer(*peer_address(ranks.rank, endpoints))
-        kernels.warm_up()
+        self.trained.prepare()
         tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self.held.process_lock = self.runtime.lock(lasting, ranks.rank)
@@ -286,8 +277,8 @@ class _Startup:
         tiers, world_size = place.tiers, self.ranks.world_size
         found = [nothing_outlives_a_node(tiers, world_size), doubtful_tiers(tiers)]
         if recovery is not None:
-            scheduled = self.provider.host_state().get("scheduler") is not None
-            found.append(overruled_options(state.given, self.provider.hyperparameters(), scheduled=scheduled))
+            scheduled = self.trained.host_state().get("scheduler") is not None
+            found.append(overruled_options(state.given, self.trained.hyperparameters(), scheduled=scheduled))
         if (usage := await room_at_the_end(self.ranks, tiers)) is not None:
             found.append(too_little_room(tiers, usage, place.demand.base_nbytes, world_size, self.config))
         return [each for each in found if each is not None]
@@ -301,9 +292,7 @@ class _Startup:
             await self.ranks.gather("telling the movers what is whole", agreement.begin)
 
 
-async def take_over(
-    restored: Restored, stream: IterationStream, caveats: Callable[[], Sequence[str]]
-) -> Recovery | None:
+async def take_over(restored: Restored, stream: StateStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:
     """Give the stream the residuals. Returns the recovery: approximate, if an uninterrupted run would go on
     otherwise."""
     recovery = restored.recovery

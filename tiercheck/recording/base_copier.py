@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tiercheck.errors import TierCheckError
 from tiercheck.runtime.runtime import Scheduler
-from tiercheck.streams.base import BaseCapture
+from tiercheck.streams.state import StateCapture
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["BaseCopier", "BaseInFlight", "CopiedBase"]
@@ -50,7 +50,7 @@ class BaseCopier:
         self._arrived = arrived
         self._newest: BaseInFlight | None = None
 
-    def begin(self, version: int, capture: BaseCapture, reservation: Reservation, *, lazily: bool) -> BaseInFlight:
+    def begin(self, version: int, capture: StateCapture, reservation: Reservation, *, lazily: bool) -> BaseInFlight:
         """``lazily``: while the next forward and backward pass run."""
         copied: Future[bool] = Future()
         made = self._scheduler.beside(lambda: _copy(capture, reservation, copied, lazily))
@@ -80,7 +80,7 @@ class BaseCopier:
         return base
 
 
-def _copy(capture: BaseCapture, reservation: Reservation, copied: Future[bool], lazily: bool) -> _Copied:
+def _copy(capture: StateCapture, reservation: Reservation, copied: Future[bool], lazily: bool) -> _Copied:
     try:
         capture.copy(reservation.buffer)
     finally:

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
     DeadlineExceeded,
@@ -34,9 +32,8 @@ from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.stats import Stats
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
-from tiercheck.streams.base import BaseCapture
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.iteration import IterationCapture, IterationStream
+from tiercheck.streams.state import RecordCapture, StateStream
 from tiercheck.tiers.driver import Reservation
 
 __all__ = ["Recorder"]
@@ -51,7 +48,7 @@ TOLD_S = 5.0
 
 @dataclass
 class _OpenRecord:
-    capture: IterationCapture
+    capture: RecordCapture
     reservation: Reservation
     nbytes: int
     """The most that the record needs. The reservation may be longer."""
@@ -80,7 +77,7 @@ class Recorder:
 
     def __init__(
         self,
-        stream: IterationStream,
+        stream: StateStream,
         hierarchy: OpenHierarchy,
         mover: MoverHandle,
         scheduler: Scheduler,
@@ -141,7 +138,7 @@ class Recorder:
         async with self._saving(self.version):
             await self._begin_base(self.version, opening=True)
 
-    async def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
+    async def capture(self, version: int, gradients: Mapping[str, Any]) -> None:
         """Take the gradients of the coming step, or of a part of it, before the step changes anything.
 
         ``gradients``: by the provider's names, in their own dtype and shape. On return their memory is free again. With
@@ -344,16 +341,7 @@ class Recorder:
             await self._wait_for_room(version)
         began = self._scheduler.time()
         key = ShardKey.base(self._generation, version, self._rank)
-        residuals = self._stream.saved_with_bases()
-        capture = BaseCapture(
-            self._stream.provider,
-            key,
-            self._stream.world_size,
-            residuals,
-            token=self._stream.token,
-            host_state=self._stream.host_state(),
-            expected=self._stream.contents,
-        )
+        capture = self._stream.base(key)
         reservation = await self._memory.reserve(key, capture.nbytes_max)
         self._base = self._copier.begin(version, capture, reservation, lazily=not self._written)
         self._base_due = False

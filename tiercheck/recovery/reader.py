@@ -41,6 +41,7 @@ from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
 from tiercheck.format import container
@@ -51,12 +52,7 @@ from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Plan, Source, Unreachable, batches, grouped, plan
 from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.replication.asking import asked_twice
-from tiercheck.streams.base import BaseState, read_base
-from tiercheck.streams.differential import Differential, read_differentials
-from tiercheck.streams.expected import Expected, ill_formed_is_corrupt
-from tiercheck.streams.replay.replay import STEPS_AT_ONCE
-from tiercheck.streams.replay.runs import Run, Undecodable, check_fits, decode_run
-from tiercheck.streams.snapshot import advanced
+from tiercheck.streams.state import Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
 
 __all__ = ["Lost", "OutOfReach", "Part", "Reader"]
 
@@ -79,9 +75,9 @@ class Part:
     """One rank's part of a recovery point, all of which was read and verified."""
 
     plan: Plan
-    base: BaseState
+    base: Any
     """Over memory that is kept as long as this is."""
-    start: BaseState
+    start: Any
     """What is loaded: the base, or where a snapshot leads from it to the point, the state that comes of the two."""
 
     @property
@@ -93,24 +89,22 @@ class Part:
 class Reader:
     """Reads what one rank needs of the copies it has, ``own``. Its coroutines run on the event loop.
 
-    ``deadline_s`` bounds the time spent waiting for tiers: once while verifying, and once while replaying. At most
-    ``threads`` threads verify, and decode.
+    ``state`` knows what shards say. ``deadline_s`` bounds the time spent waiting for tiers: once while verifying, and
+    once while replaying.
     """
 
     hierarchy: OpenHierarchy
     rank: int
     deadline_s: float
-    threads: int
+    state: StateReader
     lineage: Lineage
     """The job's own past: what another job wrote is no copy of it."""
-    expected: Expected | None = None
-    """The state that copies must be of."""
     copies: Copies = field(init=False)
     used: list[Source] = field(default_factory=list)
     """The sources of what was handed out last, in order."""
     read_bytes: int = 0
     """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
-    _base: tuple[Source, BaseState] | None = None
+    _base: tuple[Source, Any] | None = None
     _digests: dict[Source, str] = field(default_factory=dict)
     """What was verified, and the digest of its header, which holds the checksums of all the rest."""
     _held: dict[Source, memoryview] = field(default_factory=dict)
@@ -140,7 +134,7 @@ class Reader:
         chosen: tuple[Source, ...] | Unreachable = part.plan.batches
         self.copies.troubled.clear()
         while not isinstance(chosen, Unreachable):
-            stream = _Stream(self, part, own, deque(grouped(chosen, STEPS_AT_ONCE)), due, left_s)
+            stream = _Stream(self, part, own, deque(grouped(chosen, self.state.steps_at_once)), due, left_s)
             try:
                 while stream.due <= part.point.last:
                     yield await stream.run(threads)  # not named here: what is replayed is to be let go
@@ -196,7 +190,7 @@ class Reader:
             if pause_s := self.copies.pause(own, partial(plan, point, self.rank), left_s):
                 await asyncio.sleep(pause_s)
 
-    async def _verified_base(self, chosen: Plan, own: Collection[Source], until: float) -> BaseState:
+    async def _verified_base(self, chosen: Plan, own: Collection[Source], until: float) -> Any:
         source = chosen.anchor
         if self._base is not None and self._base[0] == source:
             return self._base[1]
@@ -210,14 +204,10 @@ class Reader:
         self._base = source, base
         return base
 
-    def _decoded_base(self, source: Source, shard: container.Shard) -> BaseState:
+    def _decoded_base(self, source: Source, shard: container.Shard) -> Any:
         """Errors: ``Corruption``; ``Unusable``."""
         with self._form(source, shard):
-            base = read_base(shard, tier=self.copies.name(source))
-            if self.expected is not None:
-                self.expected.check_identity(base, self._places)
-                self.expected.check_base(base)
-        return base
+            return self.state.base(shard, tier=self.copies.name(source), places=self._places)
 
     @contextmanager
     def _form(self, source: Source, shard: container.Shard) -> Iterator[None]:
@@ -233,15 +223,12 @@ class Reader:
     def _unusable(self, source: Source, why: str) -> Unusable:
         return Unusable(why, tier=self.copies.name(source), key=str(source.key))
 
-    def _led_on(self, source: Source, base: BaseState, shard: container.Shard) -> BaseState:
+    def _led_on(self, source: Source, base: Any, shard: container.Shard) -> Any:
         """What a snapshot leads to. Errors: ``Corruption``; ``Unusable``."""
         with self._form(source, shard):
-            state = advanced(base, shard, tier=self.copies.name(source), threads=self.threads)
-            if self.expected is not None:
-                self.expected.check_base(state)
-        return state
+            return self.state.led_on(base, shard, tier=self.copies.name(source))
 
-    async def _advanced(self, source: Source, base: BaseState, own: Collection[Source], until: float) -> BaseState:
+    async def _advanced(self, source: Source, base: Any, own: Collection[Source], until: float) -> Any:
         """Decoded at once: nothing is read again, and what cannot be decoded is known before anything is changed."""
         try:
             shard = self._parsed(source, await self._get(source, own, until))
@@ -249,11 +236,11 @@ class Reader:
         except TierError as error:
             raise Failed(source, error) from error
 
-    async def _verify_batches(self, chosen: Plan, base: BaseState, own: Collection[Source], until: float) -> None:
-        groups = grouped(chosen.batches, STEPS_AT_ONCE)
+    async def _verify_batches(self, chosen: Plan, base: Any, own: Collection[Source], until: float) -> None:
+        groups = grouped(chosen.batches, self.state.steps_at_once)
         staying = {source for group in groups[:BATCHES_AT_ONCE] for source in group}
         rooms, slots = asyncio.Semaphore(BATCHES_AT_ONCE), asyncio.Semaphore(OBJECTS_AT_ONCE)
-        verifying = asyncio.Semaphore(self.threads)
+        verifying = asyncio.Semaphore(self.state.threads)
         failures: list[Exception] = []
 
         async def verify(source: Source) -> None:
@@ -283,7 +270,7 @@ class Reader:
         if failures:
             raise failures[0]
 
-    def _digest(self, source: Source, found: list[memoryview], base: BaseState) -> str:
+    def _digest(self, source: Source, found: list[memoryview], base: Any) -> str:
         """Verify every byte of what was found, and that differentials are of the base's state. It is taken out of the
         list, since a thread pool lets go of arguments some time after the result is there."""
         shard = self._parsed(source, found.pop())
@@ -319,15 +306,10 @@ class Reader:
                 raise each
         return [each for each in found if isinstance(each, container.Shard)]
 
-    def differentials(self, source: Source, shard: container.Shard, base: BaseState) -> list[Differential]:
+    def differentials(self, source: Source, shard: container.Shard, base: Any) -> Sequence[Record]:
         """Errors: ``Corruption``; ``Unusable`` where there is one that is not of the base's state."""
         with self._form(source, shard):
-            found = read_differentials(shard, tier=self.copies.name(source))
-            for each in found:
-                check_fits(each, base.masters, len(base.hyperparameters))
-                if self.expected is not None:
-                    self.expected.check_differential(each)
-        return found
+            return self.state.records(shard, base, tier=self.copies.name(source))
 
     async def _get(self, source: Source, own: Collection[Source], until: float) -> memoryview:
         """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` where nothing came in the
@@ -395,7 +377,7 @@ class _Stream:
         self._own = own
         self._groups = groups
         self._coming: tuple[Sequence[Source], asyncio.Task[list[container.Shard]]] | None = None
-        self._read: deque[Differential] = deque()
+        self._read: deque[Record] = deque()
         self._sources: dict[int, Source] = {}
 
     def source_of(self, version: int) -> Source:
@@ -408,12 +390,12 @@ class _Stream:
             await self._read_group()
         # Whoever makes one run while another is replayed has let go of the group before this one by its second run;
         # who takes turns, at once.
-        if (within or self._reader.threads == 1) and self._groups:
+        if (within or self._reader.state.threads == 1) and self._groups:
             self._begin()
 
         def decode() -> Run:
-            versions = min(STEPS_AT_ONCE, len(self._read))
-            return decode_run([self._read.popleft() for _ in range(versions)], threads=threads)
+            versions = min(self._reader.state.steps_at_once, len(self._read))
+            return self._reader.state.run([self._read.popleft() for _ in range(versions)], threads=threads)
 
         made = await asyncio.to_thread(decode)
         self.due = made.last + 1

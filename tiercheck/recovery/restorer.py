@@ -12,7 +12,7 @@ of them holds it until all have replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,7 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reader import Lost, Part, Reader
 from tiercheck.recovery.survey import Survey, sources_of, survey
-from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.expected import Expected
-from tiercheck.streams.gradient_encoder import forget_sent
-from tiercheck.streams.provider import StateProvider
-from tiercheck.streams.replay.fidelity import reached
-from tiercheck.streams.replay.replay import Replayed, replay_runs, threads_granted
-from tiercheck.streams.replay.runs import Run
+from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
 __all__ = ["Recovery", "Restored", "Restorer"]
@@ -124,28 +118,17 @@ class Restored:
         return self.recovery.version if self.recovery else 0
 
 
-@dataclass(frozen=True)
-class _Rebuilt:
-    """A rank's masters and optimizer state are those of the version."""
-
-    replayed: Replayed
-    residuals: Mapping[str, Any]
-
-
 @dataclass
 class Restorer:
     """Restores one rank, together with all the others: make one and call :meth:`restore`, once.
 
     The deadline of ``ranks`` bounds each wait for the other ranks, and each rank's waiting for tiers: once for all that
-    it verifies, and once for all that it replays. ``threads`` and ``exact``: see
-    :func:`~tiercheck.streams.replay.replay.replay_runs`.
+    it verifies, and once for all that it replays.
     """
 
     hierarchy: OpenHierarchy
-    provider: StateProvider
+    state: TrainingState
     ranks: Ranks
-    threads: int | None = None
-    exact: bool = True
     restart: bool = False
     """Begin anew where versions were saved and none is left that all ranks can come to."""
     _past: Past | None = None
@@ -162,8 +145,8 @@ class Restorer:
         """
         await self._survey()
         began = self.ranks.scheduler.time()
-        threads = threads_granted(self.threads)
-        reader = Reader(self.hierarchy, self.ranks.rank, self.ranks.deadline_s, threads, self._found.lineage)
+        rank, deadline_s = self.ranks.rank, self.ranks.deadline_s
+        reader = Reader(self.hierarchy, rank, deadline_s, self.state.reader(), self._found.lineage)
         best: Points | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
@@ -183,7 +166,7 @@ class Restorer:
             rebuilt = await self._rebuild(reader, part)
             if rebuilt is not None:
                 return Restored(
-                    self._report(reader, part, await self._settle(part, rebuilt), matrix, began),
+                    self._report(reader, part, await self._settle(reader, part, rebuilt), matrix, began),
                     self._found,
                     parent=max(point.generation for point in points),
                     residuals=rebuilt.residuals,
@@ -260,7 +243,7 @@ class Restorer:
         parts: list[Part] = []
 
         async def attempt() -> bool:
-            reader.expected = reader.expected or Expected.of(self.provider)
+            reader.state.expect()
             within_s = self.ranks.deadline_s + READ_ANSWER_S
             reading = reader.verify(point, self._own)
             part = await self.ranks.scheduler.call(reading, what="reading the checkpoint", deadline_s=within_s)
@@ -272,35 +255,18 @@ class Restorer:
         (part,) = parts
         return part
 
-    async def _rebuild(self, reader: Reader, part: Part) -> _Rebuilt | None:
+    async def _rebuild(self, reader: Reader, part: Part) -> Rebuilt | None:
         """Load the base and replay; ``None`` where some rank could not: then the state is at no version."""
-        done: list[_Rebuilt] = []
+        done: list[Rebuilt] = []
 
         async def attempt() -> bool:
-            start, own = part.start, self._own
-            residuals = {name: residual.clone() for name, residual in part.base.residuals.items()}
+            own = self._own
 
-            def forget(run: Run) -> None:
-                """Take out of the residuals what a run has sent."""
-                for step in run.steps:
-                    forget_sent(residuals, step.gradients)
+            def make(threads: int) -> AsyncGenerator[Any, None]:
+                return reader.runs(part, own, threads=threads)
 
             try:
-                self.provider.load(
-                    masters=start.masters,
-                    optimizer_state=start.optimizer_state,
-                    extras=start.extras,
-                    hyperparameters=start.hyperparameters,
-                )
-                replayed = await replay_runs(
-                    self.provider,
-                    lambda threads: reader.runs(part, own, threads=threads),
-                    self.ranks.scheduler,
-                    threads=self.threads,
-                    exact=self.exact,
-                    before=forget,
-                )
-                done.append(_Rebuilt(replayed, residuals))
+                done.append(await reader.state.rebuild(part.base, part.start, make, self.ranks.scheduler))
             except UNFIT as error:
                 if not reader.doubt(part, own, error):
                     raise RecoveryError(
@@ -333,17 +299,16 @@ class Restorer:
             self._found.forget(rank, sources_of(answer["failed"]), whole)
         return False
 
-    async def _settle(self, part: Part, rebuilt: _Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+    async def _settle(self, reader: Reader, part: Part, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
         is, which is what the worst rank reached, and why."""
         found: list[tuple[Fidelity, tuple[str, ...]]] = []
 
         def settle() -> str:
-            found.append(self._reached(part, rebuilt))
-            self.provider.refresh()
-            state = rebuilt.replayed.host_state
+            found.append(reached(reader, part, rebuilt))
+            self.state.refresh()
             try:
-                self.provider.restore_host_state(part.start.host_state if state is None else state)
+                self.state.restore_host_state(rebuilt.host_state)
             except UNFIT as error:
                 raise RecoveryError(
                     f"the host state of version {part.point.last} cannot be put back into what was attached: "
@@ -357,23 +322,6 @@ class Restorer:
         if worst is not fidelity:
             notes += (f"rank {everywhere.index(worst)} reached {worst}; this rank alone would be {fidelity}",)
         return worst, notes
-
-    def _reached(self, part: Part, rebuilt: _Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
-        """How true this rank's state is, and why."""
-        replayed = rebuilt.replayed
-        host_state = part.start.host_state if replayed.host_state is None else replayed.host_state
-        doubts = Doubts.of(host_state)
-        fidelity, notes = reached(part.base.identity, self.provider.identity(), replayed.tally, doubts)
-        if part.point.by_snapshot:
-            fidelity = Fidelity.APPROXIMATE
-            last, anchor = part.point.last, part.point.anchor
-            notes += (f"version {last} is base {anchor} and a snapshot of what had changed since",)
-        if rebuilt.residuals and part.point.last > part.point.anchor:
-            notes += (
-                f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
-                "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
-            )
-        return fidelity, notes
 
     def _report(
         self,
@@ -415,3 +363,18 @@ def behind(points: Points | None, best: Points | None) -> bool:
     if best is None:
         return False
     return points is None or (points[0].generation, points[0].last) < (best[0].generation, best[0].last)
+
+
+def reached(reader: Reader, part: Part, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+    """How true a rank's state is, and why."""
+    fidelity, notes = reader.state.reached(part.base, rebuilt)
+    if part.point.by_snapshot:
+        fidelity = Fidelity.APPROXIMATE
+        last, anchor = part.point.last, part.point.anchor
+        notes += (f"version {last} is base {anchor} and a snapshot of what had changed since",)
+    if rebuilt.residuals and part.point.last > part.point.anchor:
+        notes += (
+            f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
+            "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
+        )
+    return fidelity, notes

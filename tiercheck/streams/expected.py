@@ -9,9 +9,7 @@ damage: :func:`check_identity` refuses it as ``Mismatch``.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,7 @@ from tiercheck.streams.provider import Identity, StateProvider
 from tiercheck.streams.tensors import DTYPES
 from tiercheck.types import shown
 
-__all__ = ["Expected", "ill_formed_is_corrupt"]
+__all__ = ["Expected"]
 
 LIKE_THE_MASTER = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "prev")
@@ -45,19 +43,7 @@ OPTIONS = frozenset({
 a job trains is the user's affair; and another version of torch has other ones."""
 OWN = frozenset(("counters", "loss_scale"))
 """Of the host state, what frameworks make beside options and generators; the rest comes from objects of the user's."""
-ILL_FORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
-"""What Python raises where a value is not what its reader takes it for. Lack of memory is none of it."""
-
 Described = tuple[torch.dtype, tuple[int, ...]]
-
-
-@contextmanager
-def ill_formed_is_corrupt(*, tier: str, key: str) -> Iterator[None]:
-    """Whatever a reader inside trips over is the copy's fault. Errors: ``Corruption``."""
-    try:
-        yield
-    except ILL_FORMED as error:
-        raise Corruption(f"it is ill formed: {type(error).__name__}: {str(error)[:500]}", tier=tier, key=key) from error
 
 
 @dataclass(frozen=True)

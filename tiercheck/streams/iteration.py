@@ -12,6 +12,7 @@ import xxhash
 from tiercheck.format import host_state
 from tiercheck.format.container import PackedObject, Shard
 from tiercheck.keys import ShardKey
+from tiercheck.streams.base import BaseCapture, base_nbytes
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.tensors import array_of
@@ -81,6 +82,23 @@ class IterationStream(abc.ABC):
     @abc.abstractmethod
     def begin(self, key: ShardKey, memory: memoryview) -> IterationCapture:
         """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
+
+    def base(self, key: ShardKey) -> BaseCapture:
+        """The whole state, on its way into the first tier's memory."""
+        return BaseCapture(
+            self.provider,
+            key,
+            self.world_size,
+            self.saved_with_bases(),
+            token=self.token,
+            host_state=self.host_state(),
+            expected=self.contents,
+        )
+
+    @property
+    def base_nbytes(self) -> int:
+        """About the bytes of a base."""
+        return base_nbytes(self.provider, self.saved_with_bases()) + self.host_nbytes
 
     def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027  most need not know
         """The coming step of ``version`` is not recorded."""

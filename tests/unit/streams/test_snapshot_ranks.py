@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recorded import fresh
 from tests.training import Training, faulty, memory
 from tests.unit.opening.test_failing_ranks import ranks
 from tiercheck.checkpointer import Checkpointer
@@ -18,6 +19,7 @@ from tiercheck.policy.recovery import Source
 from tiercheck.recovery.reader import Reader
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.provider import ModuleProvider
+from tiercheck.streams.tensor_state import TensorReader
 from tiercheck.types import Fidelity
 
 LAST = 18
@@ -69,7 +71,7 @@ def test_a_snapshot_of_later_versions_elsewhere_is_not_another_copy() -> None:
 
     async def check() -> None:
         async with Hierarchy.of(memory()).open() as hierarchy:
-            reader = Reader(hierarchy, 0, 1.0, 1, Lineage(()))
+            reader = Reader(hierarchy, 0, 1.0, TensorReader(fresh()), Lineage(()))
             wanted = Source(1, ShardKey.snapshot(1, 0, 40, 0))
             assert not reader.copies.is_elsewhere(wanted, {wanted, Source(0, ShardKey.snapshot(1, 0, 50, 0))})
             assert reader.copies.is_elsewhere(wanted, {wanted, Source(0, wanted.key)})

@@ -27,6 +27,7 @@ from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run
+from tiercheck.streams.state import MakeRuns
 
 __all__ = ["SPARSE_STEPS_AT_ONCE", "STEPS_AT_ONCE", "Replayed", "Replayer", "replay", "replay_runs", "threads_granted"]
 
@@ -37,9 +38,6 @@ gradient of memory, twice."""
 SPARSE_STEPS_AT_ONCE = 50
 """The same where sparse gradients are replayed in closed form, which costs an element little more for many steps than
 for one. So many are merged as far as they take no more memory than a run of dense gradients."""
-
-MakeRuns = Callable[[int], AsyncGenerator[Run, None]]
-"""Runs in temporal order, each made on the event loop when it is asked for, by at most so many threads."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,11 @@ def replay(
     groups = max(provider.group_of().values(), default=-1) + 1
     for each in differentials:
         check_fits(each, provider.masters(), groups)
-    replayer = Replayer(provider, threads=threads_granted(threads), exact=exact)
+    granted = threads_granted(threads)
+    replaying = _Replaying(Replayer(provider, threads=granted, exact=exact))
     for start in range(0, len(differentials), STEPS_AT_ONCE):
-        replayer.apply(decode_run(differentials[start : start + STEPS_AT_ONCE], threads=threads_granted(threads)))
-    return replayer.replayed
+        replaying.apply(decode_run(differentials[start : start + STEPS_AT_ONCE], threads=granted))
+    return replaying.replayed
 
 
 async def replay_runs(
@@ -90,7 +89,7 @@ async def replay_runs(
     """
     granted = threads_granted(threads)
     making = max(1, granted // 2)
-    replayer = Replayer(provider, threads=max(1, granted - making), exact=exact)
+    replaying = _Replaying(Replayer(provider, threads=max(1, granted - making), exact=exact))
     elements = sum(master.numel() for master in provider.masters().values())
     made = make(making)
     runs = _Runs(made if exact else merged(made, nbytes_max=4 * elements * STEPS_AT_ONCE), scheduler)
@@ -100,13 +99,13 @@ async def replay_runs(
             if granted > 1:  # it is gone before the one after the next is begun
                 runs.begin()
             before(run)
-            replayer.apply(run)
+            replaying.apply(run)
             del run
             if granted == 1:
                 runs.begin()
     finally:
         await runs.close()
-    return replayer.replayed
+    return replaying.replayed
 
 
 async def merged(runs: AsyncGenerator[Run, None], *, nbytes_max: int) -> AsyncGenerator[Run, None]:
@@ -143,6 +142,23 @@ def threads_granted(threads: int | None) -> int:
     if granted < 1:
         raise ValueError(f"a replay needs at least one thread, not {granted}")
     return granted
+
+
+class _Replaying:
+    """Applies runs, and counts what they were."""
+
+    def __init__(self, replayer: Replayer) -> None:
+        self._replayer = replayer
+        self._tally = Tally()
+        self._host_state: Mapping[str, Any] | None = None
+
+    def apply(self, run: Run) -> None:
+        self._replayer.apply(run)
+        self._tally, self._host_state = self._tally + run.tally, run.host_state
+
+    @property
+    def replayed(self) -> Replayed:
+        return Replayed(replace(self._tally, approximated=self._replayer.approximated), self._host_state)
 
 
 class _Runs:
@@ -191,13 +207,6 @@ class Replayer:
         self._exact = exact
         self.approximated = 0
         """Steps that were replayed otherwise than bit for bit."""
-        self._tally = Tally()
-        self._host_state: Mapping[str, Any] | None = None
-
-    @property
-    def replayed(self) -> Replayed:
-        """What was applied so far."""
-        return Replayed(replace(self._tally, approximated=self.approximated), self._host_state)
 
     def apply(self, run: Run) -> None:
         """Apply the steps, then the buffers. Errors: ``Corruption`` for a buffer that the state does not have."""
@@ -213,7 +222,6 @@ class Replayer:
             self._call(waiting[0])
             waiting = waiting[1:]
         self._load(run.buffers)
-        self._tally, self._host_state = self._tally + run.tally, run.host_state
 
     def _call(self, step: Step) -> None:
         masters = self._provider.masters()

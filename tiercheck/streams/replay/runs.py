@@ -26,21 +26,12 @@ from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.codecs import Encoding, codec
 from tiercheck.streams.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
+from tiercheck.streams.state import Undecodable
 
-__all__ = ["Gradient", "Run", "Step", "Undecodable", "check_fits", "decode_run", "run_of"]
+__all__ = ["Gradient", "Run", "Step", "check_fits", "decode_run", "run_of"]
 
 Gradient = torch.Tensor | SparseGradient
 """In the master's shape, on the host; or of its flattened elements those that are not zero, as fp32."""
-
-
-class Undecodable(Corruption):
-    """A differential's bytes are what was written (``whole``), or not; either way they are not a ``version`` of this
-    state."""
-
-    def __init__(self, version: int, cause: Corruption, *, whole: bool) -> None:
-        super().__init__(f"version {version} cannot be decoded: {cause.message}", tier=cause.tier, key=cause.key)
-        self.version = version
-        self.whole = whole
 
 
 @dataclass(frozen=True)

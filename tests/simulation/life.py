@@ -1,0 +1,227 @@
+"""Whole lives of a job in one event loop: its ranks open, record, are killed, recover and go on, in virtual time.
+
+The whole core runs (opening, recovery, recording, the mover) over tiers in memory. Simulated is only what it is given:
+the loop, the group, the process locks, the tokens, and how long each call to a tier takes. The seed decides all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tests.simulation.number_state import NumberState
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import Closed, DeadlineExceeded, JobConflict
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.opening.job import OpenedJob
+from tiercheck.opening.startup import open_job
+from tiercheck.runtime.runtime import Runtime, TaskScheduler
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
+from tiercheck.types import Capabilities, Survives
+
+__all__ = ["Cluster", "Process"]
+
+T = TypeVar("T")
+
+CONFIG = CheckpointConfig(base_every=7, batch=2, deadline_s=30.0, mover="trainer")
+CALL_S_MAX = 0.004
+COPY_S_MAX = 0.05
+"""How long the copy of a base takes to begin."""
+ITERATION_S = 0.02
+DYING_S = 0.05
+"""How far apart the ranks of a job are killed."""
+
+
+class Room:
+    """Where the ranks of one start of the job leave their messages, a round a collective."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.full: dict[int, asyncio.Event] = {}
+
+
+class LoopGroup:
+    """Ranks that are tasks of one loop: see :class:`tiercheck.runtime.group.AsyncGroup`."""
+
+    def __init__(self, rank: int, room: Room) -> None:
+        self.rank, self.world_size = rank, room.world
+        self._room = room
+        self._round = 0
+
+    async def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
+        self._round += 1
+        here = self._room.rounds.setdefault(self._round, {})
+        full = self._room.full.setdefault(self._round, asyncio.Event())
+        here[self.rank] = message
+        if len(here) == self.world_size:
+            full.set()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await full.wait()
+        except TimeoutError:
+            late = sorted(set(range(self.world_size)) - here.keys())
+            raise DeadlineExceeded(f"{what}: rank {self.rank} waited {deadline_s:g} s for {late}", late=late) from None
+        return [here[each] for each in range(self.world_size)]
+
+    def close(self) -> None:
+        pass
+
+
+class ProcessDriver(WrappingDriver):
+    """A process's way to a tier: each call takes a while, and none has an effect once the process is dead."""
+
+    def __init__(self, inner: TierDriver, process: Process, survives: Survives) -> None:
+        super().__init__(inner)
+        self._process = process
+        self._survives = survives
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, survives=self._survives)
+
+    async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
+        if call.operation not in (Operation.CLOSE, Operation.LIST):
+            await asyncio.sleep(self._process.cluster.random.random() * CALL_S_MAX)
+        if self._process.dead and call.operation is not Operation.CLOSE:  # what a process holds goes with it
+            raise Closed("the process was killed", tier=self.url)
+        return await work()
+
+
+class Process:
+    """One rank, from one start of the job to its end."""
+
+    def __init__(self, cluster: Cluster, rank: int, group: LoopGroup, training: LoopGroup) -> None:
+        self.cluster, self.rank = cluster, rank
+        self.dead = False
+        self.state = NumberState(rank)
+        self.job: OpenedJob | None = None
+        self.completed = -1
+        """The newest version that was promised to be in the first tier."""
+        self._group, self._training = group, training
+        self._bases = 0
+        self._scheduler = TaskScheduler(self._copy_begins)
+        self._locked: list[tuple[str, int]] = []
+
+    async def live(self, last: int) -> None:
+        """Train up to version ``last``, and close."""
+        job = self.job = await open_job(
+            self.state,
+            self._hierarchy(),
+            group=self._group,
+            runtime=Runtime(self._scheduler, {}, self._token, self._lock),
+            config=CONFIG,
+            caveats=tuple,
+        )
+        self.completed = job.recorder.version
+        self.cluster.check(self)
+        while self.completed < last:
+            await self._training.all_gather(b"", what="the gradients", deadline_s=1e6)
+            await asyncio.sleep(self.cluster.random.random() * ITERATION_S)
+            version = self.completed + 1
+            gradients = self.state.gradient(version)
+            await job.live().capture(version, gradients)
+            self.state.step(gradients["weight"])
+            job.recorder.stepped(version)
+            await job.recorder.complete(version)
+            self.completed = version
+            self.cluster.check(self)
+        await job.end([])
+        assert await job.resources.give_back() is None
+
+    async def kill(self, life: asyncio.Task[None]) -> None:
+        """Nothing that it does from here on has an effect; its locks are free."""
+        self.dead = True
+        life.cancel()
+        await asyncio.wait({life})
+        await self._scheduler.close()
+        self.release()
+
+    def release(self) -> None:
+        self.cluster.locked.difference_update(self._locked)
+
+    def _hierarchy(self) -> Hierarchy:
+        def tier(name: str, place: str, survives: Survives) -> Tier:
+            return Tier(f"memory://{place}", name, wrap=lambda driver: ProcessDriver(driver, self, survives))
+
+        first = tier("memory", self.cluster.memory(self.rank), Survives.PROCESS)
+        return Hierarchy.of(first, tier("shared", self.cluster.shared, Survives.RACK))
+
+    def _lock(self, urls: Sequence[str], rank: int) -> Process:
+        self._locked = [(url, rank) for url in urls]
+        if self.cluster.locked & set(self._locked):
+            raise JobConflict(f"rank {rank} of another job holds {urls}")
+        self.cluster.locked.update(self._locked)
+        return self
+
+    def _token(self) -> str:
+        return f"{self.cluster.random.getrandbits(64):016x}"
+
+    def _copy_begins(self) -> float:
+        self._bases += 1
+        if self._bases > 1:
+            self.cluster.base_begun.set()
+        return self.cluster.random.random() * COPY_S_MAX
+
+
+class Cluster:
+    """A node a rank, each with a memory of its own, and a store that all see."""
+
+    def __init__(self, seed: int, world: int = 3) -> None:
+        self.random = random.Random(seed)
+        self.world = world
+        self.shared = f"life-{seed}-shared"
+        self.locked: set[tuple[str, int]] = set()
+        self.base_begun = asyncio.Event()
+        """A base has begun after the one that its generation opens with."""
+        self.history: dict[tuple[int, int], tuple[bytes, bytes, int]] = {}
+        """The bits of (rank, version), in whichever life it came to be first."""
+        self.recovered: list[int] = []
+        """Per start, the version that the ranks went on from."""
+
+    def memory(self, rank: int) -> str:
+        return f"{self.shared}-{rank}"
+
+    def forget(self) -> None:
+        for name in [self.shared, *map(self.memory, range(self.world))]:
+            MemoryDriver.forget(name)
+
+    def lose_node(self, rank: int) -> None:
+        MemoryDriver.forget(self.memory(rank))
+
+    def check(self, process: Process) -> None:
+        """A version has the same bits on every way to it."""
+        bits = process.state.bits
+        assert self.history.setdefault((process.rank, process.completed), bits) == bits
+
+    async def start(
+        self, last: int, until: Callable[[list[Process]], Awaitable[object]] | None = None
+    ) -> list[Process]:
+        """Start the job, and let it train to its end or, if that comes first, ``until``: then kill it, rank by rank."""
+        room, training = Room(self.world), Room(self.world)
+        ranks = range(self.world)
+        processes = [Process(self, rank, LoopGroup(rank, room), LoopGroup(rank, training)) for rank in ranks]
+        self.base_begun.clear()
+        lives = [asyncio.create_task(process.live(last)) for process in processes]
+        ends = asyncio.gather(*lives)
+        crash = asyncio.ensure_future(until(processes)) if until else ends
+        await asyncio.wait({ends, crash}, return_when=asyncio.FIRST_COMPLETED)
+        if ends.done():
+            crash.cancel()
+            await ends
+        else:
+            for process, life in self.random.sample(list(zip(processes, lives, strict=True)), self.world):
+                await process.kill(life)
+                await asyncio.sleep(self.random.random() * DYING_S)
+            await asyncio.wait({ends})
+            ends.exception() if not ends.cancelled() else None
+        assert not self.locked
+        if opened := [process.job for process in processes if process.job is not None]:
+            (version,) = {job.recovery.version if job.recovery else 0 for job in opened}
+            self.recovered.append(version)
+        return processes

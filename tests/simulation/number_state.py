@@ -1,0 +1,264 @@
+"""A training state of NumPy arrays, and its streams: small, without torch, every bit of it compared.
+
+Momentum and a generator of its own make each step depend on all before it, so that a state which skipped or mixed
+versions shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.format.container import (
+    PackedObject,
+    Shard,
+    ShardMetadata,
+    ShardWriter,
+    TensorSpec,
+    header_room,
+    shard_nbytes,
+)
+from tiercheck.format.host_state import pack
+from tiercheck.keys import ShardKey
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.record_names import gradient_name, host_name
+from tiercheck.streams.state import MakeRuns, Rebuilt
+from tiercheck.types import Fidelity
+
+__all__ = ["NumberState"]
+
+Array = NDArray[np.float32]
+SIZE = 24
+HOST_BYTES_MAX = 256
+LEARNING_RATE, MOMENTUM = np.float32(0.05), np.float32(0.9)
+
+
+@dataclass
+class NumberState:
+    """See :class:`tiercheck.streams.state.TrainingState`. Each rank's is another."""
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        self.weight: Array = np.arange(SIZE, dtype=np.float32) + self.rank
+        self.momentum: Array = np.zeros(SIZE, np.float32)
+        self.draw = self.rank + 1
+
+    @property
+    def bits(self) -> tuple[bytes, bytes, int]:
+        return self.weight.tobytes(), self.momentum.tobytes(), self.draw
+
+    def gradient(self, version: int) -> dict[str, Array]:
+        """Of the coming step; it moves the generator."""
+        self.draw = (self.draw * 6364136223846793005 + version) % 2**63
+        noise = np.float32(self.draw % 1000) / np.float32(500) - np.float32(1)
+        return {"weight": self.weight * np.float32(0.1) + noise}
+
+    def step(self, gradient: Array) -> None:
+        self.momentum *= MOMENTUM
+        self.momentum += gradient
+        self.weight -= LEARNING_RATE * self.momentum
+
+    # What the core asks
+
+    def prepare(self) -> None:
+        pass
+
+    def stream(self, world_size: int) -> NumberStream:
+        return NumberStream(self, world_size)
+
+    def reader(self) -> NumberReader:
+        return NumberReader(self)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [{"lr": float(LEARNING_RATE)}]
+
+    def host_state(self) -> dict[str, Any]:
+        return {"draw": self.draw}
+
+    def refresh(self) -> None:
+        pass
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        self.draw = state["draw"]
+
+
+class Writing:
+    """A shard of given arrays, and of one object."""
+
+    def __init__(self, memory: memoryview, specs: Sequence[TensorSpec], held: str) -> None:
+        self.writer = ShardWriter(memory, header_room(specs, [held]))
+        self._held = held
+
+    def add(self, name: str, array: Array) -> None:
+        slot = self.writer.slot(name, "F32", array.shape)
+        np.frombuffer(slot, np.float32)[:] = array
+
+    def finish(self, host_state: Mapping[str, Any], metadata: ShardMetadata) -> int:
+        self.writer.add_object(self._held, PackedObject(pack(host_state, name="host state")))
+        return self.writer.finish(metadata)
+
+
+def specs_of(*names: str) -> list[TensorSpec]:
+    return [TensorSpec(name, "F32", (SIZE,)) for name in names]
+
+
+class NumberStream:
+    """See :class:`tiercheck.streams.state.StateStream`. Nothing but its own steps ever writes to the state."""
+
+    supersedes = False
+
+    def __init__(self, state: NumberState, world_size: int) -> None:
+        self.state, self.world_size = state, world_size
+        self.token = ""
+        self.doubts = Doubts()
+        record, base = specs_of(gradient_name(0, "weight", "")), specs_of("weight", "momentum")
+        self.nbytes_max = self.nbytes_expected = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
+        self.base_nbytes = shard_nbytes(base, {"host": HOST_BYTES_MAX})
+
+    def metadata(self, key: ShardKey) -> ShardMetadata:
+        return ShardMetadata.of(key, self.world_size, self.token)
+
+    def key(self, generation: int, version: int, rank: int) -> ShardKey:
+        return ShardKey.differential(generation, version, version, rank)
+
+    def begin(self, key: ShardKey, memory: memoryview) -> NumberRecord:
+        return NumberRecord(self, key, memory)
+
+    def base(self, key: ShardKey) -> NumberBase:
+        return NumberBase(self, key)
+
+    def leave_out(self, gradients: Mapping[str, Any], version: int) -> None:
+        pass
+
+    def set_reference_base(self, base: Shard | None) -> None:
+        pass
+
+    def load(self, residuals: Mapping[str, Any]) -> None:
+        pass
+
+    def mark_recorded(self) -> None:
+        pass
+
+    def mark_stepped(self, *, every_bit: bool = False) -> None:
+        pass
+
+    def mark_published(self) -> None:
+        pass
+
+    def frozen_changed(self) -> bool:
+        return False
+
+    def masters_rewritten(self) -> tuple[str, ...]:
+        return ()
+
+    def masters_written(self) -> bool:
+        return False
+
+    def written(self) -> tuple[str, ...]:
+        return ()
+
+
+class NumberRecord:
+    def __init__(self, stream: NumberStream, key: ShardKey, memory: memoryview) -> None:
+        self._stream, self._key = stream, key
+        self._name = gradient_name(key.first, "weight", "")
+        self._writing = Writing(memory, specs_of(self._name), host_name(key.first))
+
+    def add(self, gradients: Mapping[str, Any]) -> None:
+        self._writing.add(self._name, gradients["weight"])
+
+    def finish(self, *, skipped: bool) -> int:
+        assert not skipped
+        return self._writing.finish(self._stream.state.host_state(), self._stream.metadata(self._key))
+
+
+class NumberBase:
+    disturbed = False
+    unexpected = ()
+
+    def __init__(self, stream: NumberStream, key: ShardKey) -> None:
+        self._stream, self._key = stream, key
+        self._host_state = stream.state.host_state()
+        self.nbytes_max = stream.base_nbytes
+
+    def copy(self, memory: memoryview) -> None:
+        """Of the state as it is now: if training went on too early, the base is of no version."""
+        self._writing = Writing(memory, specs_of("weight", "momentum"), "host")
+        self._writing.add("weight", self._stream.state.weight)
+        self._writing.add("momentum", self._stream.state.momentum)
+
+    def finish(self) -> int:
+        return self._writing.finish(self._host_state, self._stream.metadata(self._key))
+
+
+@dataclass(frozen=True)
+class Base:
+    weight: Array
+    momentum: Array
+    host_state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    version: int
+    gradient: Array
+    host_state: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    records: Sequence[Record]
+
+    @property
+    def last(self) -> int:
+        return self.records[-1].version
+
+
+def array_in(shard: Shard, name: str) -> Array:
+    return np.frombuffer(shard.entry(name).data, np.float32)
+
+
+class NumberReader:
+    """See :class:`tiercheck.streams.state.StateReader`."""
+
+    threads = 1
+    steps_at_once = 4
+
+    def __init__(self, state: NumberState) -> None:
+        self._state = state
+
+    def expect(self) -> None:
+        pass
+
+    def base(self, shard: Shard, *, tier: str, places: str) -> Base:
+        return Base(array_in(shard, "weight"), array_in(shard, "momentum"), shard.object("host"))
+
+    def led_on(self, base: Base, shard: Shard, *, tier: str) -> Base:
+        raise AssertionError("there are no snapshots")
+
+    def records(self, shard: Shard, base: Base, *, tier: str) -> list[Record]:
+        return [
+            Record(version, array_in(shard, gradient_name(version, "weight", "")), shard.object(host_name(version)))
+            for version in shard.metadata.key.versions
+        ]
+
+    def run(self, records: Sequence[Record], *, threads: int) -> Run:
+        return Run([replace(each, gradient=each.gradient.copy()) for each in records])
+
+    async def rebuild(self, base: Base, start: Base, make: MakeRuns, scheduler: Scheduler) -> Rebuilt:
+        self._state.weight[:], self._state.momentum[:] = start.weight, start.momentum
+        host_state = start.host_state
+        async for run in make(1):
+            for record in run.records:
+                self._state.step(record.gradient)
+                host_state = record.host_state
+        return Rebuilt(host_state)
+
+    def reached(self, base: Base, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+        return Fidelity.EXACT, ()

@@ -1,0 +1,83 @@
+"""Three ranks live, are killed, recover and go on, all of it in one event loop and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import virtual_time
+from tests.simulation.life import Cluster, Process
+from tests.simulation.number_state import NumberState
+
+LAST = 40
+REPOSITORY = Path(__file__).absolute().parents[2]
+
+
+def at(version: int) -> Callable[[list[Process]], Awaitable[object]]:
+    """When the first rank has completed the version."""
+
+    async def reached(processes: list[Process]) -> None:
+        while max(process.completed for process in processes) < version:  # noqa: ASYNC110
+            await asyncio.sleep(0.003)  # of virtual time
+
+    return reached
+
+
+async def whole_life(seed: int) -> list[int]:
+    """All ranks are killed; again, in the middle of a base; then a node is lost as well; at last they reach the end."""
+    cluster = Cluster(seed)
+    try:
+        first = await cluster.start(LAST, at(cluster.random.randint(9, 14)))
+        promised = min(process.completed for process in first)
+        second = await cluster.start(LAST, lambda _: cluster.base_begun.wait())
+        assert promised <= cluster.recovered[-1] <= max(process.completed for process in first)
+        promised = min(process.completed for process in second)
+        third = await cluster.start(LAST, at(promised + cluster.random.randint(1, 9)))
+        assert promised <= cluster.recovered[-1] <= max(process.completed for process in second)
+        committed = max(process.job.mover.status.watermark or 0 for process in third if process.job)
+        cluster.lose_node(cluster.random.randrange(cluster.world))
+        fourth = await cluster.start(LAST)
+        assert committed <= cluster.recovered[-1] <= max(process.completed for process in third)
+        assert [process.completed for process in fourth] == [LAST] * cluster.world
+        assert [process.state.bits for process in fourth] == [trained(rank).bits for rank in range(cluster.world)]
+        return cluster.recovered
+    finally:
+        cluster.forget()
+
+
+def trained(rank: int) -> NumberState:
+    """What a rank comes to that nothing ever happens to."""
+    state = NumberState(rank)
+    for version in range(1, LAST + 1):
+        state.step(state.gradient(version)["weight"])
+    return state
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_three_ranks_that_are_killed_and_lose_a_node_end_as_if_nothing_had_happened(seed: int) -> None:
+    recovered = virtual_time.run(whole_life(seed))
+    assert recovered[0] == 0
+    assert len(recovered) == 4
+
+
+def test_a_seed_is_one_story() -> None:
+    assert virtual_time.run(whole_life(3)) == virtual_time.run(whole_life(3))
+
+
+def test_a_whole_life_needs_no_torch_and_no_thread() -> None:
+    """The core knows a state by its protocol, and waits by its scheduler only."""
+    life = (
+        "import sys, threading\n"
+        "from tests.simulation import virtual_time\n"
+        "import tests.simulation.test_whole_lives as lives\n"
+        "virtual_time.run(lives.whole_life(1))\n"
+        "assert 'torch' not in sys.modules, 'the core imports torch'\n"
+        "assert threading.enumerate() == [threading.main_thread()]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", life], cwd=REPOSITORY, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]

@@ -1,0 +1,251 @@
+"""One rank's training state as the core knows it: what recording takes from it, and recovery gives back to it.
+
+The core (opening, recording, recovery) sees keys, shards and lengths. What is a tensor, and of which framework, only an
+implementation knows: :class:`~tiercheck.streams.tensor_state.TensorState` is the one of torch. A simulation brings a
+smaller one. All methods that touch the live state are called in the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tiercheck.errors import Corruption
+from tiercheck.format.container import Shard
+from tiercheck.keys import ShardKey
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.doubts import Doubts
+from tiercheck.types import Fidelity
+
+__all__ = [
+    "MakeRuns",
+    "Rebuilt",
+    "Record",
+    "RecordCapture",
+    "Run",
+    "StateCapture",
+    "StateReader",
+    "StateStream",
+    "TrainingState",
+    "Undecodable",
+    "ill_formed_is_corrupt",
+]
+
+ILL_FORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
+"""What Python raises where a value is not what its reader takes it for. Lack of memory is none of it."""
+
+
+class Undecodable(Corruption):
+    """A differential's bytes are what was written (``whole``), or not; either way they are not a ``version`` of this
+    state."""
+
+    def __init__(self, version: int, cause: Corruption, *, whole: bool) -> None:
+        super().__init__(f"version {version} cannot be decoded: {cause.message}", tier=cause.tier, key=cause.key)
+        self.version = version
+        self.whole = whole
+
+
+@contextmanager
+def ill_formed_is_corrupt(*, tier: str, key: str) -> Iterator[None]:
+    """Whatever a reader inside trips over is the copy's fault. Errors: ``Corruption``."""
+    try:
+        yield
+    except ILL_FORMED as error:
+        raise Corruption(f"it is ill formed: {type(error).__name__}: {str(error)[:500]}", tier=tier, key=key) from error
+
+
+# What recording takes
+
+
+class RecordCapture(Protocol):
+    """One version on its way into the first tier's memory."""
+
+    def add(self, gradients: Mapping[str, Any]) -> None:
+        """Take the gradients of the coming step, or of a part of it."""
+        ...
+
+    def finish(self, *, skipped: bool) -> int:
+        """The step is done, or was skipped: close the shard; returns its length in bytes."""
+        ...
+
+
+class StateCapture(Protocol):
+    """A base on its way into the first tier's memory."""
+
+    @property
+    def nbytes_max(self) -> int:
+        """Bytes to reserve for the shard."""
+        ...
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the state was written to before :meth:`copy` had returned: then the copy is of no one moment."""
+        ...
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """After :meth:`finish`: what has other bits than the step left there."""
+        ...
+
+    def copy(self, memory: memoryview) -> None:
+        """Copy the state, in any thread. It may change from the return on."""
+        ...
+
+    def finish(self) -> int:
+        """Close the shard, in any thread; returns its length in bytes."""
+        ...
+
+
+class StateStream(Protocol):
+    """What one rank records of every iteration, and of the state where a base is due: see
+    :class:`~tiercheck.streams.iteration.IterationStream`."""
+
+    token: str
+    doubts: Doubts
+
+    @property
+    def supersedes(self) -> bool: ...
+
+    @property
+    def nbytes_max(self) -> int: ...
+
+    @property
+    def nbytes_expected(self) -> int: ...
+
+    @property
+    def base_nbytes(self) -> int: ...
+
+    def key(self, generation: int, version: int, rank: int) -> ShardKey: ...
+
+    def begin(self, key: ShardKey, memory: memoryview) -> RecordCapture: ...
+
+    def base(self, key: ShardKey) -> StateCapture: ...
+
+    def leave_out(self, gradients: Mapping[str, Any], version: int) -> None: ...
+
+    def set_reference_base(self, base: Shard | None) -> None: ...
+
+    def load(self, residuals: Mapping[str, Any]) -> None: ...
+
+    def mark_recorded(self) -> None: ...
+
+    def mark_stepped(self, *, every_bit: bool = False) -> None: ...
+
+    def mark_published(self) -> None: ...
+
+    def frozen_changed(self) -> bool: ...
+
+    def masters_rewritten(self) -> tuple[str, ...]: ...
+
+    def masters_written(self) -> bool: ...
+
+    def written(self) -> tuple[str, ...]: ...
+
+
+# What recovery gives back
+
+
+class Record(Protocol):
+    """One version's record, parsed."""
+
+    @property
+    def version(self) -> int: ...
+
+
+class Run(Protocol):
+    """Consecutive records, decoded."""
+
+    @property
+    def last(self) -> int: ...
+
+
+MakeRuns = Callable[[int], AsyncGenerator[Any, None]]
+"""Runs in temporal order, each made on the event loop when it is asked for, by at most so many threads."""
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The state is that of a base and the records after it."""
+
+    host_state: Mapping[str, Any]
+    """As of the last version."""
+    tally: Any = None
+    """What was replayed, for :meth:`StateReader.reached`."""
+    residuals: Mapping[str, Any] = field(default_factory=dict)
+    """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
+    (:mod:`tiercheck.streams.gradient_encoder`)."""
+
+
+class StateReader(Protocol):
+    """Reads what verified shards say, and puts the state together from it. What it reads is opaque to the core.
+
+    Only :meth:`expect` and :meth:`rebuild` touch the live state; the others run in any thread.
+    """
+
+    @property
+    def threads(self) -> int:
+        """At most so many may run at a time."""
+        ...
+
+    @property
+    def steps_at_once(self) -> int:
+        """Versions that a run has at most."""
+        ...
+
+    def expect(self) -> None:
+        """Learn from the live state what shards must hold. Idempotent."""
+        ...
+
+    def base(self, shard: Shard, *, tier: str, places: str) -> Any:
+        """Errors: ``Corruption``; ``ConfigurationError`` if it is of another model or job."""
+        ...
+
+    def led_on(self, base: Any, shard: Shard, *, tier: str) -> Any:
+        """What a snapshot leads to from the base. Errors: ``Corruption``; ``ConfigurationError``."""
+        ...
+
+    def records(self, shard: Shard, base: Any, *, tier: str) -> Sequence[Record]:
+        """Errors: ``Corruption``; ``ConfigurationError`` if one is not of the base's state."""
+        ...
+
+    def run(self, records: Sequence[Any], *, threads: int) -> Run:
+        """Errors: ``Undecodable``."""
+        ...
+
+    async def rebuild(self, base: Any, start: Any, make: MakeRuns, scheduler: Scheduler) -> Rebuilt:
+        """Load ``start`` (the base, or what a snapshot leads to from it), and replay the runs. Errors: those of
+        ``make``; what the user's objects raise."""
+        ...
+
+    def reached(self, base: Any, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+        """How true the state is. Why it is less than exact, if it is; and what else there is to know of the replay."""
+        ...
+
+
+class TrainingState(Protocol):
+    """One rank's training state."""
+
+    def prepare(self) -> None:
+        """Make ready what takes long and needs no tier, such as compiled kernels."""
+        ...
+
+    def stream(self, world_size: int) -> StateStream:
+        """What is recorded of it. Errors: ``ConfigurationError``; ``UnsupportedSetup``."""
+        ...
+
+    def reader(self) -> StateReader: ...
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Per parameter group, its options as plain values."""
+        ...
+
+    def host_state(self) -> dict[str, Any]: ...
+
+    def refresh(self) -> None:
+        """Rebuild what derives from what was rebuilt. Collective."""
+        ...
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None: ...
