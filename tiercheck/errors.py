@@ -5,6 +5,7 @@
     TierCheckError
     ├── ConfigurationError        the caller's set-up is wrong; nothing was changed
     │   ├── UnsupportedSetup      a training set-up that cannot be saved whole, refused at attach
+    │   ├── UnknownRequest        an agent of another release does not know what it was asked
     │   └── Mismatch              the checkpoint belongs to another model, form of state or world size
     ├── TierError                 a driver could not do what was asked (carries ``tier`` and ``key``)
     │   ├── NotFound              no object under this key
@@ -49,6 +50,7 @@ __all__ = [
     "TierError",
     "Transient",
     "Unauthorized",
+    "UnknownRequest",
     "Unsupported",
     "UnsupportedSetup",
 ]
@@ -69,6 +71,10 @@ class UnsupportedSetup(ConfigurationError):
 class Mismatch(ConfigurationError):
     """The checkpoint was written by another model or at another world size, or has another form than this job's
     state."""
+
+
+class UnknownRequest(ConfigurationError):
+    """The agent is of another release, and does not know what it was asked. It goes on, and so may whoever asked."""
 
 
 class TierError(TierCheckError):

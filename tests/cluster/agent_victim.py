@@ -28,7 +28,7 @@ NBYTES = 150_000
 async def prepare(node: Node, job: ReplicationJob) -> None:
     async with node.open(job) as hierarchy:
         await open_generation(hierarchy)
-        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job.to_object())])
+        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job)])
         await capture(hierarchy, *(base(version) for version in BASES), nbytes=NBYTES)
         await capture(hierarchy, *(record(version) for version in range(1, LAST + 1)), nbytes=NBYTES)
 

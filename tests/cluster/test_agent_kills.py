@@ -202,7 +202,7 @@ async def test_told_twice_it_ends_at_once(node: Node) -> None:
     (node.folder / "notadir").write_text("in the way")
     bad = node.job(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
     async with started(node) as client:
-        async with make_driver(bad.tiers[0][1]) as first:
+        async with make_driver(bad.namespace) as first:
             await RemoteMover(client, first, bad).register()
         pid = client.hello.pid
         os.kill(pid, signal.SIGTERM)

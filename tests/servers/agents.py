@@ -105,7 +105,7 @@ class Node:
 async def open_generation(hierarchy: OpenHierarchy, generation: int = 1, parent: int = 0, left_at: int = 0) -> None:
     branch = Branch(generation, parent, left_at, 1, TOKEN)
     for tier in hierarchy.tiers:
-        await tier.driver.put(str(LineageKey(generation)), [seal(LineageKey(generation), branch.to_object())])
+        await tier.driver.put(str(LineageKey(generation)), [seal(LineageKey(generation), branch)])
 
 
 async def capture(hierarchy: OpenHierarchy, *keys: ShardKey, nbytes: int = 64) -> None:

@@ -56,9 +56,9 @@ async def test_what_a_neighbour_has_put_is_never_taken_for_a_nomination(node: No
     victim = node.folder / "victim"
     planted = node.job(f"shm://{name}", durable=f"nvme://{victim}?survives=rack")
     async with kept_for_neighbours(name) as kept:
-        await kept.put(str(LineageKey(1)), [seal(LineageKey(1), Branch(1, 0, 0, 1, "ab" * 8).to_object())])
+        await kept.put(str(LineageKey(1)), [seal(LineageKey(1), Branch(1, 0, 0, 1, "ab" * 8))])
         await kept.put(str(base(0)), shard(base(0)))
-        await kept.put(str(JobKey(0)), [seal(JobKey(0), planted.to_object())])
+        await kept.put(str(JobKey(0)), [seal(JobKey(0), planted)])
     async with running(node) as agent:
         assert list(agent.registry) == []
         # Not even if somebody asks for it by the control socket.
@@ -71,7 +71,7 @@ async def test_a_namespace_whose_kind_nobody_has_decided_nominates_nothing(node:
     first = node.shm()
     async with node.open(node.job(first)) as hierarchy:
         await open_generation(hierarchy)
-        content = seal(JobKey(0), node.job(first).to_object())
+        content = seal(JobKey(0), node.job(first))
         await hierarchy.first.driver.put(str(JobKey(0)), [content])
     assert first.partition("?")[0] in namespaces_with_jobs()
     kind = namespace_path(node.namespaces[-1]) / ".tiercheck" / "kind"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tiercheck import keys
+from tiercheck import keys, schema
 from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
@@ -40,9 +40,9 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     ``RecoveryError``; ``GroupError``.
     """
     roles, lineage, sound, surveys = hierarchy.roles, restored.past.lineage, restored.sound, restored.past.surveys
-    answers = await ranks.gather("what each rank can come to", Reach.of(sound, roles, lineage).to_object)
+    answers = await ranks.gather("what each rank can come to", lambda: schema.plain(Reach.of(sound, roles, lineage)))
     reached = restored.recovery.version if restored.recovery else None
-    known = anew([Reach.from_object(answer) for answer in answers], reached)
+    known = anew([schema.read(Reach, answer) for answer in answers], reached)
     owned = {source for survey in surveys for source in survey.sources}
     absent = {tier for tier, _ in surveys[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.

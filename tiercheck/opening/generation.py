@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from tiercheck import schema
 from tiercheck.errors import GroupError, RecoveryError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.lineage import Branch
@@ -38,16 +39,17 @@ async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restor
     for _ in range(NUMBERS_TRIED):
         # Rank 0's is taken.
         proposal = Branch(taken + 1, restored.parent, restored.version, ranks.world_size, token())
-        branch = Branch.from_object((await ranks.gather("choosing the generation", proposal.to_object))[0])
+        proposals = await ranks.gather("choosing the generation", partial(schema.plain, proposal))
+        branch = schema.read(Branch, proposals[0])
 
-        async def open_it(branch: Branch = branch) -> dict[str, Any]:
+        async def open_it(branch: Branch = branch) -> Any:
             retry_s = 0.9 * ranks.deadline_s  # the error names the tier
             past = restored.past.lineage
             opening = open_generation(tiers, branch, past=past, may_wait=restored.in_memory, retry_s=retry_s)
-            return asdict(await ranks.call(opening, f"opening generation {branch.generation}"))
+            return schema.plain(await ranks.call(opening, f"opening generation {branch.generation}"))
 
         try:
-            openings = [Opening(**each) for each in await ranks.gather("opening the generation", open_it)]
+            openings = [schema.read(Opening, each) for each in await ranks.gather("opening the generation", open_it)]
         except GroupError:  # the ranks cannot agree to take it back, and a generation that nobody is in does no harm
             raise
         except Exception:

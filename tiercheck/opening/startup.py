@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
 from tiercheck.agent.client.session import AgentSession
 from tiercheck.config import CheckpointConfig, int_of
@@ -194,7 +195,7 @@ class _Startup:
         agent = self.held.agent = await AgentSession.of(
             placed, self.ranks.rank, self.ranks.scheduler, self.config.deadline_s, environment
         )
-        return (placed, agent), agent.endpoint(node).to_object()
+        return (placed, agent), schema.plain(agent.endpoint(node))
 
     async def open_tiers(
         self, stream: StateStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
@@ -202,7 +203,7 @@ class _Startup:
         """``nodes``: what each rank's :meth:`find` tells the others."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
-            endpoints = [RankEndpoint.from_object(each) for each in nodes]
+            endpoints = [schema.read(RankEndpoint, each) for each in nodes]
             placed = placed.with_peer(*peer_address(ranks.rank, endpoints))
         self.trained.prepare()
         tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()

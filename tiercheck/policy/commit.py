@@ -11,14 +11,17 @@ every rank can read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from msgspec import Struct
 
 from tiercheck.keys import CommitKey, MarkerKey, ShardKey
 from tiercheck.policy.observation import Contents, Observation
 from tiercheck.policy.placement import own_bases
+from tiercheck.schema import Count, Generation, Version
 
-__all__ = ["COORDINATOR", "CommitRecord", "Marker", "lagging", "superseded", "to_commit", "to_mark"]
+__all__ = ["COORDINATOR", "CommitRecord", "CommittedShard", "Marker", "lagging", "superseded", "to_commit", "to_mark"]
 
 COORDINATOR = 0
 RANKS_NAMED_MAX = 8
@@ -28,39 +31,33 @@ RANKS_NAMED_MAX = 8
 class Marker:
     """What a rank says about its shard: its length, the digest in its header, and its generation's token."""
 
-    nbytes: int
+    nbytes: Count
     digest: str
     token: str
 
-    def to_object(self) -> dict[str, Any]:
-        return {"nbytes": self.nbytes, "digest": self.digest, "token": self.token}
 
-    @classmethod
-    def from_object(cls, value: Any) -> Marker:
-        """Raises ``ValueError`` for anything that :meth:`to_object` does not return."""
-        match value:
-            case {"nbytes": int(nbytes), "digest": str(digest), "token": str(token)} if len(value) == 3:
-                return cls(nbytes, digest, token)
-        raise ValueError("a marker has the fields nbytes, digest and token")
+class CommittedShard(Struct, frozen=True, array_like=True):
+    """What a commit record says of one rank's shard."""
+
+    nbytes: Count
+    digest: str
 
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """The committed base: every rank's marker, in rank order."""
+    """The committed base: what every rank's marker says, in rank order."""
 
-    generation: int
-    version: int
+    generation: Generation
+    version: Version
     token: str
     """The generation's token. Each marker has the same token."""
-    shards: tuple[Marker, ...]
+    shards: tuple[CommittedShard, ...]
 
-    def to_object(self) -> dict[str, Any]:
-        return {
-            "generation": self.generation,
-            "version": self.version,
-            "token": self.token,
-            "shards": [[marker.nbytes, marker.digest] for marker in self.shards],
-        }
+    @classmethod
+    def of(cls, generation: int, version: int, markers: Sequence[Marker]) -> CommitRecord:
+        """``markers``: of all ranks, in rank order."""
+        shards = tuple(CommittedShard(marker.nbytes, marker.digest) for marker in markers)
+        return cls(generation, version, markers[0].token, shards)
 
 
 def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
+
+from tiercheck.schema import Count
 
 __all__ = ["Branch", "Lineage", "bearing", "strangers"]
 
@@ -17,35 +21,16 @@ __all__ = ["Branch", "Lineage", "bearing", "strangers"]
 class Branch:
     """A generation, and the version at which it left its parent (``parent`` 0: it began at version 0)."""
 
-    generation: int
-    parent: int
-    left_at: int
-    world_size: int
+    generation: Count
+    parent: Count
+    left_at: Count
+    world_size: Annotated[int, Meta(ge=1)]
     token: str
     """A random text of the job that opened the generation. Two jobs that race for one number have different tokens."""
 
-    def to_object(self) -> dict[str, Any]:
-        return {
-            "generation": self.generation,
-            "parent": self.parent,
-            "left_at": self.left_at,
-            "world_size": self.world_size,
-            "token": self.token,
-        }
-
-    @classmethod
-    def from_object(cls, value: Any) -> Branch:
-        """Raises ``ValueError`` for anything that :meth:`to_object` does not return."""
-        fields = {"generation": int, "parent": int, "left_at": int, "world_size": int, "token": str}
-        if not isinstance(value, dict) or set(value) != set(fields):
-            raise ValueError(f"a lineage record has the fields {', '.join(fields)}")
-        for name, kind in fields.items():
-            if type(value[name]) is not kind:
-                raise ValueError(f"the lineage record's {name} is {value[name]!r}")
-        branch = cls(**value)
-        if not 0 <= branch.parent < branch.generation or branch.left_at < 0 or branch.world_size < 1:
-            raise ValueError(f"the lineage record {branch} contradicts itself")
-        return branch
+    def __post_init__(self) -> None:
+        if not self.parent < self.generation:
+            raise ValueError(f"the lineage record {self} contradicts itself")
 
 
 @dataclass(frozen=True)

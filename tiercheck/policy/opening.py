@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.agreement import NO_MARK, Span, agreed, held_twice, spans_of
@@ -43,14 +42,6 @@ class Reach:
             spans_of(Readable.of(_keys(held, outliving)).ways(lineage)),
             spans_of(Readable.of(source.key for source in held).ways(lineage)),
         )
-
-    def to_object(self) -> list[list[list[int]]]:
-        return [[list(span) for span in spans] for spans in (self.twice, self.lasting, self.anyhow)]
-
-    @classmethod
-    def from_object(cls, value: Any) -> Reach:
-        twice, lasts, anyhow = (tuple((first, last) for first, last in spans) for spans in value)
-        return cls(twice, lasts, anyhow)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiercheck import schema
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.consensus import RecoveryPoint
@@ -24,7 +25,7 @@ from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reader import Lost, Part, Reader
-from tiercheck.recovery.survey import Survey, sources_of, survey
+from tiercheck.recovery.survey import Survey, survey
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
@@ -116,6 +117,17 @@ class Restored:
     def version(self) -> int:
         """The version that the state is at."""
         return self.recovery.version if self.recovery else 0
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What a rank tells the others of its part of the reading or the replay."""
+
+    succeeded: bool
+    failed: tuple[Source, ...]
+    """Copies that it cannot use any more."""
+    unusable: tuple[tuple[Source, str], ...]
+    """Those of them that are whole, and why the job cannot use them."""
 
 
 @dataclass
@@ -222,14 +234,14 @@ class Restorer:
         """What every rank finds in these of its tiers. Collective. Options: as :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
-        async def look() -> dict[str, Any]:
+        async def look() -> Any:
             looking = survey(chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
             within_s = max(retry_s, answer_s) + ANSWER_S / 2
             found = await self.ranks.scheduler.call(looking, what="the survey of the tiers", deadline_s=within_s)
-            return found.to_object()
+            return schema.plain(found)
 
         answers = await self.ranks.gather("the survey before recovery", look, more_s=ANSWER_S)
-        return [Survey.from_object(answer) for answer in answers]
+        return [schema.read(Survey, answer) for answer in answers]
 
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
@@ -283,20 +295,15 @@ class Restorer:
     async def _together(self, reader: Reader, what: str, attempt: Callable[[], Awaitable[bool]]) -> bool:
         """Whether every rank succeeded. Where one did not, copies that failed are forgotten everywhere."""
 
-        async def produce() -> dict[str, Any]:
+        async def produce() -> Any:
             succeeded, whole = await attempt(), reader.copies.unusable
-            return {
-                "succeeded": succeeded,
-                "failed": [(source.tier, str(source.key)) for source in sorted(reader.quarantined)],
-                "unusable": [(source.tier, str(source.key), why) for source, why in sorted(whole.items())],
-            }
+            return schema.plain(_Attempt(succeeded, tuple(sorted(reader.quarantined)), tuple(sorted(whole.items()))))
 
-        answers = await self.ranks.gather(what, produce, more_s=ANSWER_S)
-        if all(answer["succeeded"] for answer in answers):
+        answers = [schema.read(_Attempt, each) for each in await self.ranks.gather(what, produce, more_s=ANSWER_S)]
+        if all(answer.succeeded for answer in answers):
             return True
         for rank, answer in enumerate(answers):
-            whole = {source: why for tier, key, why in answer["unusable"] for source in sources_of([(tier, key)])}
-            self._found.forget(rank, sources_of(answer["failed"]), whole)
+            self._found.forget(rank, frozenset(answer.failed), dict(answer.unusable))
         return False
 
     async def _settle(self, reader: Reader, part: Part, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tiercheck import keys
 from tiercheck.errors import TierError
@@ -23,7 +23,7 @@ from tiercheck.policy.recovery import Source
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import SetAside, read_branches
 
-__all__ = ["Looked", "Survey", "look_into", "sources_of", "survey"]
+__all__ = ["Looked", "Survey", "look_into", "survey"]
 
 log = logging.getLogger(__name__)
 
@@ -83,35 +83,6 @@ class Survey:
             self.set_aside | other.set_aside,
             other.away,
         )
-
-    def to_object(self) -> dict[str, Any]:
-        return {
-            "sources": [[source.tier, str(source.key)] for source in sorted(self.sources)],
-            "others": [[source.tier, str(source.key)] for source in sorted(self.others)],
-            "branches": [[tier, branch.to_object()] for tier, branch in sorted(self.branches)],
-            "recorded": [list(each) for each in sorted(self.recorded)],
-            "claims": [str(claim) for claim in sorted(self.claims)],
-            "generations": [list(each) for each in sorted(self.generations)],
-            "set_aside": [list(each) for each in sorted(self.set_aside)],
-            "away": [list(each) for each in self.away],
-        }
-
-    @classmethod
-    def from_object(cls, value: Any) -> Survey:
-        return cls(
-            sources=sources_of(value["sources"]),
-            others=sources_of(value["others"]),
-            branches=frozenset((tier, Branch.from_object(each)) for tier, each in value["branches"]),
-            recorded=frozenset((tier, generation) for tier, generation in value["recorded"]),
-            claims=frozenset(key for text in value["claims"] if isinstance(key := keys.parse(text), ClaimKey)),
-            generations=frozenset((tier, generation) for tier, generation in value["generations"]),
-            set_aside=frozenset(SetAside(*each) for each in value["set_aside"]),
-            away=tuple((tier, error) for tier, error in value["away"]),
-        )
-
-
-def sources_of(value: Iterable[tuple[int, str]]) -> frozenset[Source]:
-    return frozenset(Source(tier, key) for tier, text in value if isinstance(key := keys.parse(text), ShardKey))
 
 
 async def survey(

@@ -156,7 +156,7 @@ class Actions:
     async def mark(self, tier: OpenTier, key: MarkerKey) -> None:
         shard = ShardKey.base(key.generation, key.version, key.rank)
         marker = await _marker_of(tier, shard)
-        info = await tier.driver.put(str(key), [seal(key, marker.to_object())])
+        info = await tier.driver.put(str(key), [seal(key, marker)])
         self._observer.put(tier.index, key, info.nbytes)
 
     async def commit(self, tier: OpenTier, key: CommitKey) -> None:
@@ -169,10 +169,10 @@ class Actions:
                 if isinstance(each, BaseException):
                     raise each
                 markers.append(each)
-        record = CommitRecord(key.generation, key.version, markers[0].token, tuple(markers))
+        record = CommitRecord.of(key.generation, key.version, markers)
         # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
-        content = seal(key, record.to_object())
+        content = seal(key, record)
         await self._fence(tier)
         try:
             await tier.driver.put(str(key), [content], mode=mode)
@@ -184,10 +184,7 @@ class Actions:
     async def _checked(self, tier: OpenTier, key: CommitKey, rank: int) -> Marker:
         """The marker of a rank. Errors: ``Corruption`` if it is not what its shard is."""
         marker, shard = MarkerKey(key.generation, key.version, rank), ShardKey.base(key.generation, key.version, rank)
-        try:
-            said = Marker.from_object(await read_record(tier.driver, marker))
-        except ValueError as error:
-            raise Corruption(str(error), tier=tier.name, key=str(marker)) from error
+        said = await read_record(tier.driver, marker, Marker)
         found = await _marker_of(tier, shard)
         if said != found:
             raise Corruption(f"the shard is {found}, its marker says {said}", tier=tier.name, key=str(shard))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tiercheck import keys
@@ -106,7 +107,7 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) ->
         mode = PutMode.OVERWRITE
         if tier.capabilities.conditional_put:
             mode = PutMode.UPDATE((await tier.driver.stat(str(key))).etag)
-        await tier.driver.put(str(key), [seal(key, branch.to_object())], mode=mode)
+        await tier.driver.put(str(key), [seal(key, branch)], mode=mode)
         return
     await _check_strangers(tier, branch, lineage)
     await _put_ancestors(tier, branch, lineage)
@@ -120,7 +121,7 @@ async def _put_ancestors(tier: OpenTier, branch: Branch, lineage: Lineage) -> No
     for generation, ancestor in sorted(lineage.branches.items()):
         key = LineageKey(generation)
         if generation < branch.generation and key not in recorded:
-            await tier.driver.put(str(key), [seal(key, ancestor.to_object())])
+            await tier.driver.put(str(key), [seal(key, ancestor)])
 
 
 async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
@@ -181,18 +182,17 @@ async def withdraw_records(hierarchy: OpenHierarchy, branch: Branch) -> None:
     """Remove this very branch's records, and its claims, from this rank's tiers. Errors: ``TierError``."""
     for tier in hierarchy.tiers:
         key = LineageKey(branch.generation)
-        try:
-            found = await read_record(tier.driver, key)
-        except (NotFound, Corruption):
-            found = None
+        found: Branch | None = None
+        with suppress(NotFound, Corruption):
+            found = await read_record(tier.driver, key, Branch)
         gone = [str(ClaimKey(branch.generation, branch.token))]
-        await tier.driver.delete([*gone, str(key)] if found == branch.to_object() else gone)
+        await tier.driver.delete([*gone, str(key)] if found == branch else gone)
 
 
 async def _create(tier: OpenTier, branch: Branch) -> None:
     key = LineageKey(branch.generation)
     try:
-        await tier.driver.put(str(key), [seal(key, branch.to_object())], mode=PutMode.CREATE)
+        await tier.driver.put(str(key), [seal(key, branch)], mode=PutMode.CREATE)
     except AlreadyExists:
         if await read_branch(tier, key) != branch:
             raise _conflict(tier, branch) from None
@@ -201,13 +201,13 @@ async def _create(tier: OpenTier, branch: Branch) -> None:
 async def _claim(tier: OpenTier, branch: Branch) -> None:
     own = ClaimKey(branch.generation, branch.token)
     record = LineageKey(branch.generation)
-    await tier.driver.put(str(own), [seal(own, branch.to_object())])
+    await tier.driver.put(str(own), [seal(own, branch)])
     found = [keys.parse(info.key) async for info in tier.driver.list(str(record))]
     rivals = [key for key in found if isinstance(key, ClaimKey) and key != own]
     if rivals or (record in found and await read_branch(tier, record) != branch):
         await tier.driver.delete([str(own)])
         raise _conflict(tier, branch)
-    await tier.driver.put(str(record), [seal(record, branch.to_object())])
+    await tier.driver.put(str(record), [seal(record, branch)])
 
 
 def _conflict(tier: OpenTier, branch: Branch) -> JobConflict:

@@ -49,11 +49,7 @@ async def read_branches(
 
 async def read_branch(tier: OpenTier, key: LineageKey, *, nbytes: int | None = None) -> Branch:
     """Errors: ``Corruption`` for what is no lineage record of that generation; ``NotFound``; ``TierError``."""
-    value = await asked_twice(lambda: read_record(tier.driver, key, nbytes=nbytes))
-    try:
-        branch = Branch.from_object(value)
-    except ValueError as error:
-        raise Corruption(str(error), tier=tier.name, key=str(key)) from error
+    branch = await asked_twice(lambda: read_record(tier.driver, key, Branch, nbytes=nbytes))
     if branch.generation != key.generation:
         raise Corruption(f"the record speaks of generation {branch.generation}", tier=tier.name, key=str(key))
     return branch

@@ -5,8 +5,9 @@ is whole. Each is msgpack behind a magic and a digest over its key and its conte
 short, and a record that lies under another key's name are damage (``Corruption``) and never another meaning. The
 digest is no authentication: whoever can write to a tier can write a record that verifies.
 
-A record holds plain values only. Its length, its nesting, the number of its values and the length of its strings have
-limits for each kind of key, which are checked before anything is built.
+A record is a value of :mod:`tiercheck.schema`. Its length, its nesting, the number of its values and the length of its
+strings have limits for each kind of key, which are checked before anything is built. A release that gives the fields
+another meaning writes a higher ``major`` among them, and a reader refuses a major that it does not know.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
-from tiercheck.errors import Corruption
+from tiercheck import schema
+from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format import host_state
-from tiercheck.format.host_state import Limits
+from tiercheck.format.host_state import Limits, Unstorable
 from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.types import Buffer
+from tiercheck.types import Buffer, shown
 
-__all__ = ["HEAD_NBYTES", "MAGIC", "digest_of", "nbytes_max", "read_record", "seal", "unseal"]
+__all__ = ["HEAD_NBYTES", "MAGIC", "MAJOR", "digest_of", "nbytes_max", "read_record", "seal", "unseal"]
+
+T = TypeVar("T")
 
 MAGIC = b"tiercheck-record"
+MAJOR = 1
+"""Of what the fields mean. A record without the field has this one."""
 DIGEST_NBYTES = 16
 HEAD_NBYTES = len(MAGIC) + DIGEST_NBYTES
 AT_ONCE_NBYTES = 64 << 10
@@ -53,14 +59,20 @@ def nbytes_max(key: Key) -> int:
 
 def seal(key: Key, value: object) -> bytes:
     """``value`` as the record that belongs under ``key``. Errors: ``Unstorable`` for what no reader would take."""
-    body = host_state.pack(value, name=str(key), limits=_limits(key))
+    limits = _limits(key)
+    try:
+        body = schema.pack(value)
+        host_state.unpack(body, limits=limits)
+    except (ValueError, TypeError, OverflowError, Corruption) as error:
+        raise Unstorable(f"{key} cannot be stored, since it could not be read again: {error}") from error
     return MAGIC + digest_of(key, body) + body
 
 
-def unseal(content: Buffer, *, key: Key, tier: str) -> Any:
-    """The value that was sealed under ``key``. ``tier`` is for messages.
+def unseal(content: Buffer, kind: type[T], *, key: Key, tier: str) -> T:
+    """The value that was sealed under ``key``, as a ``kind``. ``tier`` is for messages.
 
-    Errors: ``Corruption`` naming key and tier, for anything that :func:`seal` has not made for this very key.
+    Errors: ``Corruption`` naming key and tier, for anything that :func:`seal` has not made for this very key, and for
+    what is no ``kind``; ``ConfigurationError`` for a newer major.
     """
     data = memoryview(content).cast("B")
     try:
@@ -71,16 +83,25 @@ def unseal(content: Buffer, *, key: Key, tier: str) -> Any:
         body = data[HEAD_NBYTES:]
         if data[len(MAGIC) : HEAD_NBYTES] != digest_of(key, body):
             raise Corruption("the record is damaged, or belongs under another key: its checksum does not match")
-        return host_state.unpack(body, limits=_limits(key))
+        value: Any = host_state.unpack(body, limits=_limits(key))
+        major = value.get("major", MAJOR) if isinstance(value, dict) else MAJOR
+        if major != MAJOR:
+            raise ConfigurationError(
+                f"{key} in {tier} was written by another release of TierCheck (records of major {shown(major)}; this "
+                f"one reads major {MAJOR}): go on with that release, or a later one"
+            )
+        return schema.read(kind, value)
     except Corruption as error:
         raise Corruption(error.message, tier=tier, key=str(key)) from error
+    except ValueError as error:
+        raise Corruption(str(error), tier=tier, key=str(key)) from error
 
 
-async def read_record(driver: TierDriver, key: Key, *, nbytes: int | None = None) -> Any:
-    """The value that lies sealed under ``key`` in a tier.
+async def read_record(driver: TierDriver, key: Key, kind: type[T], *, nbytes: int | None = None) -> T:
+    """The value that lies sealed under ``key`` in a tier, as a ``kind``.
 
     ``nbytes``: its length, where a listing has told it; else the tier is asked, so that nothing longer than a record
-    is fetched. Errors: ``Corruption``; those of the driver.
+    is fetched. Errors: as :func:`unseal`; those of the driver.
     """
     name = str(key)
     if nbytes is None:
@@ -91,8 +112,8 @@ async def read_record(driver: TierDriver, key: Key, *, nbytes: int | None = None
         )
     content = await driver.get(name)
     if content.nbytes > AT_ONCE_NBYTES:
-        return await asyncio.to_thread(unseal, content, key=key, tier=driver.url)
-    return unseal(content, key=key, tier=driver.url)
+        return await asyncio.to_thread(unseal, content, kind, key=key, tier=driver.url)
+    return unseal(content, kind, key=key, tier=driver.url)
 
 
 def _limits(key: Key) -> Limits:

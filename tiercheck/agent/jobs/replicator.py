@@ -349,8 +349,8 @@ class RankReplicator:
     async def _attend(self, running: asyncio.Future[None]) -> None:
         """Look after a running mover until it ends, pauses or rests."""
         while not (running.done() or self._paused or self._resting):
-            if is_leaving(self.job.tiers[0][1]) and self._trainer() is None:
-                raise FirstTierGone("it is being removed", tier=self.job.tiers[0][1])
+            if is_leaving(self.job.namespace) and self._trainer() is None:
+                raise FirstTierGone("it is being removed", tier=self.job.namespace)
             self.throughput.note(_now(), self.status.copied_bytes)
             if self.silent_s > min(SILENT_S, self._rest_s) and self._brought_home_at is None:
                 await self._bring_home()
@@ -423,7 +423,7 @@ class RankReplicator:
 
     @property
     def _where(self) -> str:
-        return f"rank {self.job.rank} of {self.job.tiers[0][1]}"
+        return f"rank {self.job.rank} of {self.job.namespace}"
 
     def _note_trouble(self, text: str) -> None:
         level = logging.WARNING if text != self.trouble else logging.DEBUG

@@ -1,25 +1,43 @@
 """What a trainer and the agent of its node say to each other: msgpack in one ZeroMQ frame a message.
 
-A request is ``[PROTOCOL, id, name, fields]``; its reply ``[PROTOCOL, id, None, fields]`` or, where the request
-failed, ``[PROTOCOL, id, error, fields]``. Identifiers are the client's own; id 0 wants no reply.
+A request is ``[protocol, id, name, fields]``; its reply ``[protocol, id, None, fields]`` or, where the request
+failed, ``[protocol, id, error, fields]``. Identifiers are the client's own; id 0 wants no reply.
+
+Trainer and agent may be of neighbouring releases. Fields are read as :mod:`tiercheck.schema` says. A request that the
+agent does not know is answered with :class:`~tiercheck.errors.UnknownRequest`. The protocol's number rises if a message
+changes its meaning: ``hello`` tells each side which numbers the other speaks (:class:`Protocols`), and both go on with
+the highest one in common. The four parts, ``hello`` and errors are the same in every protocol.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from tiercheck import errors
-from tiercheck.agent.protocol.wire import from_plain, to_plain
-from tiercheck.errors import Corruption, DeadlineExceeded, TierCheckError, TierError
+from msgspec import Meta, Struct
+
+from tiercheck import errors, schema
+from tiercheck.errors import (
+    ConfigurationError,
+    Corruption,
+    DeadlineExceeded,
+    TierCheckError,
+    TierError,
+    UnknownRequest,
+)
 from tiercheck.format import host_state
 from tiercheck.format.host_state import Limits
+from tiercheck.keys import VERSION_MAX
+from tiercheck.policy.agreement import NO_MARK
 from tiercheck.replication.mover import MoverStatus
+from tiercheck.schema import Count, Generation, Text
+from tiercheck.schema import Rank as RankNumber
 from tiercheck.types import Buffer, shown
 
 __all__ = [
-    "PROTOCOL",
+    "PROTOCOLS",
     "REPLY_BYTES_MAX",
     "REQUEST_BYTES_MAX",
     "Agree",
@@ -32,8 +50,10 @@ __all__ = [
     "MakeRoom",
     "Nudge",
     "Pause",
+    "Protocols",
     "Rank",
     "RankReply",
+    "Refused",
     "RegisterJob",
     "Request",
     "RoomForBase",
@@ -50,15 +70,45 @@ __all__ = [
 
 T = TypeVar("T")
 
-PROTOCOL = 1
 REQUEST_BYTES_MAX = 64 << 10
 REPLY_BYTES_MAX = 16 << 20
 REQUEST_LIMITS = Limits(REQUEST_BYTES_MAX, values=1 << 10, depth=8, text_nbytes=REQUEST_BYTES_MAX, extensions=False)
 REPLY_LIMITS = Limits(REPLY_BYTES_MAX, values=1 << 20, depth=8, text_nbytes=REPLY_BYTES_MAX, extensions=False)
 DEADLINE_S_MAX = 7 * 86400.0
-ID_MAX = 2**63
+KINDS_MAX = 16
+ERROR_CHARACTERS_MAX = 4096
 TIERS_S = 30.0
 """What listing all tiers may take: even where nothing is to be waited for, they are looked at first."""
+
+
+Protocol = Annotated[int, Meta(ge=1, le=2**16)]
+
+
+@dataclass(frozen=True)
+class Protocols:
+    """The protocols that one side speaks."""
+
+    oldest: Protocol = 1
+    newest: Protocol = 1
+
+    def __str__(self) -> str:
+        return f"protocol {self.oldest}" if self.oldest == self.newest else f"protocols {self.oldest} to {self.newest}"
+
+    def __contains__(self, protocol: int) -> bool:
+        return self.oldest <= protocol <= self.newest
+
+    def common(self, other: Protocols) -> int:
+        """The newest protocol that both speak. Errors: ``ConfigurationError`` where there is none."""
+        if max(self.oldest, other.oldest) > (newest := min(self.newest, other.newest)):
+            raise ConfigurationError(
+                f"the agent speaks {other}, this TierCheck {self}: end the agent (tiercheck agent --stop), and one of "
+                "this release takes its place; or update the older of the two"
+            )
+        return newest
+
+
+PROTOCOLS = Protocols()
+"""What this release speaks."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +116,18 @@ class Request:
     """Anything a client may ask. ``deadline_s``: how long the agent may take to answer; 0: as long as it takes to look,
     and nothing is waited for."""
 
-    deadline_s: float
+    deadline_s: Annotated[float, Meta(ge=0, le=DEADLINE_S_MAX)]
 
     look_s: ClassVar[float] = 1.0
     """What such a look may take."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.deadline_s <= DEADLINE_S_MAX:
-            raise ValueError(f"a request's deadline is 0 to {DEADLINE_S_MAX:g} s, not {shown(self.deadline_s)}")
 
 
 @dataclass(frozen=True)
 class Hello(Request):
     """Who are you?"""
+
+    protocols: Protocols = Protocols()
+    """Of the client."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +146,15 @@ class Stop(Request):
 class Rank(Request):
     """A request about one rank's objects. ``namespace`` is the URL of the first tier, where they are captured."""
 
-    namespace: str
-    rank: int
+    namespace: Text
+    rank: RankNumber
 
 
 @dataclass(frozen=True)
 class JobRequest(Rank):
     """What the trainer of one generation asks: the agent that has taken up a newer one refuses it."""
 
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -140,7 +189,7 @@ class Agree(JobRequest):
 
     grace_s: ClassVar[float] = TIERS_S
 
-    mark: int
+    mark: Annotated[int, Meta(ge=NO_MARK, le=VERSION_MAX)]
 
 
 @dataclass(frozen=True)
@@ -194,6 +243,7 @@ class HelloReply:
     """Its public CURVE key."""
     drain_s: float
     """How long it may go on bringing everything home once it is told to end."""
+    protocols: Protocols = Protocols()
 
 
 @dataclass(frozen=True)
@@ -237,6 +287,25 @@ _NAMES = {kind: name for name, kind in _REQUESTS.items()}
 _ERRORS: dict[str, type[TierCheckError]] = {name: getattr(errors, name) for name in errors.__all__}
 
 
+class _Envelope(Struct, frozen=True, array_like=True):
+    """The four parts of a message."""
+
+    protocol: Annotated[int, Meta(ge=0)]
+    id: Count
+    name: str | None
+    fields: Any
+
+
+@dataclass(frozen=True)
+class _ErrorFields:
+    message: str
+    tier: str | None = None
+    key: str | None = None
+    late: tuple[RankNumber, ...] = ()
+    kinds: Annotated[tuple[str, ...], Meta(max_length=KINDS_MAX)] = ()
+    """The names of its class's bases, nearest first: whoever does not know the class may know one of them."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A reply as it came in: ``fields`` of the result, or an error."""
@@ -246,82 +315,86 @@ class Answer:
     error: TierCheckError | None
 
     def read(self, kind: type[T]) -> T:
-        """The result as ``kind``. Errors: the request's own; ``ValueError`` for fields that ``kind`` has not."""
+        """The result as ``kind``. Errors: the request's own; ``ValueError`` for what is no ``kind``."""
         if self.error is not None:
             raise self.error
-        return from_plain(kind, self.fields)
+        return schema.read(kind, self.fields)
 
 
-def pack_request(identifier: int, request: Request) -> bytes:
-    return host_state.pack([PROTOCOL, identifier, _NAMES[type(request)], to_plain(request)])
+class Refused(ValueError):
+    """A request that was not understood, and can be answered: ``error`` says why."""
+
+    def __init__(self, identifier: int, error: TierCheckError) -> None:
+        super().__init__(str(error))
+        self.identifier = identifier
+        self.error = error
+
+
+def pack_request(identifier: int, request: Request, protocol: int = PROTOCOLS.newest) -> bytes:
+    return schema.pack(_Envelope(protocol, identifier, _NAMES[type(request)], request))
 
 
 def parse_request(frame: Buffer) -> tuple[int, Request]:
-    """Identifier and request. ``ValueError`` for anything malformed; ``ConfigurationError`` for another protocol,
-    with the identifier as its ``identifier`` so that it can be answered."""
-    identifier, name, fields = _envelope(frame, REQUEST_LIMITS)
-    if not isinstance(name, str) or name not in _REQUESTS:
-        raise ValueError(f"there is no request {shown(name)}")
-    return identifier, from_plain(_REQUESTS[name], fields)
+    """Identifier and request. Errors: :class:`Refused` for what is no request of this release; ``ValueError`` for what
+    cannot even be answered."""
+    envelope = _envelope(frame, REQUEST_LIMITS)
+    kind = _REQUESTS.get(envelope.name or "")
+    if kind is not Hello and envelope.protocol not in PROTOCOLS:
+        error: TierCheckError = ConfigurationError(
+            f"{_this()} speaks {PROTOCOLS}, and was sent a message of protocol {envelope.protocol}: end the older of "
+            "the two"
+        )
+    elif kind is None:
+        error = UnknownRequest(f"{_this()} knows no request {shown(envelope.name)}: it is of another release")
+    else:
+        try:
+            return envelope.id, schema.read(kind, envelope.fields)
+        except ValueError as reason:
+            error = ConfigurationError(f"{_this()} does not understand what it was sent: {reason}")
+    raise Refused(envelope.id, error)
 
 
 def pack_answer(identifier: int, answer: Any) -> bytes:
     """The frame of a reply. ``answer`` is a dataclass."""
-    return host_state.pack([PROTOCOL, identifier, None, to_plain(answer)])
+    return schema.pack(_Envelope(PROTOCOLS.newest, identifier, None, answer))
 
 
 def pack_error(identifier: int, error: TierCheckError) -> bytes:
     """The frame of a reply to a request that failed. The class is the nearest one of ``tiercheck.errors``."""
-    name = next(kind.__name__ for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind)
-    fields: dict[str, Any] = {"message": str(error)[:4096]}
+    name, *kinds = [kind.__name__ for kind in type(error).__mro__ if _ERRORS.get(kind.__name__) is kind]
+    fields = _ErrorFields(str(error)[:ERROR_CHARACTERS_MAX], kinds=tuple(kinds))
     if isinstance(error, TierError):
-        fields = {"message": error.message[:4096], "tier": error.tier, "key": error.key}
+        fields = replace(fields, message=error.message[:ERROR_CHARACTERS_MAX], tier=error.tier, key=error.key)
     if isinstance(error, DeadlineExceeded):
-        fields["late"] = [int(rank) for rank in error.late]
-    return host_state.pack([PROTOCOL, identifier, name, fields])
+        fields = replace(fields, late=tuple(int(rank) for rank in error.late))
+    return schema.pack(_Envelope(PROTOCOLS.newest, identifier, name, fields))
 
 
 def parse_answer(frame: Buffer) -> Answer:
-    """A reply. ``ValueError`` for anything malformed, or an error that is not of ``tiercheck.errors``."""
-    identifier, name, fields = _envelope(frame, REPLY_LIMITS)
-    if name is None:
-        return Answer(identifier, fields, None)
-    kind = _ERRORS.get(name) if isinstance(name, str) else None
-    if kind is None or not isinstance(fields, dict) or not isinstance(fields.get("message"), str):
-        raise ValueError(f"there is no error {shown(name)}")
-    return Answer(identifier, None, _rebuilt(kind, fields))
+    """A reply. ``ValueError`` for anything malformed. An error of a class that this release does not know is one of the
+    nearest class that it does know."""
+    envelope = _envelope(frame, REPLY_LIMITS)
+    if envelope.name is None:
+        return Answer(envelope.id, envelope.fields, None)
+    fields = schema.read(_ErrorFields, envelope.fields)
+    kind = next((_ERRORS[name] for name in (envelope.name, *fields.kinds) if name in _ERRORS), TierCheckError)
+    return Answer(envelope.id, None, _rebuilt(kind, fields))
 
 
-def _rebuilt(kind: type[TierCheckError], fields: dict[str, Any]) -> TierCheckError:
-    message: str = fields["message"]
+def _rebuilt(kind: type[TierCheckError], fields: _ErrorFields) -> TierCheckError:
     if issubclass(kind, TierError):
-        tier, key = fields.get("tier"), fields.get("key")
-        return kind(message, tier=tier if isinstance(tier, str) else None, key=key if isinstance(key, str) else None)
+        return kind(fields.message, tier=fields.tier, key=fields.key)
     if issubclass(kind, DeadlineExceeded):
-        late = fields.get("late")
-        ranks = [rank for rank in late if type(rank) is int] if isinstance(late, list) else []
-        return kind(message, late=ranks)
-    return kind(message)
+        return kind(fields.message, late=fields.late)
+    return kind(fields.message)
 
 
-def _envelope(frame: Buffer, limits: Limits) -> tuple[int, Any, Any]:
+def _envelope(frame: Buffer, limits: Limits) -> _Envelope:
     try:
-        value = host_state.unpack(frame, limits=limits)
+        return schema.read(_Envelope, host_state.unpack(frame, limits=limits))
     except Corruption as error:
         raise ValueError(error.message) from None
-    if not isinstance(value, list) or len(value) != 4:
-        raise ValueError("a message has four parts")
-    protocol, identifier, name, fields = value
-    if type(identifier) is not int or not 0 <= identifier < ID_MAX:
-        raise ValueError(f"{shown(identifier)} is no identifier")
-    if protocol != PROTOCOL:
-        raise OtherProtocol(identifier, protocol)
-    return identifier, name, fields
 
 
-class OtherProtocol(ValueError):
-    """A message of another version of the protocol: it can be answered, and no more."""
-
-    def __init__(self, identifier: int, protocol: Any) -> None:
-        super().__init__(f"it speaks protocol {shown(protocol)}, this TierCheck speaks {PROTOCOL}")
-        self.identifier = identifier
+def _this() -> str:
+    return f"the agent, of TierCheck {version('tiercheck')},"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import msgspec
+from msgspec import Struct, field
 
 from tiercheck.agent.protocol.rundir import RunDirectory, default_node
-from tiercheck.agent.protocol.wire import from_plain, to_plain
 from tiercheck.errors import ConfigurationError
 
 __all__ = ["AgentSettings"]
@@ -15,8 +14,7 @@ PORT_MAX = 65535
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
-@dataclass(frozen=True)
-class AgentSettings:
+class AgentSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """How the agent of one node runs. Errors: ``ConfigurationError`` for a value that cannot be."""
 
     node: str = field(default_factory=default_node)
@@ -72,12 +70,12 @@ class AgentSettings:
         return LOOPBACK if self.keys is not None else f"ipc://{RunDirectory.of(self.node).peer_socket}"
 
     def to_json(self) -> str:
-        return json.dumps(to_plain(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> AgentSettings:
         """Errors: ``ConfigurationError`` for anything but what :meth:`to_json` returns."""
         try:
-            return from_plain(cls, json.loads(text))
+            return msgspec.json.decode(text, type=cls)
         except ValueError as error:
             raise ConfigurationError(f"these are no settings of an agent: {error}") from None

@@ -14,13 +14,13 @@ from tiercheck.agent.protocol.messages import (
     REPLY_BYTES_MAX,
     REQUEST_BYTES_MAX,
     Nudge,
-    OtherProtocol,
+    Refused,
     Request,
     pack_answer,
     pack_error,
     parse_request,
 )
-from tiercheck.errors import ConfigurationError, DeadlineExceeded, TierCheckError, Transient
+from tiercheck.errors import DeadlineExceeded, TierCheckError, Transient
 
 __all__ = ["Router"]
 
@@ -36,7 +36,8 @@ OVERDUE_SHARE = 0.05
 class Router:
     """Answers requests at ``address`` (``ipc://...``) by ``handle``, which returns a dataclass for the reply.
 
-    Each request is worked on by itself, within its deadline. A malformed message is counted and dropped.
+    Each request is worked on by itself, within its deadline. A message that is no request is counted, and
+    refused where it can be answered.
     """
 
     def __init__(self, context: zmq.asyncio.Context, address: str, handle: Callable[[Request], Awaitable[Any]]) -> None:
@@ -59,8 +60,9 @@ class Router:
             sender, body = frames
             try:
                 identifier, request = parse_request(body)
-            except OtherProtocol as error:
-                await self._refuse(sender, error)
+            except Refused as refused:
+                self._drop(str(refused))
+                await self._send(sender, refused.identifier, pack_error(refused.identifier, refused.error))
             except ValueError as error:
                 self._drop(str(error))
             else:
@@ -109,11 +111,6 @@ class Router:
         # To a client that is gone the socket drops it.
         if identifier:
             await self._socket.send_multipart([sender, reply])
-
-    async def _refuse(self, sender: bytes, error: OtherProtocol) -> None:
-        self._drop(str(error))
-        refusal = ConfigurationError(f"the agent does not understand this TierCheck: {error}; end the older of the two")
-        await self._send(sender, error.identifier, pack_error(error.identifier, refusal))
 
     def _drop(self, reason: str) -> None:
         self.dropped += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Self
 
+import msgspec
 import zmq.asyncio
 
 from tiercheck.agent.client.client import connect_agent
@@ -21,6 +21,7 @@ from tiercheck.agent.client.trainer_lock import trainers
 from tiercheck.agent.jobs.registry import JobRegistry
 from tiercheck.agent.jobs.replicator import RankReplicator
 from tiercheck.agent.protocol.messages import (
+    PROTOCOLS,
     Agree,
     Cycle,
     Drain,
@@ -44,7 +45,6 @@ from tiercheck.agent.protocol.messages import (
 )
 from tiercheck.agent.protocol.rundir import RunDirectory, lock_file
 from tiercheck.agent.protocol.settings import AgentSettings
-from tiercheck.agent.protocol.wire import to_plain
 from tiercheck.agent.server.neighbours import (
     MakePeerServer,
     PeerService,
@@ -278,6 +278,7 @@ class Agent:
             peer_endpoint=self._peer_endpoint,
             peer_server_key=self._peer_server_key,
             drain_s=self.settings.drain_s,
+            protocols=PROTOCOLS,
         )
 
     async def snapshot(self, *, looking: bool = True) -> AgentSnapshot:
@@ -366,7 +367,7 @@ class Agent:
         return metrics_text(await self.snapshot(looking=False))
 
     async def _status_json(self) -> tuple[str, str]:
-        return "application/json", json.dumps(to_plain(await self.snapshot()), indent=1)
+        return "application/json", msgspec.json.format(msgspec.json.encode(await self.snapshot()), indent=1).decode()
 
     # Its start
 
@@ -433,20 +434,16 @@ class Agent:
         return server
 
     def _port_before(self) -> str | None:
-        endpoint = self._read_info().get("peer_endpoint")
-        port = endpoint.rpartition(":")[2] if isinstance(endpoint, str) else ""
-        return port if port.isdigit() else None
-
-    def _read_info(self) -> dict[str, Any]:
         try:
-            info = json.loads(self.run.info.read_text())
+            before = msgspec.json.decode(self.run.info.read_bytes(), type=HelloReply)
         except (FileNotFoundError, ValueError):
-            return {}
-        return info if isinstance(info, dict) else {}
+            return None
+        port = (before.peer_endpoint or "").rpartition(":")[2]
+        return port if port.isdigit() else None
 
     def _write_info(self) -> None:
         new = self.run.info.with_suffix(".new")
-        new.write_text(json.dumps(to_plain(self.hello())))
+        new.write_bytes(msgspec.json.encode(self.hello()))
         new.replace(self.run.info)
 
     def _peer_traffic(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
 from tiercheck.errors import ConfigurationError
 
@@ -36,10 +37,11 @@ def test_a_peer_on_another_machine_that_only_listens_to_itself_is_refused(endpoi
 
 def test_an_introduction_survives_the_way_and_nothing_else_does() -> None:
     endpoint = rank_on("1", key="cd" * 32)
-    assert RankEndpoint.from_object(endpoint.to_object()) == endpoint
-    for broken in ({}, {**endpoint.to_object(), "more": 1}, {**endpoint.to_object(), "node": 1}, None):
-        with pytest.raises(ValueError, match="invalid rank endpoint"):
-            RankEndpoint.from_object(broken)
+    said = schema.plain(endpoint)
+    assert schema.read(RankEndpoint, said) == endpoint
+    for broken in ({}, {**said, "endpoint": None}, {**said, "node": 1}, None):
+        with pytest.raises(ValueError, match="invalid RankEndpoint"):
+            schema.read(RankEndpoint, broken)
 
 
 def test_one_agent_is_no_neighbour_of_itself() -> None:

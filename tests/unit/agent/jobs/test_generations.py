@@ -102,7 +102,7 @@ async def test_a_record_that_changes_under_the_writer_is_looked_at_again(node: N
 
         async def late_put(key: str, *args: object, **options: object) -> object:
             if between:
-                await put(key, [seal(JobKey(0), between.pop().to_object())])
+                await put(key, [seal(JobKey(0), between.pop())])
             return await put(key, *args, **options)  # type: ignore[arg-type]
 
         await open_generation(hierarchy)
@@ -189,7 +189,7 @@ async def test_memory_that_neighbours_have_filled_keeps_no_agent_from_coming_bac
             return SimpleNamespace(f_bavail=0, f_frsize=4096)
 
         monkeypatch.setattr("tiercheck.tiers.shm.driver.os", SimpleNamespace(**{**vars(os), "statvfs": full}))
-        async with make_driver(job.tiers[0][1]) as driver:
+        async with make_driver(job.namespace) as driver:
             with pytest.raises(CapacityExceeded):
                 await driver.reserve("more", 1 << 20)
         async with running(node) as agent, await connect_agent(node.name) as client:

@@ -51,7 +51,7 @@ async def test_an_agent_with_nothing_to_look_after_ends_soon(node: Node, clock: 
     job = node.job(node.shm())
     async with running(node, idle_s=15.0, linger_s=600.0) as agent:
         serving = asyncio.create_task(agent.serve())
-        lock = TrainerLock(RunDirectory.of(node.name), job.tiers[0][1], 0)
+        lock = TrainerLock(RunDirectory.of(node.name), job.namespace, 0)
         clock.ahead_s += 100
         await asyncio.wait([serving], timeout=0.1)
         assert not serving.done(), "a rank is attaching, which has not registered yet"
@@ -129,7 +129,7 @@ async def test_the_memory_of_a_job_that_was_given_up_can_be_removed_while_the_ag
     job = node.job(node.shm())
     name = node.namespaces[-1]
     async with running(node) as agent:
-        lock = TrainerLock(RunDirectory.of(node.name), job.tiers[0][1], 0)
+        lock = TrainerLock(RunDirectory.of(node.name), job.namespace, 0)
         async with trainer(node, job) as (mover, hierarchy, _):
             await mover.register()
             lock.recovered()
@@ -193,7 +193,7 @@ async def test_a_clean_end_frees_the_neighbours_memory(node: Node) -> None:
         shards = [key for key in await held(hierarchy, 1) if key.endswith(".safetensors")]
         assert shards == [str(base(0, rank=1))]
         assert str(base(0)) in await held(hierarchy, 2)
-        async with make_driver(plain.tiers[0][1]) as first:
+        async with make_driver(plain.namespace) as first:
             assert [info.key async for info in first.list("g")], "a restart reads its own memory"
 
 

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.servers.agents import Node, fake_peer, node
-from tiercheck import errors
+from tiercheck import errors, schema
 from tiercheck.agent.client import connection
 from tiercheck.agent.client.client import connect_agent
 from tiercheck.agent.client.remote_mover import RemoteMover
 from tiercheck.agent.jobs.replicator import RankReplicator
 from tiercheck.agent.protocol import messages
 from tiercheck.agent.protocol.messages import (
-    PROTOCOL,
+    PROTOCOLS,
     REQUEST_BYTES_MAX,
     Agree,
     Cycle,
@@ -46,7 +46,6 @@ from tiercheck.agent.protocol.messages import (
     parse_request,
 )
 from tiercheck.agent.protocol.settings import AgentSettings
-from tiercheck.agent.protocol.wire import from_plain, to_plain
 from tiercheck.agent.server import router
 from tiercheck.agent.server.service import Agent
 from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, TierCheckError, TierError, Transient
@@ -55,6 +54,8 @@ from tiercheck.replication.mover import MoverStatus
 from tiercheck.types import shown
 
 __all__ = ["node"]
+
+PROTOCOL = PROTOCOLS.newest
 
 REQUESTS = (
     Hello(1.0),
@@ -113,21 +114,21 @@ def test_noise_is_no_message(noise: bytes) -> None:
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ([PROTOCOL, 1, "hello"], "four parts"),
-        ([PROTOCOL, -1, "hello", {}], "identifier"),
-        ([PROTOCOL, True, "hello", {}], "identifier"),
-        ([PROTOCOL, 1, "shutdown", {}], "no request 'shutdown'"),
-        ([PROTOCOL, 1, ["hello"], {}], "no request"),
-        ([PROTOCOL, 1, "hello", []], "is made of fields"),
-        ([PROTOCOL, 1, "hello", {}], "needs the field 'deadline_s'"),
-        ([PROTOCOL, 1, "hello", {"deadline_s": float("nan")}], "cannot be nan"),
-        ([PROTOCOL, 1, "hello", {"deadline_s": -1.0}], "deadline"),
-        ([PROTOCOL, 1, "hello", {"deadline_s": 1e9}], "deadline"),
-        ([PROTOCOL, 1, "hello", {"deadline_s": True}], "cannot be True"),
-        ([PROTOCOL, 1, "hello", {"deadline_s": 1.0, "more": 1}], "no field 'more'"),
-        ([PROTOCOL, 1, "look", {"deadline_s": 1.0, "namespace": 3, "rank": 0}], "cannot be 3"),
-        ([PROTOCOL, 1, "look", {"deadline_s": 1.0, "namespace": "x" * 20_000, "rank": 0}], "cannot be"),
-        ([PROTOCOL + 1, 1, "hello", {"deadline_s": 1.0}], "speaks protocol 2"),
+        ([PROTOCOL, 1, "hello"], "length 4"),
+        ([PROTOCOL, -1, "hello", {}], r"`int` >= 0 - at `\$\[1\]`"),
+        ([PROTOCOL, True, "hello", {}], r"got `bool` - at `\$\[1\]`"),
+        ([PROTOCOL, 1, "shutdown", {}], "knows no request 'shutdown'"),
+        ([PROTOCOL, 1, ["hello"], {}], "got `array`"),
+        ([PROTOCOL, 1, "hello", []], "got `array`"),
+        ([PROTOCOL, 1, "hello", {}], "missing required field `deadline_s`"),
+        ([PROTOCOL, 1, "hello", {"deadline_s": float("nan")}], "deadline_s"),
+        ([PROTOCOL, 1, "hello", {"deadline_s": -1.0}], "deadline_s"),
+        ([PROTOCOL, 1, "hello", {"deadline_s": 1e9}], "deadline_s"),
+        ([PROTOCOL, 1, "hello", {"deadline_s": True}], "deadline_s"),
+        ([PROTOCOL, 1, "look", {"deadline_s": 1.0, "namespace": 3, "rank": 0}], "namespace"),
+        ([PROTOCOL, 1, "look", {"deadline_s": 1.0, "namespace": "x" * 20_000, "rank": 0}], "namespace"),
+        ([PROTOCOL, 1, "look", {"deadline_s": 1.0, "namespace": "x", "rank": 10**6}], "rank"),
+        ([PROTOCOL + 1, 1, "look", {"deadline_s": 1.0}], "speaks protocol 1, and was sent a message of protocol 2"),
     ],
 )
 def test_what_is_wrong_is_said(parts: list[Any], reason: str) -> None:
@@ -208,18 +209,22 @@ def test_an_unknown_error_is_the_nearest_known_one() -> None:
     assert late.late == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["SystemExit", "Exception", "OSError", "__init__", 5, ["JobConflict"]])
-def test_no_other_class_is_ever_made(name: object) -> None:
-    with pytest.raises(ValueError, match="no error"):
-        parse_answer(host_state.pack([PROTOCOL, 1, name, {"message": "x"}]))
+@pytest.mark.parametrize("name", ["SystemExit", "Exception", "OSError", "__init__"])
+def test_no_other_class_is_ever_made(name: str) -> None:
+    for kinds in ([], [name], ["SystemExit", "__class__"]):
+        answer = parse_answer(host_state.pack([PROTOCOL, 1, name, {"message": "x", "kinds": kinds}]))
+        assert type(answer.error) is TierCheckError
+    for malformed in (5, ["JobConflict"]):
+        with pytest.raises(ValueError, match="invalid _Envelope"):
+            parse_answer(host_state.pack([PROTOCOL, 1, malformed, {"message": "x"}]))
 
 
 def test_an_answer_is_read_strictly() -> None:
     reply = RankReply(MoverStatus(watermark=3, copied_bytes=7, errors={"nvme": "full"}), "gone", True)
     assert parse_answer(pack_answer(1, reply)).read(RankReply) == reply
-    fields = to_plain(reply)
+    fields = schema.plain(reply)
     fields["status"]["watermark"] = "3"
-    with pytest.raises(ValueError, match=r"MoverStatus\.watermark cannot be '3'"):
+    with pytest.raises(ValueError, match=r"got `str` - at `\$\.status\.watermark`"):
         parse_answer(host_state.pack([PROTOCOL, 1, None, fields])).read(RankReply)
 
 
@@ -251,7 +256,7 @@ def test_settings_that_cannot_be_are_refused(node: Node, changes: dict[str, Any]
 
 
 def test_fields_with_a_default_may_be_missing() -> None:
-    assert from_plain(MoverStatus, {"watermark": None}) == MoverStatus()
+    assert schema.read(MoverStatus, {"watermark": None}) == MoverStatus()
 
 
 async def test_what_makes_no_sense_is_counted_and_stops_nothing(node: Node) -> None:
@@ -262,12 +267,16 @@ async def test_what_makes_no_sense_is_counted_and_stops_nothing(node: Node) -> N
         try:
             await stranger.send(b"\xc1")
             await stranger.send_multipart([b"", pack_request(1, Hello(1.0))])
-            await stranger.send(host_state.pack([PROTOCOL, 1, "hello", {}]))
-            await stranger.send(host_state.pack([PROTOCOL + 1, 5, "hello", {}]))
-            refusal = parse_answer(await asyncio.wait_for(stranger.recv(), 10))
-            assert refusal.id == 5
-            assert isinstance(refusal.error, ConfigurationError)
-            assert "speaks protocol 2" in str(refusal.error)
+            for number, (parts, kind, reason) in enumerate(
+                (
+                    ([PROTOCOL, 5, "hello", {}], ConfigurationError, "does not understand"),
+                    ([PROTOCOL + 1, 6, "look", {}], ConfigurationError, "speaks protocol 1, and was sent"),
+                )
+            ):
+                await stranger.send(host_state.pack(parts))
+                refusal = parse_answer(await asyncio.wait_for(stranger.recv(), 10))
+                assert (refusal.id, type(refusal.error)) == (5 + number, kind)
+                assert reason in str(refusal.error)
             assert (await client.status())["dropped_messages"] == 4
             await stranger.send(b"x" * (REQUEST_BYTES_MAX + 1))  # the socket itself ends this connection
             assert (await client.status())["dropped_messages"] == 4

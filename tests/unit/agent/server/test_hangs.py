@@ -96,11 +96,11 @@ async def test_a_pause_waits_for_it_as_long_as_its_trainer_and_names_it(node: No
         store.answers.clear()
         await capture(hierarchy, base(0))
         await until(lambda: store.waiting > 0, "a call that hangs")
-        lock = TrainerLock(RunDirectory.of(node.name), job.tiers[0][1], 0)
+        lock = TrainerLock(RunDirectory.of(node.name), job.namespace, 0)
         hangs = rf"could not be broken off within 0.5 s \(nvme://{node.folder}.*, for \d"
         with pytest.raises(DeadlineExceeded, match=hangs):
-            await client.pause(job.tiers[0][1], 0, deadline_s=1.0)
-        waiting = asyncio.create_task(client.pause(job.tiers[0][1], 0, deadline_s=60.0))
+            await client.pause(job.namespace, 0, deadline_s=1.0)
+        waiting = asyncio.create_task(client.pause(job.namespace, 0, deadline_s=60.0))
         await asyncio.wait([waiting], timeout=0.1)
         assert not waiting.done(), "something moves"
         store.answers.set()
@@ -119,7 +119,7 @@ async def test_a_newer_generation_is_taken_up(node: Node, store: Store) -> None:
         store.answers.clear()
         await capture(hierarchy, base(0))
         await until(lambda: store.waiting > 0, "a call that hangs")
-        record = seal(LineageKey(2), Branch(2, 1, 0, 1, "ab" * 8).to_object())
+        record = seal(LineageKey(2), Branch(2, 1, 0, 1, "ab" * 8))
         await hierarchy.first.driver.put(str(LineageKey(2)), [record])
         newer = RemoteMover(client, hierarchy.first.driver, node.job(first, generation=2))
         async with asyncio.timeout(10):

@@ -330,7 +330,7 @@ async def test_the_end_does_not_wait_for_a_store_that_is_down(node: Node) -> Non
     (node.folder / "notadir").write_text("in the way")
     bad = node.job(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
     async with running(node, drain_s=0.2) as agent, await connect_agent(node.name) as client:
-        async with make_driver(bad.tiers[0][1]) as first:
+        async with make_driver(bad.namespace) as first:
             await RemoteMover(client, first, bad).register()
         agent.ending.set()
         async with asyncio.timeout(10):

@@ -29,7 +29,7 @@ from tiercheck.agent.jobs import registry as roster_module
 from tiercheck.agent.protocol.messages import Look, RankReply
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.server.service import Agent
-from tiercheck.errors import ConfigurationError, DeadlineExceeded, JobConflict, NotFound, Transient
+from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, JobKey, LineageKey, ShardKey
 from tiercheck.policy.lineage import Branch
@@ -126,13 +126,13 @@ async def test_a_damaged_lineage_record_makes_no_tier_away(node: Node) -> None:
         durable = hierarchy.tiers[-1].driver
         await durable.put(str(LineageKey(1)), [b"garbage"])
         await capture(hierarchy, base(0))
-        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job.to_object())])
+        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job)])
     async with running(node) as agent:
         (replicator,) = agent.registry
         await until(lambda: replicator.status.watermark == 0, "the commit")
     async with node.open(job) as hierarchy:
         record = await hierarchy.tiers[-1].driver.get(str(LineageKey(1)))
-        assert unseal(record, key=LineageKey(1), tier="nvme")["generation"] == 1
+        assert unseal(record, Branch, key=LineageKey(1), tier="nvme").generation == 1
 
 
 async def test_a_trainer_learns_what_was_damaged_before_it_was_moved(node: Node) -> None:
@@ -203,12 +203,12 @@ async def test_each_agent_takes_up_only_what_is_meant_for_it(node: Node) -> None
     mine, other = node.job(node.shm()), node.job(node.shm(), node="n1")
     for job in (mine, other):
         async with node.open(job) as hierarchy:
-            await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job.to_object())])
+            await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), job)])
     async with running(node) as agent:
         assert [each.job for each in agent.registry] == [mine]
         async with await connect_agent(node.name) as client:
             with pytest.raises(ConfigurationError, match="for the agent 'n1', not for 'n-"):
-                await client.register(other.tiers[0][1], 0, 1)
+                await client.register(other.namespace, 0, 1)
 
 
 async def test_a_store_that_is_down_stops_nobody_else_and_is_shown(node: Node) -> None:
@@ -216,8 +216,8 @@ async def test_a_store_that_is_down_stops_nobody_else_and_is_shown(node: Node) -
     bad = node.job(node.shm(), durable=f"nvme://{node.folder}/notadir/x?survives=rack")
     good = node.job(node.shm())
     async with running(node) as agent, trainer(node, good) as (sound, _, client):
-        async with make_driver(bad.tiers[0][1]) as first:
-            await first.put(str(LineageKey(1)), [seal(LineageKey(1), Branch(1, 0, 0, 1, "ab" * 8).to_object())])
+        async with make_driver(bad.namespace) as first:
+            await first.put(str(LineageKey(1)), [seal(LineageKey(1), Branch(1, 0, 0, 1, "ab" * 8))])
             troubled = RemoteMover(client, first, bad)
             await troubled.register()
             await sound.register()
@@ -262,7 +262,7 @@ async def test_a_chain_that_nobody_knows_to_its_beginning_is_waited_for(node: No
         await open_generation(hierarchy)
         await hierarchy.first.driver.delete([str(LineageKey(1))])
         newer = LineageKey(2)
-        await hierarchy.first.driver.put(str(newer), [seal(newer, Branch(2, 1, 7, 1, "ab" * 8).to_object())])
+        await hierarchy.first.driver.put(str(newer), [seal(newer, Branch(2, 1, 7, 1, "ab" * 8))])
     node.durable.rename(node.folder / "aside")
     node.durable.write_text("in the way")
     async with running(node) as agent, await connect_agent(node.name) as client, make_driver(first) as driver:
@@ -281,11 +281,11 @@ async def test_a_chain_that_nobody_knows_to_its_beginning_is_waited_for(node: No
 async def test_a_record_that_cannot_be_read_is_shown_and_stops_nobody(node: Node) -> None:
     first, good = node.shm(), node.job(node.shm())
     async with node.open(good) as hierarchy:
-        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), good.to_object())])
+        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), good)])
     async with node.open(node.job(first)) as hierarchy:
         await hierarchy.first.driver.put(str(JobKey(0)), [b"\xc1 nonsense"])
         await hierarchy.first.driver.put(str(JobKey(1)), [seal(JobKey(1), {"tiers": []})])
-        await hierarchy.first.driver.put(str(JobKey(2)), [seal(JobKey(2), good.to_object())])
+        await hierarchy.first.driver.put(str(JobKey(2)), [seal(JobKey(2), good)])
     async with running(node) as agent:
         assert [each.job for each in agent.registry] == [good]
         name = first.partition("?")[0]
@@ -293,7 +293,7 @@ async def test_a_record_that_cannot_be_read_is_shown_and_stops_nobody(node: Node
         async with await connect_agent(node.name) as client:
             with pytest.raises(NotFound):
                 await client.register(first, 7, 1)
-            with pytest.raises(ConfigurationError, match="cannot be read"):
+            with pytest.raises(Corruption, match="invalid ReplicationJob"):
                 await client.register(first, 1, 1)
             with pytest.raises(ConfigurationError, match="speaks of rank 0"):
                 await client.register(first, 2, 1)
@@ -305,7 +305,7 @@ async def test_a_record_that_makes_a_driver_fail_keeps_nobody_from_starting(
     good, odd = node.job(node.shm()), node.job(node.shm())
     for job in (good, odd):
         async with node.open(job) as hierarchy:
-            content = seal(JobKey(0), job.to_object())
+            content = seal(JobKey(0), job)
             await hierarchy.first.driver.put(str(JobKey(0)), [content])
     read = roster_module.read_job
 
@@ -324,13 +324,13 @@ async def test_memory_that_vanishes_at_the_start_is_no_error(node: Node, monkeyp
     """At any moment of the agent's look somebody removes another job's memory: it starts, and nothing comes back."""
     good = node.job(node.shm())
     async with node.open(good) as hierarchy:
-        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), good.to_object())])
+        await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), good)])
     first, read = roster_module.first_tier, roster_module.read_job
     for moment in ("before it is opened", "once it is open", "once it was read"):
         vanishing = node.job(node.shm())
         name = node.namespaces[-1]
         async with node.open(vanishing) as hierarchy:
-            await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), vanishing.to_object())])
+            await hierarchy.first.driver.put(str(JobKey(0)), [seal(JobKey(0), vanishing)])
 
         def remove(url: str, now: str, moment: str = moment, name: str = name) -> None:
             if moment == now and url.partition("?")[0] == f"shm://{name}":
@@ -382,7 +382,7 @@ async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Cloc
         await hierarchy.first.driver.put(str(JobKey(0)), [b"half of it"])
         odd = node.job(unknown, durable="nonsense://x")
     async with make_driver(unknown) as driver:
-        await driver.put(str(JobKey(0)), [seal(JobKey(0), odd.to_object())])
+        await driver.put(str(JobKey(0)), [seal(JobKey(0), odd)])
     async with running(node) as agent:
         serving = asyncio.create_task(agent.serve())
         (troubled,) = agent.registry
@@ -390,7 +390,7 @@ async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Cloc
         assert "no driver for nonsense://" in str(troubled.trouble)
         assert len(agent.registry.unreadable) == 1
         async with make_driver(first) as driver:
-            await driver.put(str(JobKey(0)), [seal(JobKey(0), job.to_object())])
+            await driver.put(str(JobKey(0)), [seal(JobKey(0), job)])
         clock.ahead_s += 60
         await until(lambda: len(agent.registry) == 2 and not agent.registry.unreadable, "another look")
         agent.drain_first = False
@@ -450,7 +450,7 @@ async def client_waits(mover: RemoteMover) -> None:
 
 def holding(node: Node, job: ReplicationJob) -> TrainerLock:
     """Of a trainer that is about to recover."""
-    return TrainerLock(RunDirectory.of(node.name), job.tiers[0][1], job.rank)
+    return TrainerLock(RunDirectory.of(node.name), job.namespace, job.rank)
 
 
 async def test_while_a_trainer_recovers_nothing_moves(node: Node) -> None:
@@ -459,7 +459,7 @@ async def test_while_a_trainer_recovers_nothing_moves(node: Node) -> None:
         await mover.register()
         await mover.drain(10, closing=False)
         lock = holding(node, job)
-        await client.pause(job.tiers[0][1], 0)
+        await client.pause(job.namespace, 0)
         (replicator,) = agent.registry
         assert (replicator.state, replicator.needed) == ("paused", True)
         await capture(hierarchy, base(0))
@@ -483,7 +483,7 @@ async def test_a_pause_ends_with_who_asked_for_it_and_breaks_off_what_waits(node
         (node.durable / "g000001").mkdir(exist_ok=True)
         waiting = asyncio.create_task(client_waits(mover))
         lock = holding(node, job)
-        await client.pause(job.tiers[0][1], 0)
+        await client.pause(job.namespace, 0)
         assert replicator.state == "paused"
         lock.release()  # as the kernel does, however the process ends
         await until(lambda: replicator.state == "moving", "the end of the pause")
@@ -500,7 +500,7 @@ async def test_whoever_does_not_hold_the_rank_pauses_nothing(node: Node) -> None
         lock.recovered()
         with pytest.raises(JobConflict, match=r"this process is using shm://.* for rank 0 already"):
             holding(node, job)
-        await client.pause(job.tiers[0][1], 0)
+        await client.pause(job.namespace, 0)
         (replicator,) = agent.registry
         assert replicator.state != "paused"
         await capture(hierarchy, base(0))
@@ -534,14 +534,14 @@ async def test_what_is_withdrawn_is_forgotten(node: Node) -> None:
         assert len(agent.registry) == 0
         assert [info async for info in hierarchy.first.driver.list("nominations/")] == []
         with pytest.raises(NotFound, match="knows no replication job of rank 0"):
-            await client.request(Look(5.0, job.tiers[0][1], job.rank, 1), RankReply)
+            await client.request(Look(5.0, job.namespace, job.rank, 1), RankReply)
 
 
 async def test_a_mover_nominates_again_where_the_agent_has_forgotten(node: Node) -> None:
     job = node.job(node.shm())
     async with running(node), trainer(node, job) as (mover, hierarchy, client):
         await mover.register()
-        await client.withdraw(job.tiers[0][1], 0, 1)
+        await client.withdraw(job.namespace, 0, 1)
         await capture(hierarchy, base(0))
         await mover.drain(10, closing=True)
         assert mover.status.watermark == 0

@@ -7,11 +7,11 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tiercheck.agent.jobs.replicator import State
-from tiercheck.agent.protocol.wire import to_plain
 from tiercheck.agent.status.http import HEAD_BYTES_MAX, HttpServer
 from tiercheck.agent.status.metrics import metrics_text
 from tiercheck.agent.status.page import render
@@ -215,7 +215,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
 
 
 def test_a_snapshot_is_plain() -> None:
-    assert json.loads(json.dumps(to_plain(AGENT)))["ranks"][0]["state"] == "moving"
+    assert json.loads(msgspec.json.encode(AGENT))["ranks"][0]["state"] == "moving"
 
 
 def test_throughput_is_of_late() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from botocore import exceptions as boto
+from botocore.utils import parse_timestamp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.s3 import S3Driver, S3Settings, client
 from tiercheck.tiers.s3.checksums import CRC32C, KNOWN, Checksum, stored_checksum
+from tiercheck.tiers.s3.client import time_of
 from tiercheck.tiers.s3.download import PART_BYTES_MAX, get_part_bytes
 from tiercheck.tiers.s3.failures import classify, to_open_error
 from tiercheck.tiers.s3.listing import Listing
@@ -440,6 +442,29 @@ class TestWaiting:
         assert stopped == ["waits"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Sun, 22 Nov 2026 11:16:44 GMT",  # HTTP's own
+        "Sun, 22 Nov 2026 11:16:44 -0000",  # of no zone, for its parser
+        "Sun, 22 Nov 2026 12:16:44 +0100",
+        "2026-11-22T11:16:44.000Z",
+        "2026-11-22T12:16:44+01:00",
+        "1795346204",
+        1795346204,
+        1795346204.0,
+    ],
+)
+def test_a_time_is_what_botocore_would_have_read(text: object) -> None:
+    assert time_of(text) == parse_timestamp(text) == datetime(2026, 11, 22, 11, 16, 44, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "Sun, 99 Nov 2026 11:16:44 GMT", None])
+def test_what_is_no_time_is_refused(text: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        time_of(text)
+
+
 def test_the_url_is_shown_without_what_looks_secret() -> None:
     url = TierURL.parse("s3://bucket/x?sse=aws:kms&sse_kms_key=arn:aws:kms:k")
     assert "arn" not in S3Driver.from_url(url).url
@@ -496,37 +521,6 @@ class TestOpening:
             error = failure.error("s3://bucket", None, 1)
             error.__cause__ = cause
             assert type(to_open_error(error, S3Settings("bucket"), "s3://bucket")) is kind
-
-
-class Sent(Exception):
-    """A request was made, and would be sent now."""
-
-
-@pytest.mark.usefixtures("credentials")
-async def test_the_server_is_asked_first_before_a_large_body_that_it_may_refuse_and_before_no_other() -> None:
-    s3 = client.S3Client(S3Settings("bucket", endpoint_url="http://127.0.0.1:9"), "s3://bucket")
-    await s3.open()
-    asked: list[bytes | None] = []
-
-    def send(request: Any, **_: object) -> None:
-        asked.append(request.headers.get("Expect"))
-        raise Sent
-
-    s3._client.meta.events.register("before-send.s3", send)
-
-    async def put(nbytes: int, **condition: str) -> None:
-        body = Body(Buffers([memoryview(bytes(nbytes))]), 0, nbytes, lambda: None)
-        with pytest.raises(Sent):
-            await s3._client.put_object(Bucket="bucket", Key="k", Body=body, **condition)
-
-    try:
-        await put(client.EXPECT_BYTES_MIN, IfNoneMatch="*")
-        await put(client.EXPECT_BYTES_MIN, IfMatch='"etag"')
-        await put(client.EXPECT_BYTES_MIN)
-        await put(1000, IfNoneMatch="*")
-    finally:
-        await s3.close()
-    assert asked == [b"100-continue", b"100-continue", None, None]
 
 
 @pytest.mark.usefixtures("credentials")
