@@ -30,7 +30,8 @@ class CheckpointConfig:
     batch: int = 5
     """Differentials in one object of the slower tiers, at most ``base_every``: a base supersedes those before it."""
     codec: str = "exact"
-    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`. ``NAME+feedback`` also encodes at each version
+    """How gradients are encoded: see :mod:`tiercheck.streams.codecs`. A codec takes options by name, such as
+    ``sparse?ratio=0.001``. ``NAME+feedback`` also encodes at each version
     what the versions before have left out. That takes four bytes a trained element, in host memory."""
     train_on_compressed: bool = False
     """Make the optimizer step with the gradients as ``codec`` keeps them, so that replaying them is exact. This changes

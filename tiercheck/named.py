@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from enum import Enum
@@ -18,10 +19,12 @@ from urllib.parse import parse_qsl, quote
 from tiercheck.errors import ConfigurationError
 from tiercheck.types import shown
 
-__all__ = ["TEXT_CHARS_MAX", "EntryPointGroup", "format_text", "parse_text"]
+__all__ = ["TEXT_CHARS_MAX", "EntryPointGroup", "format_text", "options_of", "parse_text"]
 
 TEXT_CHARS_MAX = 1024
 OPTIONS_MAX = 32
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\Z")
 
 
 def parse_text(text: str) -> tuple[str, dict[str, str]]:
@@ -29,7 +32,7 @@ def parse_text(text: str) -> tuple[str, dict[str, str]]:
     if len(text) > TEXT_CHARS_MAX:
         raise ConfigurationError(f"{shown(text)} has {len(text)} characters; at most {TEXT_CHARS_MAX} are allowed")
     name, _, query = text.strip().partition("?")
-    if not name or not name.isidentifier():
+    if not _NAME.match(name):
         raise ConfigurationError(f"{shown(text)} must look like NAME or NAME?option=value&option=value")
     try:
         pairs = parse_qsl(
@@ -132,11 +135,7 @@ class EntryPointGroup:
                 f'pyproject.toml of its distribution ([project.entry-points."{self.group}"] name = "{value}") and '
                 "install that where it is to be used"
             )
-        options: dict[str, str] = {}
-        for each in dataclasses.fields(made):
-            if each.init and (field := getattr(made, each.name)) != each.default:
-                options[each.name] = _text(field, f"{self.noun} {names[0]!r}", each.name)
-        return format_text(names[0], options)
+        return format_text(names[0], options_of(made, f"{self.noun} {names[0]!r}"))
 
     def _entries(self, name: str | None = None) -> list[EntryPoint]:
         found = entry_points(group=self.group)
@@ -150,6 +149,18 @@ class EntryPointGroup:
             f"there is no {self.noun} {name!r} (installed are: {', '.join(known) or 'none'}); {hint}install the "
             f"package that provides it (an entry point {name!r} in the group {self.group!r})"
         )
+
+
+def options_of(made: Any, owner: str) -> dict[str, str]:
+    """As text, the fields of a dataclass that are not what they are by default. ``owner``: what it is in messages.
+
+    Errors: ``ConfigurationError`` if a field holds what no text says.
+    """
+    return {
+        each.name: _text(field, owner, each.name)
+        for each in dataclasses.fields(made)
+        if each.init and (field := getattr(made, each.name)) != each.default
+    }
 
 
 def _value(text: str, kind: Any) -> Any:

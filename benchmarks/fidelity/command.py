@@ -38,10 +38,10 @@ def seeds(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    from tiercheck.streams.codecs import CODECS
+    from tiercheck.streams.codecs import codec_names
     from tiercheck.streams.snapshot import SNAPSHOT_CODECS
 
-    found, known = tuple(text.split(",")), ("nothing", *CODECS, *SNAPSHOT_CODECS)
+    found, known = tuple(text.split(",")), ("nothing", *codec_names(), *SNAPSHOT_CODECS)
     if unknown := set(found) - set(known):
         raise argparse.ArgumentTypeError(f"there is no {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     return found

@@ -19,7 +19,7 @@ from tiercheck.format.container import Shard, TensorSpec, parse
 from tiercheck.kernels import AdamStep, Replay, SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseCapture, read_base
-from tiercheck.streams.codecs import CODECS, codec, decode, decode_sparse
+from tiercheck.streams.codecs import codec, codec_names, decode, decode_sparse
 from tiercheck.streams.gradient_encoder import GradientEncoder
 from tiercheck.streams.provider import ModuleProvider
 from tiercheck.streams.snapshot import SNAPSHOT_CODECS, SnapshotStream, advanced
@@ -198,6 +198,6 @@ def schemes(base: State, *, threads: int, names: Sequence[str] | None = None) ->
 
     return [
         *(Stale(name, base) for name in chosen(["nothing"])),
-        *(Replayed(name, base, replay=replay, threads=threads) for name in chosen(CODECS)),
+        *(Replayed(name, base, replay=replay, threads=threads) for name in chosen(codec_names())),
         *(Snapshot(name, base, threads=threads) for name in chosen(SNAPSHOT_CODECS)),
     ]

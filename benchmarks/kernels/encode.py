@@ -30,7 +30,7 @@ from tiercheck.demo.progress import RankProgress
 from tiercheck.demo.settings import RANKS, TrainingSettings
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
-from tiercheck.streams.codecs import CODECS
+from tiercheck.streams.codecs import codec_names
 from tiercheck.streams.snapshot import SNAPSHOT_CODECS
 from tiercheck.tiers.shm.driver import remove_namespace
 
@@ -159,7 +159,7 @@ FIGURES: tuple[Figure[KernelSettings], ...] = (
             0.02,
             at_most=True,
         )
-        for name in CODECS
+        for name in codec_names()
     ),
     *(
         Figure(
@@ -175,6 +175,6 @@ FIGURES: tuple[Figure[KernelSettings], ...] = (
             f"what a differential with the codec {name} adds to a step of one process, which has all parameters",
             partial(of_one_process, codec=name),
         )
-        for name in CODECS
+        for name in codec_names()
     ),
 )

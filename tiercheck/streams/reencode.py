@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import Shard, TensorEntry
-from tiercheck.streams.codecs import CODECS, DTYPES, Encoding, Exact, codec, decode
+from tiercheck.streams.codecs import DTYPES, Encoding, codec, codec_names, decode
+from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.merge import Contents, as_stored
 from tiercheck.streams.record_names import gradient_name, gradient_parts, record_name
 from tiercheck.types import Fidelity
@@ -26,7 +27,7 @@ def check_codec_of_tier(name: str, tier: str) -> None:
     """Errors: ``ConfigurationError`` for a codec that there is not, or that does not keep every bit."""
     if codec(name).fidelity is Fidelity.EXACT:
         return
-    exact = ", ".join(each.name for each in CODECS.values() if each.fidelity is Fidelity.EXACT)
+    exact = ", ".join(codec_names(Fidelity.EXACT))
     raise ConfigurationError(
         f"the codec {name!r} of the tier {tier} loses bits: ranks that recover from different tiers would go on from "
         f"different states. A tier's own codec is one of {exact}; to lose bits everywhere, use "

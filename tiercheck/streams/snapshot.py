@@ -43,7 +43,8 @@ from tiercheck.format.host_state import pack
 from tiercheck.kernels import BLOCK
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseState
-from tiercheck.streams.codecs import FLOATS, Encoding, Int8, Nf4, decode
+from tiercheck.streams.codecs import FLOATS, Encoding, decode
+from tiercheck.streams.codecs.blocks import Int8, Nf4
 from tiercheck.streams.codecs.floats import to_float32
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream

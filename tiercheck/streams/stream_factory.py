@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from tiercheck.errors import ConfigurationError
-from tiercheck.streams.codecs import CODECS
+from tiercheck.streams.codecs.registry import refuse_unknown
 from tiercheck.streams.differential import DifferentialStream
 from tiercheck.streams.iteration import IterationStream
 from tiercheck.streams.provider import StateProvider
@@ -32,11 +30,7 @@ def stream_of(
                 f"train_on_compressed=True needs a codec of gradients, such as 'sparse'; {codec_name!r} holds none"
             )
         return SnapshotStream(provider, codec_name, world_size, encode_threads=encode_threads)
-    names = [*CODECS, *SNAPSHOT_CODECS]
-    if codec_name not in names:
-        close = difflib.get_close_matches(codec_name, names, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigurationError(f"there is no codec {codec_name!r}: choose one of {', '.join(names)}{hint}")
+    refuse_unknown(codec_name, SNAPSHOT_CODECS)
     return DifferentialStream(
         provider,
         codec_name,

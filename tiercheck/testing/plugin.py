@@ -32,6 +32,7 @@ FILLED = "tiercheck.filled"
 
 REWRITTEN = (
     "certify",
+    "codecs",
     "kit",
     "kit_elsewhere",
     "kit_limits",

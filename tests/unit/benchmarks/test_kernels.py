@@ -25,7 +25,7 @@ from benchmarks.report import ratio_text, rounded
 from benchmarks.training import SetUp
 from tiercheck import kernels
 from tiercheck.demo.progress import RankProgress, Step
-from tiercheck.streams.codecs import CODECS
+from tiercheck.streams.codecs import codec_names
 
 TINY = SetUp(width=32, layers=1, heads=2, seed=3, sequence=32, micro_batch=1)
 
@@ -35,7 +35,7 @@ WANTED = {
     *(f"replay.dense.n{steps}/torch_fused" for steps in (1, 2, 5, 10, 50)),
     *("replay.dense.n10/foreach", "replay.sparse.exact/torch_fused_scatter"),
     *(f"replay.sparse.closed_form.n{steps}/torch_fused_scatter" for steps in (10, 50)),
-    *(f"encode.{family}.{name}/step" for family in ("total", "one_process") for name in CODECS),
+    *(f"encode.{family}.{name}/step" for family in ("total", "one_process") for name in codec_names()),
     *("encode.total.snapshot/step", "encode.total.snapshot+nf4/step"),
 }
 

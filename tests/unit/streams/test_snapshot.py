@@ -21,7 +21,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.runtime.front import run
 from tiercheck.streams.base import read_base
-from tiercheck.streams.codecs import CODECS
+from tiercheck.streams.codecs import codec as codec_of
 from tiercheck.streams.provider import ModuleProvider
 from tiercheck.streams.snapshot import SMALLEST_ROOT, SNAPSHOT_CODECS, SnapshotStream, advanced, squared
 from tiercheck.streams.stream_factory import stream_of
@@ -375,8 +375,8 @@ def test_a_small_second_moment_does_not_become_zero(codec: str) -> None:
         memory[suffix].data = memoryview(bytearray(TensorSpec("x", dtype, shape).nbytes))
         return memory[suffix].data  # type: ignore[no-any-return]
 
-    encoding = CODECS[codec].encode(roots, "F32", seed=0, slot=slot)
-    decoded = CODECS[codec].decode(encoding, memory)
+    encoding = codec_of(codec).encode(roots, "F32", seed=0, slot=slot)
+    decoded = codec_of(codec).decode(encoding, memory)
     squares = squared(decoded, memory, codec)
     assert np.all(squares[:256] > 0)
     assert squares[0] == np.square(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,8 @@ class BlockCodec(Codec):
     """
 
     fidelity = Fidelity.APPROXIMATE
-    quantise_into: Callable[..., bool]
+    feedback = True
+    quantise_into: ClassVar[Callable[..., bool]]
     """The kernel that encodes: of :func:`tiercheck.kernels.quantise_into`'s arguments."""
 
     @abc.abstractmethod
@@ -86,7 +87,7 @@ class BlockCodec(Codec):
             decoded = self.dequantise(codes, scales, values.size, threads)
             lose_rounding(residual, decoded, dtype, threads=threads)
         scalars = {"nonfinite": self.nonfinite(codes, scales, values.size) if found else 0}
-        return Encoding(self.name, dtype, tuple(array.shape), tuple(part.suffix for part in planned), scalars)
+        return Encoding(self.text, dtype, tuple(array.shape), tuple(part.suffix for part in planned), scalars)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         check_description(encoding, FLOATS, ("nonfinite",))
@@ -100,6 +101,13 @@ class BlockCodec(Codec):
         return from_float32(values, encoding.dtype, threads=threads).reshape(encoding.shape)
 
 
+def largest_of_block(values: NDArray[np.float32], block: int) -> NDArray[np.float64]:
+    """For each element, the largest magnitude in its block: NaN if one is NaN."""
+    magnitudes = np.zeros(-(-values.size // block) * block)
+    magnitudes[: values.size] = np.abs(values)
+    return np.repeat(magnitudes.reshape(-1, block).max(axis=1), block)[: values.size]
+
+
 class Int8(BlockCodec):
     """Floats as 8-bit codes in blocks of 256 with one fp32 scale each: ``|error| <= scale / 2``, scale = maximum / 127.
 
@@ -107,6 +115,7 @@ class Int8(BlockCodec):
     """
 
     name = "int8"
+    block = kernels.BLOCK
     quantise_into = staticmethod(kernels.quantise_into)
 
     def parts(self, size: int) -> tuple[Part, Part]:
@@ -123,6 +132,11 @@ class Int8(BlockCodec):
     def are_scales(self, scales: NDArray[Any]) -> bool:
         return bool(np.all(np.isfinite(scales) & (scales >= 0)))
 
+    def bound(self, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        finite = np.where(np.isfinite(values), values, np.float32(0))
+        # A scale is rounded to fp32, of which the denormals are far apart.
+        return largest_of_block(finite, self.block) / 127 * (0.5 + 127 * 2.0**-22) + 127 * 2.0**-150
+
 
 class PoisonedBlocks(BlockCodec):
     """Codes that have none to spare for NaN: a block that holds a NaN or an infinity decodes to NaN altogether.
@@ -130,7 +144,15 @@ class PoisonedBlocks(BlockCodec):
     Its scale is NaN. ``nonfinite`` counts the elements of such blocks.
     """
 
-    block: int
+    block: ClassVar[int]
+    share: ClassVar[float]
+    """Of a block's largest magnitude, by which an element may be off."""
+
+    def bound(self, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Infinity for the numbers in poisoned blocks."""
+        largest = largest_of_block(values, self.block)
+        bound = np.where(np.isfinite(largest), self.share * largest + 2.0**-133, np.inf)
+        return np.where(np.isfinite(values), bound, 0.0)
 
     def nonfinite(self, codes: NDArray[Any], scales: NDArray[Any], size: int) -> int:
         poisoned = self.poisoned(scales)
@@ -161,6 +183,7 @@ class Nf4(PoisonedBlocks):
     name = "nf4"
     quantise_into = staticmethod(kernels.quantise_nf4_into)
     block = kernels.BLOCK
+    share = 0.1519037 + 2.0**-22
 
     def parts(self, size: int) -> tuple[Part, Part]:
         blocks = -(-size // self.block)
@@ -183,6 +206,7 @@ class OneBit(PoisonedBlocks):
     name = "onebit"
     quantise_into = staticmethod(kernels.quantise_onebit_into)
     block = kernels.ONEBIT_BLOCK
+    share = 1 + 2.0**-7
 
     def parts(self, size: int) -> tuple[Part, Part]:
         blocks = -(-size // self.block)

@@ -6,6 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
+from tiercheck.named import format_text, options_of
 from tiercheck.types import Buffer, Fidelity
 
 __all__ = ["DTYPES", "ELEMENTS_MAX", "FLOATS", "Codec", "Encoding", "Part", "Slot", "StoredPart"]
@@ -70,6 +72,7 @@ class Encoding:
     """What an encoded tensor was, and how to decode it."""
 
     codec: str
+    """The text that names the codec, with its options: :attr:`Codec.text`."""
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]
@@ -114,13 +117,41 @@ class Encoding:
         return cls(name, dtype, tuple(shape), tuple(parts), dict(scalars), trained_on)
 
 
+@dataclass(frozen=True)
 class Codec(abc.ABC):
-    """One way to encode tensors. Stateless: any number of threads may share one."""
+    """One way to encode tensors. Stateless: any number of threads may share one.
 
-    name: str
+    A codec is a class registered under its :attr:`name` in the entry-point group ``tiercheck.codecs``. Its options are
+    the fields of the class, which is then a frozen dataclass: ``sparse?ratio=0.001`` makes ``Sparse(ratio=0.001)``.
+    ``__post_init__`` raises ``ValueError`` for an option out of range. What an option means never changes: shards carry
+    the text of the codec that encoded them, and it decodes them.
+
+    An exact codec may encode gradients again on their way to a tier (``Tier(url, codec=...)``). A batch holds the
+    encodings of its versions as they are, so that merging concerns no codec.
+    """
+
+    name: ClassVar[str]
+    """The name of the entry point."""
     fidelity: ClassVar[Fidelity]
     """What a tensor is worth that was encoded so, unless training used what it decodes to
     (:attr:`Encoding.trained_on`)."""
+    dtypes: ClassVar[Mapping[str, np.dtype[Any]]] = FLOATS
+    """What it encodes."""
+    feedback: ClassVar[bool] = False
+    """Whether :meth:`encode` takes a residual. Then there is also ``NAME+feedback``."""
+
+    @cached_property
+    def text(self) -> str:
+        """What :func:`tiercheck.streams.codecs.codec` makes this codec from: name and options."""
+        return format_text(self.name, options_of(self, f"codec {self.name!r}"))
+
+    def bound(self, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The most by which each of these values (1-D) may be off when it is decoded; infinity promises nothing.
+
+        That is beside the rounding into the tensor's dtype. A value that is not finite comes back so, unless the
+        bound is infinite there. Exact codecs promise zero, and do not override this.
+        """
+        return np.zeros(values.size)
 
     @abc.abstractmethod
     def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:

@@ -37,6 +37,8 @@ FRAME_ELEMENTS = 1 << 18
 
 LENGTH = struct.Struct("<I")
 
+PLAIN = Exact()
+
 
 class ExactEntropy(Codec):
     """The tensor as it is, its exponents in fewer bits: every bit comes back, the payloads of NaNs included.
@@ -51,14 +53,12 @@ class ExactEntropy(Codec):
 
     name = "exact+entropy"
     fidelity = Fidelity.EXACT
-
-    def __init__(self, plain: Exact) -> None:
-        self._plain = plain
+    dtypes = DTYPES
 
     def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:
         check_dtype(dtype, DTYPES, self.name)
         if dtype not in CODED:
-            return self._plain.plan(dtype, shape)
+            return PLAIN.plan(dtype, shape)
         return planes(math.prod(shape), DTYPES[dtype].itemsize)
 
     def encode(
@@ -74,7 +74,7 @@ class ExactEntropy(Codec):
         check_dtype(dtype, DTYPES, self.name)
         refuse_residual(residual, self.name)
         if dtype not in CODED:
-            return self._plain.encode(array, dtype, seed=seed, slot=slot, threads=threads)
+            return PLAIN.encode(array, dtype, seed=seed, slot=slot, threads=threads)
         flat = flat_array(array, dtype)
         if dtype == "F32" and flat.size and kernels.is_bfloat16(flat):
             narrowed = np.empty(flat.size, np.uint16)
@@ -90,7 +90,7 @@ class ExactEntropy(Codec):
         else:
             part_frames(patterns, slot_array(slot, exponents), others, threads)
         checksums = {} if checksum is None else {rest.suffix: checksum}
-        return Encoding(self.name, dtype, tuple(array.shape), (rest.suffix, exponents.suffix), checksums=checksums)
+        return Encoding(self.text, dtype, tuple(array.shape), (rest.suffix, exponents.suffix), checksums=checksums)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         check_description(encoding, CODED, ())

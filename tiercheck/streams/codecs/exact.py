@@ -34,6 +34,7 @@ class Exact(Codec):
 
     name = "exact"
     fidelity = Fidelity.EXACT
+    dtypes = DTYPES
 
     def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:
         check_dtype(dtype, DTYPES, self.name)
@@ -54,10 +55,10 @@ class Exact(Codec):
         flat, shape = flat_array(array, dtype), tuple(array.shape)
         if dtype == "F32" and flat.size and kernels.is_bfloat16(flat):
             kernels.narrow_into(flat, slot_array(slot, Part("", "BF16", shape)))
-            return Encoding(self.name, dtype, shape, ("",))
+            return Encoding(self.text, dtype, shape, ("",))
         memory = slot_array(slot, Part("", dtype, shape)).view(np.uint8).data
         checksum = copy_with_checksum(memory, flat.view(np.uint8).data)
-        return Encoding(self.name, dtype, shape, ("",), checksums={"": checksum})
+        return Encoding(self.text, dtype, shape, ("",), checksums={"": checksum})
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         check_description(encoding, DTYPES, ())

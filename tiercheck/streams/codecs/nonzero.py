@@ -23,6 +23,8 @@ __all__ = ["Nonzero"]
 SLICE_ELEMENTS = 1 << 17
 """Elements that :func:`find_nonzero` looks at at a time."""
 
+PLAIN = Exact()
+
 
 class Nonzero(Codec):
     """The elements that are not zero, each bit of them, and their indices: for gradients that training has made sparse.
@@ -34,14 +36,12 @@ class Nonzero(Codec):
 
     name = "nonzero"
     fidelity = Fidelity.EXACT
-
-    def __init__(self, plain: Exact) -> None:
-        self._plain = plain
+    dtypes = DTYPES
 
     def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:
         check_dtype(dtype, DTYPES, self.name)
         if dtype not in FLOATS:
-            return self._plain.plan(dtype, shape)
+            return PLAIN.plan(dtype, shape)
         size = math.prod(shape)
         return planned_parts(capacity(size, dtype), dtype, size, layout.CHUNK_ELEMENTS)
 
@@ -60,12 +60,12 @@ class Nonzero(Codec):
         flat = flat_array(array, dtype)
         indices = find_nonzero(flat, capacity(flat.size, dtype)) if dtype in FLOATS else None
         if indices is None:
-            return self._plain.encode(array, dtype, seed=seed, slot=slot, threads=threads)
+            return PLAIN.encode(array, dtype, seed=seed, slot=slot, threads=threads)
         values = indices.write(slot, dtype)
         for chunk, stored in indices.by_chunk():
             values[stored] = flat[chunk][indices.within[stored]]
         suffixes = tuple(part.suffix for part in self.plan(dtype, array.shape))
-        return Encoding(self.name, dtype, tuple(array.shape), suffixes, indices.scalars)
+        return Encoding(self.text, dtype, tuple(array.shape), suffixes, indices.scalars)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         indices, values = self.stored(encoding, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,11 @@ PIECE_MIN = 1 << 16
 """Elements that :func:`collect_largest` looks at at a time, at least."""
 
 
+@dataclass(frozen=True)
 class Sparse(Codec):
-    """The elements of largest magnitude, a hundredth of them; the others come back as zero.
+    """The elements of largest magnitude; the others come back as zero.
+
+    - ``ratio``: the share of the elements that is kept.
 
     Values are fp16 under a power-of-two scale for the tensor, which brings the largest to [2**14, 2**15): off by at
     most 2**-11 of themselves, or by 2**-39 of the largest. The threshold is estimated from samples; never more than
@@ -45,7 +49,17 @@ class Sparse(Codec):
 
     name = "sparse"
     fidelity = Fidelity.APPROXIMATE
-    ratio = 0.01
+    feedback = True
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio must be above 0 and at most 1, not {self.ratio}")
+
+    def bound(self, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        finite = np.isfinite(values)
+        kept = values.size - int(np.count_nonzero(finite)) <= self.capacity(values.size)
+        return np.where(finite, np.abs(values), 0.0 if kept else np.inf).astype(np.float64)
 
     def capacity(self, size: int) -> int:
         """The most elements that are kept of ``size``."""
@@ -79,7 +93,7 @@ class Sparse(Codec):
                 kernels.settle(residual[chunk], indices.within[stored], survivors[stored], decoded[stored])
         scalars = {"exponent": exponent, "nonfinite": nonfinite, **indices.scalars}
         suffixes = tuple(part.suffix for part in self.plan(dtype, array.shape))
-        return Encoding(self.name, dtype, tuple(array.shape), suffixes, scalars)
+        return Encoding(self.text, dtype, tuple(array.shape), suffixes, scalars)
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         indices, values = self.stored(encoding, parts)

@@ -23,7 +23,7 @@ import torch
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
 from tiercheck.kernels.threads import run as on_threads
-from tiercheck.streams.codecs import Encoding, codec
+from tiercheck.streams.codecs import Encoding, codec_of
 from tiercheck.streams.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.state import Undecodable
@@ -146,7 +146,7 @@ def check_fits(differential: Differential, masters: Mapping[str, torch.Tensor], 
     """
     for name, description in differential.encodings.items():
         encoding = Encoding.from_object(description)
-        codec(encoding.codec)
+        codec_of(encoding)
         shape = encoding.shape
         if name not in masters or tuple(masters[name].shape) != shape:
             raise Corruption(

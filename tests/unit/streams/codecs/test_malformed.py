@@ -2,67 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 
 from tests.encoding import Stored, encode, gradient
 from tiercheck.errors import ConfigurationError, Corruption
-from tiercheck.streams import codecs
-from tiercheck.streams.codecs import CODECS, decode, decode_sparse
-
-STORED = [name for name in CODECS if name != "adaptive" and not name.endswith("+feedback")]
-"""The codecs that descriptions name."""
+from tiercheck.streams.codecs import decode, decode_sparse
+from tiercheck.streams.codecs.sparse import EXPONENT_MAX
 
 BLOCKS = ("int8", "nf4", "onebit")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"codec": 3},
-        {"dtype": "F12"},
-        {"dtype": "I64"},
-        {"dtype": ["F32"]},
-        {"shape": [-1]},
-        {"shape": [True]},
-        {"shape": [2**40, 2**40]},
-        {"shape": [1] * 100},
-        {"shape": "300"},
-        {"parts": ["other"]},
-        {"parts": None},
-        {"parts": [3]},
-        {"scalars": {"more": 1}},
-        {"scalars": {"nonfinite": 1.5}},
-        {"scalars": {"nonfinite": 0, "exponent": 0, "more": 1}},
-        {"trained_on": 1},
-        {"extra": 1},
-    ],
-)
-@pytest.mark.parametrize("name", STORED)
-def test_descriptions(name: str, change: dict[str, Any]) -> None:
-    array = np.zeros(300, np.float32) if name == "nonzero" else gradient(300)
-    encoding, parts = encode(name, array, "F32")
-    assert encoding.codec == name
-    for read in (decode, decode_sparse) if name in ("sparse", "nonzero") else (decode,):
-        with pytest.raises(Corruption):
-            read({**encoding.to_object(), **change}, parts)
-
-
-@pytest.mark.parametrize("name", ["exact", "exact+entropy", *BLOCKS])
-def test_a_shape_that_is_not_the_parts_own(name: str) -> None:
-    encoding, parts = encode(name, gradient(300), "F32")
-    for shape in ([0], [600], [], [2**40], [300, 2]):
-        with pytest.raises(Corruption):
-            decode({**encoding.to_object(), "shape": shape}, parts)
 
 
 def test_a_codec_of_another_version_is_not_called_corruption() -> None:
     encoding, parts = encode("exact", gradient(5), "F32")
     for read in (decode, decode_sparse):
-        with pytest.raises(ConfigurationError, match=r"'nf5'.*has exact, exact\+entropy"):
+        with pytest.raises(ConfigurationError, match=r"encoded by 'nf5'.*no codec 'nf5'.*an entry point 'nf5'"):
             read({**encoding.to_object(), "codec": "nf5"}, parts)
 
 
@@ -71,30 +25,6 @@ def test_things_that_are_no_description(value: object) -> None:
     for read in (decode, decode_sparse):
         with pytest.raises(Corruption):
             read(value, {})
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_parts_that_are_missing_unknown_cut_or_of_another_kind(name: str) -> None:
-    array = gradient(300)
-    array[5:] = 0 if name == "nonzero" else array[5:]
-    encoding, parts = encode(name, array, "F32")
-    description = encoding.to_object()
-    for suffix, part in parts.items():
-        others = {key: value for key, value in parts.items() if key != suffix}
-        broken: list[dict[str, Stored]] = [
-            others,
-            {**parts, "other": part},
-            {**others, suffix: replace(part, data=part.data[:-1])},
-            {**others, suffix: replace(part, dtype="U64")},
-            {**others, suffix: replace(part, dtype="F12")},
-            {**others, suffix: replace(part, shape=(part.shape[0] + 1,))},
-            {**others, suffix: replace(part, shape=(2**60,))},
-            {**others, suffix: replace(part, shape=())},
-            {**others, suffix: replace(part, shape=(*part.shape, 1))},
-        ]
-        for each in broken:
-            with pytest.raises(Corruption):
-                decode(description, each)
 
 
 class TestSparse:
@@ -121,7 +51,7 @@ class TestSparse:
         with pytest.raises(Corruption, match="not of a tensor"):
             decode(encoding.to_object(), parts)
 
-    @pytest.mark.parametrize("exponent", [10**9, -(10**9), codecs.EXPONENT_MAX + 1])
+    @pytest.mark.parametrize("exponent", [10**9, -(10**9), EXPONENT_MAX + 1])
     def test_an_exponent_out_of_range(self, exponent: int) -> None:
         encoding, parts = encode("sparse", gradient(300), "F32")
         description = {**encoding.to_object(), "scalars": {"exponent": exponent, "nonfinite": 0}}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.recorded import Trainer, fresh
 from tiercheck.errors import Corruption
-from tiercheck.streams.codecs import CODECS
+from tiercheck.streams.codecs import codec, codec_names
 from tiercheck.streams.replay.fidelity import Tally, Way, reached
 from tiercheck.streams.replay.replay import replay
 from tiercheck.types import Fidelity
@@ -29,10 +29,10 @@ def told(*tallies: Tally, **here: str) -> tuple[Fidelity, tuple[str, ...]]:
     return reached(identity, now, sum(tallies, Tally()))
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", codec_names())
 def test_every_codec_is_called_what_it_declares(name: str) -> None:
     fidelity, notes = told(Tally.of([described(name)]))
-    assert fidelity is CODECS[name].fidelity
+    assert fidelity is codec(name).fidelity
     assert bool(notes) == (fidelity is not Fidelity.EXACT)
 
 
