@@ -116,7 +116,7 @@ def wait_for_children(parent: psutil.Process) -> list[psutil.Process]:
         (["--dtype", "fp64"], "unknown dtype 'fp64': choose one of fp32, bf16"),
         (["--steps", "7"], "7 steps are too few"),
         (["--text", "/does/not/exist"], "the training text /does/not/exist does not exist"),
-        (["--codec", "zip"], "there is no codec 'zip': choose one of "),
+        (["--codec", "zip"], "there is no codec 'zip' (installed are: "),
         (["--seed", "-1"], "the seed must be in 0.."),
     ],
 )
