@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,15 +24,18 @@ from tiercheck.tiers.peer.messages import (
     BeginGet,
     BeginPut,
     EndGet,
+    Failure,
     GetChunk,
     Message,
     PutChunk,
+    Stat,
     checksum,
     decode,
     encode,
 )
 from tiercheck.tiers.peer.server.effects import Reply
 from tiercheck.tiers.peer.server.limits import PeerLimits
+from tiercheck.tiers.peer.server.protocol import ServerProtocol
 from tiercheck.types import PutMode
 
 CHUNK = 1 << 16
@@ -128,13 +132,33 @@ def test_heads_go_round_and_no_flipped_bit_passes(message: Message) -> None:
 
 
 def test_deep_nesting_and_great_lengths_are_refused() -> None:
-    for body in (b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff"):
+    later = b"\x95" + msgpack.packb([1, 1, 7, "n"])[1:]  # a Hello with a field more
+    claims = (b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff")
+    for body in (b"\x91" * 100_000, *claims, later + b"\x91" * 100_000, *(later + claim for claim in claims)):
         try:
             decode(body + checksum(body).to_bytes(8, "little"))
         except BadFrame as bad:
             assert bad.reason == "malformed"
         else:
             raise AssertionError("taken")
+
+
+def test_a_head_of_the_next_release_is_read_without_what_is_new() -> None:
+    body = msgpack.packb([1, 2, 7, "n", "key", {"new": [1] * 20}])
+    assert decode(body + checksum(body).to_bytes(8, "little")) == (7, Stat("n", "key"))
+
+
+@pytest.mark.parametrize(("begins", "reason"), [([2, 2, 7], "speaks protocol 2, not 1"), ([1, 60, 7], "number 60")])
+def test_a_head_of_another_protocol_or_kind_is_refused_in_words(begins: list[int], reason: str) -> None:
+    body = msgpack.packb([*begins, "what", {"ever": 1}])
+    server = ServerProtocol(PeerLimits(), incarnation=1)
+    (reply,) = server.receive(b"p", [body + checksum(body).to_bytes(8, "little")], 0.0)
+    assert isinstance(reply, Reply)
+    request_id, failure = decode(reply.head)
+    assert (request_id, type(failure)) == (7, Failure)
+    assert isinstance(failure, Failure)
+    assert failure.error == "Unsupported" and reason in failure.message
+    assert sum(server.desk.dropped.values()) == 1
 
 
 class Hostile(Network):

@@ -36,8 +36,10 @@ from tiercheck.policy.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.replication.records import HEAD_NBYTES, seal, unseal
+from tiercheck.tiers.peer import messages as peer
 
 TOKEN = "ab" * 8
+TRANSFER = bytes(range(16))
 JOB = ReplicationJob((JobTier("shm", "shm://x"), JobTier("nvme", "nvme:///y", "zstd")), "n", 1, 2, 3, 4, 5, 6)
 BRANCH = Branch(2, 1, 7, 4, TOKEN)
 MARKER = Marker(300, "0123456789abcdef", TOKEN)
@@ -162,6 +164,49 @@ def test_answers_keep_their_bytes() -> None:
     packed = msgpack.unpackb(pack_error(7, NotFound("no", tier="t", key="k")))
     assert packed[:3] == [messages.PROTOCOLS.newest, 7, "NotFound"]
     assert {name: packed[3][name] for name in ("message", "tier", "key")} == {"message": "no", "tier": "t", "key": "k"}
+
+
+HEADS: list[tuple[peer.Message, str]] = [
+    (
+        peer.Hello("ns"),
+        "94010109a26e73ffec34d97673012f",
+    ),
+    (
+        peer.Stat("ns", "k"),
+        "95010209a26e73a16b2e263dc952f90e32",
+    ),
+    (
+        peer.BeginPut(TRANSFER, "ns", "k", 300, "create", "", 1 << 20, 4, 2**64 - 1, 0, 7),
+        "9e010609c410000102030405060708090a0b0c0d0e0fa26e73a16bcd012ca6637265617465a0ce0010000004cfffffff"
+        "ffffffffff00073f5de60eeedbb3e0",
+    ),
+    (
+        peer.Page((("k", 1, "e"),), True),
+        "950142099193a16b01a165c36078476e09e71270",
+    ),
+    (
+        peer.PutState(TRANSFER, 1, 2, b"\x01"),
+        "97014409c410000102030405060708090a0b0c0d0e0f0102c40101c8509ea95b1bfde3",
+    ),
+    (
+        peer.Delete(TRANSFER, "ns", ("a", "b")),
+        "96010409c410000102030405060708090a0b0c0d0e0fa26e7392a161a162b2e7624b540cde26",
+    ),
+    (
+        peer.Failure(TRANSFER, "NotFound", "no"),
+        "96014a09c410000102030405060708090a0b0c0d0e0fa84e6f74466f756e64a26e6ff32ef9ac1c1daa05",
+    ),
+    (
+        peer.Welcome(5, 1 << 20),
+        "9501400905ce00100000013a764851476ceb",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "written"), HEADS, ids=[type(each).__name__ for each, _ in HEADS])
+def test_a_peers_heads_keep_their_bytes(message: peer.Message, written: str) -> None:
+    assert peer.decode(bytes.fromhex(written)) == (9, message)
+    assert peer.encode(9, message) == bytes.fromhex(written)
 
 
 class Color(enum.StrEnum):

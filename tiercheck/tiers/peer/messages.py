@@ -1,21 +1,23 @@
 """What client and server say to each other: one small head a message, and raw bytes in a frame of their own.
 
 A head is a msgpack array ``[protocol, kind, request id, field, ...]`` followed by the xxh3-64 of its bytes, so that
-no flipped bit can turn it into another one. Every length is bounded before anything is allocated for it, and a head
-is taken only if it is, field by field, what its kind says.
+no flipped bit can turn it into another one. A head has few bytes, and is taken only if it is, field by field, what its
+kind says. A release may add kinds, and fields with a default at the end of a kind: a reader ignores the fields that it
+does not know. A head of another protocol, or of a kind that the server does not know, is answered with a
+:class:`Failure`, which has the same form in every protocol.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
-import msgpack
+import msgspec
 import xxhash
+from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
-from tiercheck.types import Buffer, shown
+from tiercheck.types import Buffer
 
 __all__ = [
     "HEAD_BYTES_MAX",
@@ -38,6 +40,7 @@ __all__ = [
     "ListPage",
     "MeasureUsage",
     "Message",
+    "NotUnderstood",
     "Page",
     "PutChunk",
     "PutState",
@@ -55,12 +58,9 @@ TRANSFER_BYTES = 16
 KEYS_MAX = 256
 PAGE_MAX = 2048
 COUNT_MAX = 1 << 62
-WORD_MAX = (1 << 64) - 1
-KEY_BYTES_MAX = 1024
+KEY_CHARACTERS_MAX = 1024
 CHUNKS_MAX = 1 << 20
 """Chunks of one object: a bit each is the largest thing in a head."""
-
-T = TypeVar("T")
 
 
 class BadFrame(Exception):
@@ -71,75 +71,23 @@ class BadFrame(Exception):
         self.reason = reason
 
 
-def text(bytes_max: int) -> Any:
-    def check(value: object) -> bool:
-        return isinstance(value, str) and len(value) <= bytes_max and len(value.encode()) <= bytes_max
+class NotUnderstood(BadFrame):
+    """A sound head of another release: it can be answered, and no more."""
 
-    return field(metadata={"check": check})
-
-
-def number(maximum: int = COUNT_MAX) -> Any:
-    return field(metadata={"check": lambda value: type(value) is int and 0 <= value <= maximum})
+    def __init__(self, reason: str, detail: str, request_id: int) -> None:
+        super().__init__(reason, detail)
+        self.request_id = request_id
 
 
-def binary(minimum: int, maximum: int) -> Any:
-    return field(metadata={"check": lambda value: isinstance(value, bytes) and minimum <= len(value) <= maximum})
-
-
-def flag() -> Any:
-    return field(metadata={"check": lambda value: type(value) is bool})
-
-
-def transfer_id() -> Any:
-    return binary(TRANSFER_BYTES, TRANSFER_BYTES)
-
-
-def key() -> Any:
-    return text(KEY_BYTES_MAX)
-
-
-def namespace() -> Any:
-    return text(255)
-
-
-def etag() -> Any:
-    return text(1024)
-
-
-def word() -> Any:
-    return number(WORD_MAX)
-
-
-def checksum_field() -> Any:
-    return word()
-
-
-def keys_field() -> Any:
-    def check(value: object) -> bool:
-        return (
-            isinstance(value, tuple)
-            and len(value) <= KEYS_MAX
-            and all(isinstance(item, str) and len(item) <= KEY_BYTES_MAX for item in value)
-        )
-
-    return field(metadata={"check": check})
-
-
-def entries_field() -> Any:
-    def entry(value: object) -> bool:
-        return (
-            isinstance(value, tuple)
-            and len(value) == 3
-            and isinstance(value[0], str)
-            and type(value[1]) is int
-            and 0 <= value[1] <= COUNT_MAX
-            and isinstance(value[2], str)
-        )
-
-    def check(value: object) -> bool:
-        return isinstance(value, tuple) and len(value) <= PAGE_MAX and all(map(entry, value))
-
-    return field(metadata={"check": check})
+Number = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Word = Annotated[int, Meta(ge=0)]
+"""Of 64 bits: msgpack has no longer ones."""
+ChunkCount = Annotated[int, Meta(ge=0, le=CHUNKS_MAX)]
+ChunkBytes = Annotated[int, Meta(ge=0, le=1 << 30)]
+Transfer = Annotated[bytes, Meta(min_length=TRANSFER_BYTES, max_length=TRANSFER_BYTES)]
+Key = Annotated[str, Meta(max_length=KEY_CHARACTERS_MAX)]
+Etag = Annotated[str, Meta(max_length=1024)]
+Namespace = Annotated[str, Meta(max_length=255)]
 
 
 # What a client asks.
@@ -149,34 +97,34 @@ def entries_field() -> Any:
 class Hello:
     """The first message: is there a server, does it speak this protocol, can the namespace be opened?"""
 
-    namespace: str = namespace()
+    namespace: Namespace
 
 
 @dataclass(frozen=True)
 class Stat:
-    namespace: str = namespace()
-    key: str = key()
+    namespace: Namespace
+    key: Key
 
 
 @dataclass(frozen=True)
 class ListPage:
     """The objects whose key starts with ``prefix`` and comes after ``after``, as many as fit a page."""
 
-    namespace: str = namespace()
-    prefix: str = key()
-    after: str = key()
+    namespace: Namespace
+    prefix: Key
+    after: Key
 
 
 @dataclass(frozen=True)
 class Delete:
-    transfer: bytes = transfer_id()
-    namespace: str = namespace()
-    keys: tuple[str, ...] = keys_field()
+    transfer: Transfer
+    namespace: Namespace
+    keys: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)]
 
 
 @dataclass(frozen=True)
 class MeasureUsage:
-    namespace: str = namespace()
+    namespace: Namespace
 
 
 @dataclass(frozen=True)
@@ -187,58 +135,58 @@ class BeginPut:
     ``credit``: chunks that the sender would like to have under way.
     """
 
-    transfer: bytes = transfer_id()
-    namespace: str = namespace()
-    key: str = key()
-    nbytes: int = number()
-    mode: str = text(16)
-    etag: str = etag()
-    chunk_bytes: int = number(1 << 30)
-    credit: int = number(CHUNKS_MAX)
-    incarnation: int = word()
-    age_ms: int = number()
-    checksum: int = checksum_field()
+    transfer: Transfer
+    namespace: Namespace
+    key: Key
+    nbytes: Number
+    mode: Annotated[str, Meta(max_length=16)]
+    etag: Etag
+    chunk_bytes: ChunkBytes
+    credit: ChunkCount
+    incarnation: Word
+    age_ms: Number
+    checksum: Word
 
 
 @dataclass(frozen=True)
 class PutChunk:
-    transfer: bytes = transfer_id()
-    index: int = number(CHUNKS_MAX)
-    checksum: int = checksum_field()
+    transfer: Transfer
+    index: ChunkCount
+    checksum: Word
 
 
 @dataclass(frozen=True)
 class AbortPut:
-    transfer: bytes = transfer_id()
+    transfer: Transfer
 
 
 @dataclass(frozen=True)
 class BeginGet:
     """Begin or resume reading ``[start, stop)`` of an object; ``whole``: all of it, wherever it ends."""
 
-    transfer: bytes = transfer_id()
-    namespace: str = namespace()
-    key: str = key()
-    whole: bool = flag()
-    start: int = number()
-    stop: int = number()
-    chunk_bytes: int = number(1 << 30)
+    transfer: Transfer
+    namespace: Namespace
+    key: Key
+    whole: bool
+    start: Number
+    stop: Number
+    chunk_bytes: ChunkBytes
 
 
 @dataclass(frozen=True)
 class GetChunk:
     """Send that chunk: the credit that the reader gives. ``opening``: the one whose bytes it wants, of no other."""
 
-    transfer: bytes = transfer_id()
-    index: int = number(CHUNKS_MAX)
-    opening: int = word()
+    transfer: Transfer
+    index: ChunkCount
+    opening: Word
 
 
 @dataclass(frozen=True)
 class EndGet:
     """The reader needs no more. Not answered."""
 
-    transfer: bytes = transfer_id()
+    transfer: Transfer
 
 
 # What a server answers.
@@ -248,64 +196,64 @@ class EndGet:
 class Welcome:
     """``incarnation`` is another number each time a server starts."""
 
-    incarnation: int = word()
-    chunk_bytes_max: int = number(1 << 30)
+    incarnation: Word
+    chunk_bytes_max: ChunkBytes
 
 
 @dataclass(frozen=True)
 class Info:
-    nbytes: int = number()
-    etag: str = etag()
+    nbytes: Number
+    etag: Etag
 
 
 @dataclass(frozen=True)
 class Page:
     """``entries``: (key, bytes, etag) in order. ``more``: there may be others after the last of them."""
 
-    entries: tuple[tuple[str, int, str], ...] = entries_field()
-    more: bool = flag()
+    entries: Annotated[tuple[tuple[Key, Number, Etag], ...], Meta(max_length=PAGE_MAX)]
+    more: bool
 
 
 @dataclass(frozen=True)
 class UsageIs:
     """``limit_bytes`` counts only where ``limited``."""
 
-    used_bytes: int = number()
-    limited: bool = flag()
-    limit_bytes: int = number()
+    used_bytes: Number
+    limited: bool
+    limit_bytes: Number
 
 
 @dataclass(frozen=True)
 class PutState:
     """``credit``: chunks that may be under way; ``received``: a bit for each chunk that is there, lowest first."""
 
-    transfer: bytes = transfer_id()
-    incarnation: int = word()
-    credit: int = number(CHUNKS_MAX)
-    received: bytes = binary(0, CHUNKS_MAX // 8)
+    transfer: Transfer
+    incarnation: Word
+    credit: ChunkCount
+    received: Annotated[bytes, Meta(max_length=CHUNKS_MAX // 8)]
 
 
 @dataclass(frozen=True)
 class ChunkTaken:
-    transfer: bytes = transfer_id()
-    index: int = number(CHUNKS_MAX)
+    transfer: Transfer
+    index: ChunkCount
 
 
 @dataclass(frozen=True)
 class Done:
     """The put is published, or the delete done; ``nbytes`` and ``etag`` are the object's."""
 
-    transfer: bytes = transfer_id()
-    nbytes: int = number()
-    etag: str = etag()
+    transfer: Transfer
+    nbytes: Number
+    etag: Etag
 
 
 @dataclass(frozen=True)
 class Forgotten:
     """No such transfer is known, and none of that name was finished here that the sender might mean."""
 
-    transfer: bytes = transfer_id()
-    incarnation: int = word()
+    transfer: Transfer
+    incarnation: Word
 
 
 @dataclass(frozen=True)
@@ -315,27 +263,27 @@ class GetState:
     ``opening`` is another number each time a server opens an object.
     """
 
-    transfer: bytes = transfer_id()
-    nbytes: int = number()
-    etag: str = etag()
-    checksum: int = checksum_field()
-    opening: int = word()
+    transfer: Transfer
+    nbytes: Number
+    etag: Etag
+    checksum: Word
+    opening: Word
 
 
 @dataclass(frozen=True)
 class Data:
-    transfer: bytes = transfer_id()
-    index: int = number(CHUNKS_MAX)
-    checksum: int = checksum_field()
+    transfer: Transfer
+    index: ChunkCount
+    checksum: Word
 
 
 @dataclass(frozen=True)
 class Failure:
     """``error`` is the name of a class of :mod:`tiercheck.errors`, or ``ValueError``. ``transfer`` may be zeros."""
 
-    transfer: bytes = transfer_id()
-    error: str = text(64)
-    message: str = text(4096)
+    transfer: Transfer
+    error: Annotated[str, Meta(max_length=64)]
+    message: Annotated[str, Meta(max_length=4096)]
 
 
 Message = (
@@ -350,9 +298,27 @@ KINDS: dict[int, type[Any]] = {
     73: Data, 74: Failure,
 }  # fmt: skip
 NUMBERS = {kind: code for code, kind in KINDS.items()}
-CHECKS: dict[type[Any], tuple[tuple[str, Callable[[object], bool]], ...]] = {
-    kind: tuple((item.name, item.metadata["check"]) for item in dataclasses.fields(kind)) for kind in NUMBERS
-}
+
+
+class _Head(Struct, frozen=True, array_like=True):
+    """What every head begins with."""
+
+    protocol: int
+    kind: int
+    request_id: Word
+
+
+def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    """Of a head of that kind: an array whose first values are a :class:`_Head`'s, and the others the message's."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [(name, hints[name]) for name in NAMES[kind]]
+    form = msgspec.defstruct(kind.__name__, fields, bases=(_Head,), frozen=True, array_like=True)
+    return msgspec.msgpack.Decoder(form)
+
+
+NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in NUMBERS}
+DECODERS = {kind: _decoder(kind) for kind in NUMBERS}
+HEAD = msgspec.msgpack.Decoder(_Head)
 
 
 def checksum(data: Buffer) -> int:
@@ -362,13 +328,15 @@ def checksum(data: Buffer) -> int:
 
 def encode(request_id: int, message: Message) -> bytes:
     """The head of ``message``."""
-    fields = (getattr(message, name) for name, _ in CHECKS[type(message)])
-    body: bytes = msgpack.packb((PROTOCOL, NUMBERS[type(message)], request_id, *fields))
+    kind = type(message)
+    values = (getattr(message, name) for name in NAMES[kind])
+    body = msgspec.msgpack.encode((PROTOCOL, NUMBERS[kind], request_id, *values))
     return body + checksum(body).to_bytes(8, "little")
 
 
 def decode(head: Buffer) -> tuple[int, Message]:
-    """The request id and the message of a head. Errors: :class:`BadFrame`."""
+    """The request id and the message of a head. Errors: :class:`BadFrame`; :class:`NotUnderstood` for one of another
+    release."""
     with memoryview(head) as view:
         if view.nbytes > HEAD_BYTES_MAX:
             raise BadFrame("oversized", f"a head has {view.nbytes} bytes; at most {HEAD_BYTES_MAX} are allowed")
@@ -378,31 +346,14 @@ def decode(head: Buffer) -> tuple[int, Message]:
     if checksum(body) != stated:
         raise BadFrame("corrupt", "a head's checksum is not that of its bytes")
     try:
-        values = msgpack.unpackb(
-            body,
-            use_list=False,
-            max_map_len=0,
-            max_ext_len=0,
-            max_array_len=PAGE_MAX,
-            max_str_len=4096,
-            max_bin_len=CHUNKS_MAX // 8,
-        )
-    except (ValueError, msgpack.UnpackException) as error:
-        raise BadFrame("malformed", f"a head is no msgpack: {type(error).__name__}") from None
-    if not isinstance(values, tuple) or len(values) < 3:
-        raise BadFrame("malformed", "a head is no array")
-    protocol, code, request_id, *fields = values
-    if protocol != PROTOCOL:
-        raise BadFrame("protocol", f"a head speaks protocol {shown(protocol)}, not {PROTOCOL}")
-    if type(request_id) is not int or not 0 <= request_id <= WORD_MAX:
-        raise BadFrame("malformed", "a request id is no number")
-    kind = KINDS.get(code) if type(code) is int else None
-    if kind is None:
-        raise BadFrame("unknown", "a head is of no known kind")
-    checks = CHECKS[kind]
-    if len(fields) != len(checks):
-        raise BadFrame("malformed", f"{kind.__name__} has {len(checks)} fields, not {len(fields)}")
-    for value, (name, is_valid) in zip(fields, checks, strict=True):
-        if not is_valid(value):
-            raise BadFrame("malformed", f"{kind.__name__}.{name} is not what it must be")
-    return request_id, kind(*fields)
+        begins = HEAD.decode(body)
+        kind = KINDS.get(begins.kind)
+        if begins.protocol != PROTOCOL and kind is not Failure:
+            spoken = f"a head speaks protocol {begins.protocol}, not {PROTOCOL}"
+            raise NotUnderstood("protocol", spoken, begins.request_id)
+        if kind is None:
+            raise NotUnderstood("unknown", f"no message has the number {begins.kind}", begins.request_id)
+        _, _, request_id, *values = astuple(DECODERS[kind].decode(body))
+    except (ValueError, RecursionError) as error:
+        raise BadFrame("malformed", f"a head is none: {str(error)[:200]}") from None
+    return request_id, kind(*values)

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from types import MappingProxyType
 
-from tiercheck.errors import Corruption, NotFound
+from tiercheck.errors import Corruption, NotFound, Unsupported
 from tiercheck.keys import validate_key
 from tiercheck.tiers.peer.checksums import KnownChecksums
 from tiercheck.tiers.peer.client.content import populate
@@ -37,6 +38,7 @@ from tiercheck.tiers.peer.messages import (
     ListPage,
     MeasureUsage,
     Message,
+    NotUnderstood,
     Page,
     PutChunk,
     Stat,
@@ -244,6 +246,11 @@ class ServerProtocol:
             request_id, message = decode(frames[0])
             message = of_owner(message, owner)
             self._dispatch(peer, request_id, message, frames[1] if len(frames) == 2 else None, now)
+        except NotUnderstood as unknown:
+            self.desk.drop(unknown.reason)
+            server = f"the peer server, of TierCheck {version('tiercheck')},"
+            refusal = Unsupported(f"{server} does not understand its client, of another release: {unknown}")
+            self.desk.reply(peer, unknown.request_id, failure_of(refusal))
         except BadFrame as bad:
             self.desk.drop(bad.reason)
         return self.desk.take_effects()
