@@ -7,19 +7,18 @@ Nothing is imported before a text asks for it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from enum import Enum
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
 from urllib.parse import parse_qsl, quote
 
+from tiercheck.entry_points import EntryPointGroup, distribution_of
 from tiercheck.errors import ConfigurationError
 from tiercheck.types import shown
 
-__all__ = ["TEXT_CHARS_MAX", "EntryPointGroup", "format_text", "options_of", "parse_text"]
+__all__ = ["TEXT_CHARS_MAX", "NamedGroup", "format_text", "options_of", "parse_text"]
 
 TEXT_CHARS_MAX = 1024
 OPTIONS_MAX = 32
@@ -52,48 +51,17 @@ def format_text(name: str, options: Mapping[str, str]) -> str:
     return f"{name}?{query}" if query else name
 
 
-@dataclass(frozen=True)
-class EntryPointGroup:
-    """The plug-ins of one kind. ``noun``: what one of them is called in messages."""
-
-    group: str
-    noun: str
-
-    def names(self) -> dict[str, str]:
-        """Each registered name and the distribution that provides it, in order of the names."""
-        return {entry.name: _distribution(entry) for entry in sorted(self._entries(), key=lambda each: each.name)}
+class NamedGroup(EntryPointGroup):
+    """Entry points that are frozen dataclasses, made from texts."""
 
     def load(self, name: str) -> type:
-        """The class registered under ``name``.
-
-        Errors: ``ConfigurationError`` if no distribution provides it (what there is is listed), if two do (both are
-        named), or if it cannot be imported (the message says what to install) or is no dataclass.
-        """
-        # One distribution may be twice on sys.path (an editable install and its source tree): that is no conflict.
-        found = {(_distribution(entry), entry.value): entry for entry in self._entries(name)}
-        if not found:
-            raise self._unknown(name)
-        if len(found) > 1:
-            owners = " and ".join(f"{distribution} ({value})" for distribution, value in sorted(found))
-            raise ConfigurationError(
-                f"the {self.noun} {name!r} is registered more than once: by {owners}; uninstall all but one"
-            )
-        ((distribution, value), entry), *_ = found.items()
-        try:
-            loaded = entry.load()
-        except ImportError as error:
-            extras = f"[{','.join(entry.extras)}]" if entry.extras else ""
-            raise ConfigurationError(
-                f"the {self.noun} {name!r} cannot be loaded: {error}; "
-                f"install what it needs with: pip install '{distribution}{extras}'"
-            ) from error
-        except AttributeError as error:
-            raise ConfigurationError(
-                f"{distribution} registers {value!r} for the {self.noun} {name!r}, but there is no such object; "
-                "the package is broken or half upgraded"
-            ) from error
+        """The dataclass registered under ``name``. Errors: ``ConfigurationError``."""
+        loaded = super().load(name)
         if not (isinstance(loaded, type) and dataclasses.is_dataclass(loaded)):
-            raise ConfigurationError(f"{value!r} of {distribution} is no dataclass, as a {self.noun} must be")
+            entry = self.find(name)
+            raise ConfigurationError(
+                f"{entry.value!r} of {distribution_of(entry)} is no dataclass, as a {self.noun} must be"
+            )
         return loaded
 
     def make(self, text: str) -> Any:
@@ -128,7 +96,7 @@ class EntryPointGroup:
         """
         kind = type(made)
         value = f"{kind.__module__}:{kind.__qualname__}"
-        names = sorted(entry.name for entry in self._entries() if entry.value.partition(" ")[0] == value)
+        names = [entry.name for entry in self.all() if entry.value.partition(" ")[0] == value]
         if not names:
             raise ConfigurationError(
                 f"no entry point in the group {self.group!r} names the {self.noun} {value}: register it in the "
@@ -136,19 +104,6 @@ class EntryPointGroup:
                 "install that where it is to be used"
             )
         return format_text(names[0], options_of(made, f"{self.noun} {names[0]!r}"))
-
-    def _entries(self, name: str | None = None) -> list[EntryPoint]:
-        found = entry_points(group=self.group)
-        return [entry for entry in found if name is None or entry.name == name]
-
-    def _unknown(self, name: str) -> ConfigurationError:
-        known = list(self.names())
-        close = difflib.get_close_matches(name, known, 3)
-        hint = f"did you mean {' or '.join(close)}? Else " if close else ""
-        return ConfigurationError(
-            f"there is no {self.noun} {name!r} (installed are: {', '.join(known) or 'none'}); {hint}install the "
-            f"package that provides it (an entry point {name!r} in the group {self.group!r})"
-        )
 
 
 def options_of(made: Any, owner: str) -> dict[str, str]:
@@ -189,7 +144,3 @@ def _text(value: object, owner: str, option: str) -> str:
     raise ConfigurationError(
         f"the option {option!r} of the {owner} is {shown(value)}, which no text says: use text, numbers, true and false"
     )
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "an unnamed distribution"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.named import EntryPointGroup, format_text, parse_text
+from tiercheck.named import NamedGroup, format_text, parse_text
 
-GROUP = EntryPointGroup("tiercheck.tests", "thing")
+GROUP = NamedGroup("tiercheck.tests", "thing")
 MODULE = """
 from dataclasses import dataclass
 from enum import StrEnum
@@ -97,7 +97,7 @@ def test_options_become_fields_and_fields_options() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("thin?size=1", r"no thing 'thin' .*installed are: broken, function, .*did you mean thing"),
+        ("thin?size=1", r"no thing 'thin' .*installed are: broken, function, .*did you mean 'thing'"),
         ("thing", "needs the option 'size', as in thing\\?size="),
         ("thing?size=1&weight=2", "does not know the option 'weight'; it knows: size, share, name, quick, colour"),
         ("thing?size=one", "'one' is no whole number"),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any
 
 from tiercheck.diagnostics.measure import USAGE_S, Point, measure_in_room, usage_in_time
+from tiercheck.entry_points import distribution_of
 from tiercheck.errors import TierCheckError
 from tiercheck.testing.checks import Check, check_tier
 from tiercheck.testing.describe import Description, describe
 from tiercheck.testing.scratch import Scratch, scratch
-from tiercheck.tiers.registry import GROUP, TierURL, distribution_of, find, make_driver
+from tiercheck.tiers.registry import GROUP, TierURL, entry_name, make_driver
 from tiercheck.types import Capabilities, Survives, Usage, bytes_text
 
 __all__ = ["Diagnosis", "InstalledDriver", "Problem", "examine", "installed_drivers"]
@@ -72,28 +73,19 @@ def installed_drivers() -> list[InstalledDriver]:
 
     A driver that cannot be loaded, or one of two that claim one scheme, is listed with what to do about it.
     """
-    entries = {(entry.name, distribution_of(entry), entry.value): entry for entry in entry_points(group=GROUP)}
-    return [installed(entry) for _, entry in sorted(entries.items())]
+    return [installed(entry) for entry in GROUP.all()]
 
 
 def installed(entry: EntryPoint) -> InstalledDriver:
     version = entry.dist.version if entry.dist is not None else ""
     missing, description = "", None
     try:
-        find(entry.name)
-        description = describe(entry.load())
+        description = describe(GROUP.load(entry.name))
     except TierCheckError as error:
         missing = str(error)
-    except ImportError as error:
-        missing = f"{error}; install what it needs with: {pip_install(entry)}"
     except Exception as error:  # noqa: BLE001  (somebody else's code; what it raises is what is shown)
         missing = f"loading it raises {type(error).__name__}: {error}; ask its author, or reinstall it"
     return InstalledDriver(entry.name, distribution_of(entry), version, missing, description)
-
-
-def pip_install(entry: EntryPoint) -> str:
-    extras = f"[{','.join(entry.extras)}]" if entry.extras else ""
-    return f"pip install '{distribution_of(entry)}{extras}'"
 
 
 def claimed(capabilities: Capabilities | None) -> dict[str, Any] | None:
@@ -162,7 +154,7 @@ async def examine(url: str, *, measure_s: float = MEASURE_S) -> Diagnosis:
     try:
         parsed = TierURL.parse(url)
         shown = parsed.text
-        distribution = distribution_of(find(parsed.scheme))
+        distribution = distribution_of(GROUP.find(entry_name(parsed.scheme)))
         async with scratch(url, "doctor") as place:
             return await diagnose(url, shown, distribution, place, measure_s)
     except TierCheckError as error:

@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.named import EntryPointGroup
+from tiercheck.named import NamedGroup
 from tiercheck.policy.compose.checks import POLICIES_MAX
 from tiercheck.policy.policies import (
     KINDS,
@@ -30,7 +30,7 @@ from tiercheck.policy.policies import (
 
 __all__ = ["GROUP", "InstalledPolicy", "installed_policies", "parse_policies", "parse_policy", "policy_texts"]
 
-GROUP = EntryPointGroup("tiercheck.policies", "policy")
+GROUP = NamedGroup("tiercheck.policies", "policy")
 SEPARATOR = ";"
 _COMBINED = (AllWant, AnyDue, AnyKeep, SlowestOf)
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.named import EntryPointGroup, format_text, parse_text
+from tiercheck.named import NamedGroup, format_text, parse_text
 from tiercheck.streams.codecs.encoding import Codec
 from tiercheck.streams.codecs.feedback import SUFFIX, Feedback
 from tiercheck.types import Fidelity, shown
 
 __all__ = ["GROUP", "TEXT_CHARS_MAX", "codec", "codec_names", "refuse_unknown", "registered"]
 
-GROUP = EntryPointGroup("tiercheck.codecs", "codec")
+GROUP = NamedGroup("tiercheck.codecs", "codec")
 
 TEXT_CHARS_MAX = 128
 """Every tensor's description repeats the text, and room for descriptions is kept beforehand."""

@@ -387,7 +387,7 @@ async def test_what_could_not_be_taken_up_is_tried_again(node: Node, clock: Cloc
         serving = asyncio.create_task(agent.serve())
         (troubled,) = agent.registry
         await until(lambda: troubled.trouble is not None, "the trouble")
-        assert "no driver for nonsense://" in str(troubled.trouble)
+        assert "no driver nonsense://" in str(troubled.trouble)
         assert len(agent.registry.unreadable) == 1
         async with make_driver(first) as driver:
             await driver.put(str(JobKey(0)), [seal(JobKey(0), job)])
@@ -402,7 +402,7 @@ async def test_memory_of_one_process_cannot_be_nominated(node: Node) -> None:
     async with running(node), await connect_agent(node.name) as client:
         with pytest.raises(ConfigurationError, match="sees nothing of memory://"):
             await client.register("memory://mine", 0, 1)
-        with pytest.raises(ConfigurationError, match="no driver for nonsense://"):
+        with pytest.raises(ConfigurationError, match="no driver nonsense://"):
             await client.register("nonsense://mine", 0, 1)
 
 

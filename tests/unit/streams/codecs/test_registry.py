@@ -72,7 +72,7 @@ class TestNames:
 
     @pytest.mark.parametrize(("typed", "meant"), [("nf5", "nf4"), ("int-8", "int8"), ("spars+feedback", "sparse")])
     def test_a_near_miss_is_told(self, typed: str, meant: str) -> None:
-        with pytest.raises(ConfigurationError, match=f"did you mean {meant}"):
+        with pytest.raises(ConfigurationError, match=f"did you mean '{meant}'"):
             codec(typed)
 
     def test_a_name_alone_imports_no_other_codec(self) -> None:

@@ -1,0 +1,98 @@
+"""What other distributions add: drivers, policies, codecs, optimizers, each found under a name in an entry-point group.
+
+What this package brings itself is registered the same way. Nothing is imported before a name is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from tiercheck.errors import ConfigurationError
+
+__all__ = ["EntryPointGroup", "distribution_of", "install_command"]
+
+
+@dataclass(frozen=True)
+class EntryPointGroup:
+    """The entry points of one kind."""
+
+    group: str
+    noun: str
+    """What one of them is called in messages."""
+    spelling: str = "{!r}"
+    """How a name is written in messages."""
+
+    def all(self) -> list[EntryPoint]:
+        """By name, then by distribution. One that is found twice (an editable install and its source tree) is one."""
+        found = {(each.name, distribution_of(each), each.value): each for each in entry_points(group=self.group)}
+        return [found[key] for key in sorted(found)]
+
+    def names(self) -> dict[str, str]:
+        """Each registered name and the distribution that provides it, in order of the names."""
+        return {each.name: distribution_of(each) for each in self.all()}
+
+    def find(self, name: str) -> EntryPoint:
+        """The one entry point of that name.
+
+        Errors: ``ConfigurationError`` if no distribution provides it (similar names are suggested), or if two do
+        (both are named).
+        """
+        return _find(self, name, tuple(sys.path))
+
+    def load(self, name: str) -> Any:
+        """The object registered under ``name``.
+
+        Errors: :meth:`find`'s; ``ConfigurationError`` if it cannot be imported (the message says what to install), or
+        is not there.
+        """
+        entry = self.find(name)
+        try:
+            return entry.load()
+        except ImportError as error:
+            raise ConfigurationError(
+                f"the {self.called(name)} cannot be loaded: {error}; install what it needs with: "
+                f"{install_command(entry)}"
+            ) from error
+        except AttributeError as error:
+            raise ConfigurationError(
+                f"{distribution_of(entry)} registers {entry.value!r} for the {self.called(name)}, but there is no such "
+                f"object; the package is broken or half upgraded"
+            ) from error
+
+    def called(self, name: str) -> str:
+        """``driver s3://``, or ``codec 'sparse'``."""
+        return f"{self.noun} {self.spelling.format(name)}"
+
+
+@functools.lru_cache(maxsize=256)  # to read what every installed distribution registers takes milliseconds
+def _find(group: EntryPointGroup, name: str, path: tuple[str, ...]) -> EntryPoint:
+    """``path``: where distributions are looked for. A name that is not found is looked for again each time."""
+    del path
+    found = [each for each in group.all() if each.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        owners = " and ".join(f"{distribution_of(each)} ({each.value})" for each in found)
+        raise ConfigurationError(f"the {group.called(name)} is registered more than once: by {owners}; keep one")
+    known = list(group.names())
+    close = [group.spelling.format(each) for each in difflib.get_close_matches(name, known, 3)]
+    hint = f"did you mean {' or '.join(close)}? Else " if close else ""
+    raise ConfigurationError(
+        f"there is no {group.called(name)} (installed are: {', '.join(known) or 'none'}); {hint}install the package "
+        f"that provides it (an entry point {name!r} in the group {group.group!r})"
+    )
+
+
+def distribution_of(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unnamed distribution"
+
+
+def install_command(entry: EntryPoint) -> str:
+    """Installs what the entry point needs: its distribution, with the extras that it names."""
+    extras = f"[{','.join(entry.extras)}]" if entry.extras else ""
+    return f"pip install '{distribution_of(entry)}{extras}'"
