@@ -13,6 +13,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
+from tiercheck.policy.policies import Policies
 from tiercheck.runtime.group import Group
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 
@@ -42,12 +43,15 @@ class Training:
         stateful: dict[str, Any] | None = None,
         after_step: dict[str, Any] | None = None,
         group: Group | None = None,
+        policies: Policies | None = None,
         **config: Any,
     ) -> Checkpointer:
         beside = {"scheduler": scheduler, "scaler": scaler, "stateful": stateful, "after_step": after_step}
         # A fresh clone compiles its kernels within the first wait.
         settings = CheckpointConfig(**{"deadline_s": 30.0, **config})
-        self.checkpointer = attach(self.model, self.optimizer, hierarchy, **beside, group=group, config=settings)
+        self.checkpointer = attach(
+            self.model, self.optimizer, hierarchy, **beside, group=group, config=settings, policies=policies
+        )
         return self.checkpointer
 
     def parameters(self) -> bytes:

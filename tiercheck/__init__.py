@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tiercheck.errors import TierCheckError as TierCheckError
     from tiercheck.hierarchy import Hierarchy as Hierarchy
     from tiercheck.hierarchy import Tier as Tier
+    from tiercheck.policy.policies import Policies as Policies
     from tiercheck.recording.stats import Stats as Stats
     from tiercheck.recovery.restorer import Recovery as Recovery
     from tiercheck.tiers.driver import Reservation as Reservation
@@ -39,6 +40,7 @@ _MODULES = {
     "Checkpointer": "tiercheck.checkpointer",
     "Fidelity": "tiercheck.types",
     "Hierarchy": "tiercheck.hierarchy",
+    "Policies": "tiercheck.policy.policies",
     "Recovery": "tiercheck.recovery.restorer",
     "Reservation": "tiercheck.tiers.driver",
     "Stats": "tiercheck.recording.stats",
@@ -55,6 +57,7 @@ __all__ = [
     "Checkpointer",
     "Fidelity",
     "Hierarchy",
+    "Policies",
     "Recovery",
     "Reservation",
     "Stats",

@@ -9,8 +9,7 @@ An integration drives it through these calls an iteration, of which the user see
     skip(v)                    instead of all that, where the step was skipped for an overflow
     close()                    at the end: everything is where policy wants it
 
-What stalls training is only this: encoding and copying the gradients into the first tier, and, where the next
-step comes before the lazy copy of a base has finished, waiting for it.
+Training stalls while gradients are copied into the first tier, and if it overtakes the lazy copy of a base.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.opening.startup import open_job
+from tiercheck.policy.policies import Policies
 from tiercheck.recording.stats import Stats
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.runtime.front import of_this_process, run
@@ -40,10 +40,10 @@ class Checkpointer:
     """Saves and restores one rank's training state through a hierarchy of tiers.
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
-    (:attr:`recovery`) and opens a new generation. Where it fails on one rank it fails on all, nothing is left open, and
-    the tiers hold what they held before; what the ranks cannot agree to take back does no harm. ``caveats``: asked
-    after a recovery, why what follows it would differ from an uninterrupted run; it is approximate then. Errors:
-    ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
+    (:attr:`recovery`) and opens a new generation. If it fails on one rank it fails on all, nothing is left open, and
+    the tiers hold what they held before. ``caveats``: asked after a recovery, why what follows it would differ from an
+    uninterrupted run; it is approximate then. Errors: ``ConfigurationError``, ``Mismatch``, ``RecoveryError``,
+    ``JobConflict``, ``TierError``, ``GroupError``.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Checkpointer:
         *,
         group: Group | None = None,
         config: CheckpointConfig | None = None,
+        policies: Policies | None = None,
         caveats: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
@@ -68,6 +69,7 @@ class Checkpointer:
             group=BlockingGroup(group or SingleProcess()),
             runtime=of_this_process(),
             config=self.config,
+            policies=policies,
             caveats=caveats,
         )
         self._job = run(opening)
@@ -104,23 +106,23 @@ class Checkpointer:
         for action in self._on_end_iteration:
             action()
 
+    def report(self, **metrics: float) -> None:
+        """Report what was measured of this :attr:`version`, for policies that keep the best. Rank 0's values count.
+        Errors: ``SaveError`` (see ``on_save_error``); ``ConfigurationError`` for a second value of the version."""
+        run(self._job.report(metrics))
+
     def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier (in a shared one: those of all ranks). Looks into the tiers."""
         return run(self._job.tier_bytes())
 
     def flush(self) -> None:
-        """Bring everything captured to where policy wants it, and return when it is there.
-
-        Errors: ``SaveError`` where a tier does not take it in time; it names the tier and its error.
-        """
+        """Bring everything captured to where policy wants it, and return when it is there. Errors: ``SaveError`` naming
+        a tier that does not take it in time, and its error."""
         run(self._job.flush())
 
     def close(self) -> None:
-        """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent.
-
-        Errors: as :meth:`flush`, and ``RecoveryError`` where another rank could not; everything is given back all
-        the same.
-        """
+        """Flush, let the coordinator commit what all ranks have brought, and give everything back. Idempotent. Errors:
+        as :meth:`flush`, and ``RecoveryError`` if another rank could not; everything is given back all the same."""
         if self._job.resources.given_back:
             return
         try:
@@ -153,10 +155,7 @@ class Checkpointer:
     def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of the coming step, or of a part of it, before it changes anything.
 
-        ``gradients``: by the provider's names, in their own dtype and shape; their memory is free again on
-        return. With ``train_on_compressed`` they are written to, and the step must use them as they are then.
-        Errors: ``SaveError`` (see ``on_save_error``); ``JobConflict``; ``ValueError`` for a version that is not the
-        next one.
+        ``gradients``: as of :meth:`~tiercheck.recording.recorder.Recorder.capture`, errors too.
         """
         run(self._job.live().capture(version, gradients))
 

@@ -46,6 +46,14 @@ class CheckpointConfig:
     """Committed bases kept in the tier that survives most."""
     keep_every: int = 0
     """Each base whose version is a multiple of this is kept, too (0: none)."""
+    cadence: str = ""
+    """When a base is due, by the names of policies instead of ``base_every``: ``every_seconds?seconds=600``."""
+    placement: str = ""
+    """Which shards go to which tier: ``bases_only?tier=s3; every_nth?tier=s3&n=10``. Empty: each goes to every tier."""
+    retention: str = ""
+    """Which bases stay, instead of ``keep_last`` and ``keep_every``: ``keep_last; keep_best?metric=eval_loss&n=3``."""
+    pacing: str = ""
+    """How fast each rank copies: ``bytes_per_second?tier=s3&rate=2e8``. Empty: as fast as the tiers take it."""
     on_save_error: str = "fail"
     """What to do if a version cannot be saved.
 

@@ -10,13 +10,16 @@ The layout keeps one directory a version, so that a parallel file system sees fe
     g000002/base/000000000040/commit                                 all ranks' shards are stored whole
     g000002/differential/000000000041-000000000045/r00001.safetensors   rank 1's batch 41..45
     g000002/snapshot/000000000041-000000000045/r00001.safetensors       what changed from base 40 to version 45
+    metrics/g000002/000000000040/eval_loss/3fd5c28f5c28f5c3             what the loop reported of version 40: 0.34
 
 Numbers are zero-padded, so that the order of keys is the order of versions.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,6 +31,7 @@ __all__ = [
     "Key",
     "LineageKey",
     "MarkerKey",
+    "MetricKey",
     "ShardKey",
     "Stream",
     "generation_prefix",
@@ -150,11 +154,35 @@ class JobKey:
         return f"nominations/r{self.rank:05d}"
 
 
-Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey
+@dataclass(frozen=True, order=True)
+class MetricKey:
+    """What the training loop has reported of a version. The value is part of the key, so that a listing tells it."""
+
+    generation: int
+    version: int
+    name: str
+    value: float
+
+    def __post_init__(self) -> None:
+        check_number("generation", self.generation, GENERATION_MAX)
+        check_number("version", self.version, VERSION_MAX)
+        if not is_metric_name(self.name):
+            raise ValueError(f"{self.name!r} is no name of a metric")
+        if not math.isfinite(self.value):
+            raise ValueError(f"the metric {self.name} is {self.value}; a value that is kept is finite")
+
+    def __str__(self) -> str:
+        value = struct.pack(">d", self.value).hex()
+        return f"metrics/g{self.generation:06d}/{self.version:012d}/{self.name}/{value}"
+
+
+Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey | MetricKey
 
 _BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
 _VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
 _LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
+_METRIC = re.compile(r"metrics/g(\d{6})/(\d{12})/([A-Za-z_][A-Za-z0-9_]{0,63})/([0-9a-f]{16})\Z", re.ASCII)
+_METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z", re.ASCII)
 _JOB = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
@@ -180,7 +208,15 @@ def parse(text: str) -> Key | None:
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
     if match := _JOB.match(text):
         return JobKey(int(match[1]))
+    if match := _METRIC.match(text):
+        (value,) = struct.unpack(">d", bytes.fromhex(match[4]))
+        return MetricKey(int(match[1]), int(match[2]), match[3], value) if math.isfinite(value) else None
     return None
+
+
+def is_metric_name(name: str) -> bool:
+    """Whether a metric may be called so: letters, digits and ``_``, at most 64."""
+    return _METRIC_NAME.match(name) is not None
 
 
 def validate_key(key: str, *, bytes_max: int = KEY_BYTES_MAX) -> str:

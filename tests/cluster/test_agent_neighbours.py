@@ -51,7 +51,7 @@ async def test_a_rank_is_moved_to_its_neighbours_memory(node: Node) -> None:
         node.namespaces.append(f"peer-{other.name}-run")
         plain = node.job(node.shm(), batch=1)
         peer = JobTier("peer", f"peer://run?at={there.hello.peer_endpoint}&deadline=2")
-        job = ReplicationJob((plain.tiers[0], peer, plain.tiers[1]), node.name, 0, 1, 1, 1, 2, 0)
+        job = ReplicationJob((plain.tiers[0], peer, plain.tiers[1]), node.name, 0, 1, 1, 1)
         async with node.open(job) as hierarchy:
             await open_generation(hierarchy)
             mover = RemoteMover(client, hierarchy.first.driver, job)

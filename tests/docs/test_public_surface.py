@@ -27,6 +27,8 @@ MODULES = (
     "tiercheck.recording.recorder",
     "tiercheck.recovery.restorer",
     "tiercheck.checkpointer",
+    "tiercheck.policy.policies",
+    "tiercheck.testing.policies",
 )
 
 

@@ -77,7 +77,7 @@ class Node:
             JobTier("shm", first),
             JobTier("nvme", durable or f"nvme://{self.durable}?survives=rack", codec),
         )
-        return ReplicationJob(tiers, node or self.name, rank, world_size, generation, batch, 2, 0)
+        return ReplicationJob(tiers, node or self.name, rank, world_size, generation, batch)
 
     def open(self, job: ReplicationJob) -> OpenHierarchy:
         return job.hierarchy.open(rank=job.rank)

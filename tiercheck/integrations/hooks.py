@@ -14,6 +14,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.policy.policies import Policies
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
@@ -77,7 +78,11 @@ class Hooks(Protocol):
 
 
 def attach_hooks(
-    hook: Callable[[], Hooks], hierarchy: Hierarchy, group: Group, config: CheckpointConfig | None
+    hook: Callable[[], Hooks],
+    hierarchy: Hierarchy,
+    group: Group,
+    config: CheckpointConfig | None,
+    policies: Policies | None = None,
 ) -> Checkpointer:
     """What :func:`hook` makes, and a checkpointer that it serves. Collective.
 
@@ -94,7 +99,9 @@ def attach_hooks(
     try:
         run(gather(BlockingGroup(group), "looking at the model and its optimizer", look, deadline_s=deadline_s))
         hooks = made[0]
-        checkpointer = Checkpointer(hooks.provider, hierarchy, group=group, config=config, caveats=hooks.caveats)
+        checkpointer = Checkpointer(
+            hooks.provider, hierarchy, group=group, config=config, policies=policies, caveats=hooks.caveats
+        )
         try:
             hooks.serve(checkpointer)
         except BaseException:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tiercheck.agent.client.session import AgentSession
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import SaveError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Recovery
@@ -95,6 +96,7 @@ class OpenedJob:
     agent: AgentSession | None
     """``None``: the mover runs in this process."""
     resources: Resources
+    metrics: Metrics
 
     def live(self) -> Recorder:
         """The recorder, if saving still makes sense. Errors: ``SaveError``; ``JobConflict``."""
@@ -105,6 +107,13 @@ class OpenedJob:
             error = self.mover_life.exception()
             raise SaveError(f"the mover has stopped: {error}" if error else "the mover has stopped") from error
         return self.recorder
+
+    async def report(self, metrics: Mapping[str, float]) -> None:
+        """Record what the loop has measured of the newest version. Errors: as of ``Checkpointer.report``."""
+        self._check_open()
+        found = self.metrics.of(self.recorder.trained, metrics)
+        if self.ranks.rank == 0 and any(role.shared for role in self.tiers.roles):
+            await self.recorder.report(found)
 
     async def tier_bytes(self) -> dict[str, int]:
         """Bytes in use per tier. Errors: ``SaveError`` when the job has ended; ``TierError``."""

@@ -30,10 +30,11 @@ from tiercheck.opening.announcement import (
 )
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import OpenedJob, Resources
+from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.placement import Placement
-from tiercheck.policy.policies import kept_by
-from tiercheck.policy.watermark import Retention
+from tiercheck.policy.policies import Policies
+from tiercheck.recording.cadence import Cadence
+from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.restorer import Recovery, Restored, Restorer
@@ -59,6 +60,7 @@ async def open_job(
     group: AsyncGroup,
     runtime: Runtime,
     config: CheckpointConfig,
+    policies: Policies | None = None,
     caveats: Callable[[], Sequence[str]],
 ) -> OpenedJob:
     """Restore the newest version that every rank can reach, and begin to record what follows it. Collective.
@@ -69,7 +71,8 @@ async def open_job(
     ranks = Ranks(group, runtime.scheduler, config.deadline_s)
     held = Resources(ranks)
     try:
-        return await _Startup(state, config, ranks, runtime, held).open(hierarchy, caveats)
+        config, settled = settle_policies(config, policies)
+        return await _Startup(state, config, settled, ranks, runtime, held).open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
         raise
@@ -125,6 +128,7 @@ class _Startup:
 
     trained: TrainingState
     config: CheckpointConfig
+    policies: JobPolicies
     ranks: Ranks
     runtime: Runtime
     held: Resources
@@ -171,6 +175,7 @@ class _Startup:
             mover_life=mover_life,
             agent=agent,
             resources=self.held,
+            metrics=Metrics(branch.generation),
         )
 
     async def look(self) -> _State:
@@ -213,6 +218,7 @@ class _Startup:
         await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
+        self.policies.check(placed, tiers)
         demand = Demand.of(stream, config)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         if usage.limit_bytes is not None:
@@ -224,8 +230,7 @@ class _Startup:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
-        placement = Placement(min(config.batch, config.base_every))
-        mover = self.make_mover(place, start, placement)
+        mover = self.make_mover(place, start)
         agreement = None
         if Agreement.needed(place.tiers, ranks.group):
             agreement = Agreement(ranks.group, mover, ranks.scheduler, config.deadline_s)
@@ -234,7 +239,8 @@ class _Startup:
             place.tiers,
             mover,
             ranks.scheduler,
-            placement=placement,
+            placement=self.policies.placement,
+            cadence=self.make_cadence(start.version),
             config=config,
             rank=ranks.rank,
             generation=start.branch.generation,
@@ -246,7 +252,19 @@ class _Startup:
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from
 
-    def make_mover(self, place: _Place, start: _Start, placement: Placement) -> MoverHandle:
+    def make_cadence(self, version: int) -> Cadence:
+        """The cadence, from the version at which the generation opens."""
+        ranks = self.ranks
+
+        async def agree(due: bool) -> bool:
+            async def own() -> bool:
+                return due
+
+            return bool((await ranks.gather("whether a base is due", own))[0])
+
+        return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
+
+    def make_mover(self, place: _Place, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""
         rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
         if place.agent is None:
@@ -255,8 +273,9 @@ class _Startup:
                 rank=rank,
                 world_size=world_size,
                 generation=generation,
-                placement=placement,
-                retention=Retention(kept_by(self.config.keep_last, self.config.keep_every), placement),
+                placement=self.policies.placement,
+                retention=self.policies.retention,
+                pacing=self.policies.pacing,
                 lineage=start.lineage,
             )
         job = ReplicationJob(
@@ -265,9 +284,9 @@ class _Startup:
             rank=rank,
             world_size=world_size,
             generation=generation,
-            batch=placement.batch,
-            keep_last=self.config.keep_last,
-            keep_every=self.config.keep_every,
+            batch=self.policies.batch,
+            interval=self.policies.cadence.interval,
+            **self.policies.texts(),
         )
         return place.agent.mover(job, place.tiers.first.driver)
 

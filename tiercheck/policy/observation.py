@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.lineage import Lineage
 from tiercheck.types import Survives
 
@@ -107,6 +107,11 @@ class Contents:
     def newest_generation(self) -> int:
         """The newest generation that opened here; 0 if there is none."""
         return max((key.generation for key in self._of_no_rank.nbytes if isinstance(key, LineageKey)), default=0)
+
+    @cached_property
+    def metrics(self) -> tuple[MetricKey, ...]:
+        """Oldest first."""
+        return tuple(sorted(key for key in self._of_no_rank.nbytes if isinstance(key, MetricKey)))
 
     def bases(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's bases, oldest first."""

@@ -24,15 +24,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.consensus import Readable, RecoveryPoint
 from tiercheck.policy.guard import Refusal, ask_retention
+from tiercheck.policy.metrics import metrics_of, to_report
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement, Transfer
 
@@ -71,6 +72,8 @@ class Retention:
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
             gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ())]
+        if seen.rank == COORDINATOR:
+            gone[0] += self._reports_done(seen)
         return gone
 
     def wanted(self, seen: Observation, transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -79,6 +82,13 @@ class Retention:
             return []
         gone = self.reclaimable(seen.after((each.target_tier, each.target) for each in transfers))
         return [each for each in transfers if each.target not in gone[each.target_tier]]
+
+    def reports(self, seen: Observation, tier: int) -> list[MetricKey]:
+        """The reports that are to be put into the tier, and stay there."""
+        if not (reports := to_report(seen, tier)):
+            return []
+        passed = self._is_passed(seen, seen.roles[tier])
+        return [key for key in reports if not passed(key)]
 
     def refusals(self, seen: Observation) -> list[Refusal]:
         """The decisions of the policies that are not carried out."""
@@ -176,7 +186,27 @@ class Retention:
         # A process of an older generation put these after the bases were deleted.
         late = [commit for commit in contents.commits if commit < newest and not _is_whole(seen, contents, commit)]
         records = [*(late if seen.rank == COORDINATOR else ()), *_records(seen, contents, gone)]
-        return [*records, *gone, *passed]
+        reports = contents.metrics if seen.rank == COORDINATOR else ()
+        return [*records, *gone, *passed, *(filter(self._is_passed(seen, role), reports) if reports else ())]
+
+    def _reports_done(self, seen: Observation) -> list[Key]:
+        """Reports in the first tier that every shared tier has, or is not to have."""
+        if not seen.contents[0].metrics:
+            return []
+        tiers = [(seen.contents[role.index], self._is_passed(seen, role)) for role in seen.roles if role.shared]
+        return [key for key in seen.contents[0].metrics if all(key in held or passed(key) for held, passed in tiers)]
+
+    def _is_passed(self, seen: Observation, role: Role) -> Callable[[MetricKey], bool]:
+        """Whether a report speaks of a version that a recovery by this tier cannot come to any more."""
+        kept, _ = self._kept(seen, role)
+        versions = {version for version, _ in kept.ways} | {base.version for base in kept.bases}
+
+        def passed(key: MetricKey) -> bool:
+            if not seen.lineage.admits(key.generation, key.version):
+                return True
+            return key.version < kept.oldest.version and key.version not in versions
+
+        return passed
 
     def _kept(self, seen: Observation, role: Role) -> tuple[_Kept, Refusal | None]:
         """What stays in a shared tier, and why the policy was refused."""
@@ -185,7 +215,8 @@ class Retention:
         if not latest:
             return _Kept(CommitKey(0, 0)), None
         versions = sorted(latest)
-        keep, refusal = ask_retention(self.policy, Committed(role.name, tuple(versions)))
+        metrics = metrics_of(seen, seen.contents[role.index], versions[0])
+        keep, refusal = ask_retention(self.policy, Committed(role.name, tuple(versions), metrics))
 
         def anchor(version: int) -> CommitKey:
             return latest[versions[max(0, bisect_right(versions, version) - 1)]]
@@ -215,7 +246,7 @@ class _Kept:
             if key.stream is Stream.SNAPSHOT:
                 if (key.first - 1, key.last) == (anchor.version, version):
                     return True
-            elif anchor.version < key.last and key.first <= version:
+            elif max(key.first, anchor.version + 1) <= min(key.last, version):
                 return True
         return False
 

@@ -8,7 +8,7 @@ chain with a gap would restore a wrong state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,12 +25,14 @@ from tiercheck.errors import (
 )
 from tiercheck.format import container
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.keys import ShardKey
+from tiercheck.keys import MetricKey, ShardKey
 from tiercheck.policy.placement import Placement
 from tiercheck.recording.base_copier import BaseCopier, BaseInFlight
+from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.stats import Stats
 from tiercheck.replication.mover import MoverHandle
+from tiercheck.replication.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.state import RecordCapture, StateStream
@@ -83,6 +85,7 @@ class Recorder:
         scheduler: Scheduler,
         *,
         placement: Placement,
+        cadence: Cadence,
         config: CheckpointConfig,
         rank: int,
         generation: int,
@@ -103,6 +106,7 @@ class Recorder:
         self._mover = mover
         self._scheduler = scheduler
         self._placement = placement
+        self._cadence = cadence
         self._config = config
         self._rank = rank
         self._generation = generation
@@ -177,7 +181,7 @@ class Recorder:
         step."""
         self.trained = version
         began = self._scheduler.time()
-        self._stream.mark_stepped(every_bit=self._is_base_due(version))
+        self._stream.mark_stepped(every_bit=self._base_due or self._cadence.may_be_due(version))
         self._count(base_stall_s=self._scheduler.time() - began)
 
     async def begin_iteration(self) -> None:
@@ -236,6 +240,19 @@ class Recorder:
         self.trained = version
         began, written = self._scheduler.time(), self._stream.masters_written()
         await self._publish_differential(version, began, skipped=True, written=written)
+
+    async def report(self, metrics: Sequence[MetricKey]) -> None:
+        """Put what the loop has reported into the first tier, from where the mover takes it. Errors: ``SaveError`` (see
+        ``on_save_error``)."""
+        for key in metrics:
+            what = f"reporting {key.name} of version {key.version}"
+            try:
+                await self._call(self._first.driver.put(str(key), [metric_record(key)]), what)
+            except (TierError, GroupError) as error:
+                if self._config.on_save_error == "fail":
+                    raise SaveError(f"{what}: {error}") from error
+                log.error("%s: %s; training goes on", what, error)
+        self._nudge()
 
     async def flush(self) -> None:
         """Move everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
@@ -296,17 +313,27 @@ class Recorder:
             self._nudge()
         if not self._is_anchored():
             await self.finish_base()  # until then nothing leads to this version, and that base may be given up
-        if self._is_base_due(version) or self._lost():
+        due = False
+        async with self._saving(version):
+            due = await self._is_base_due(version)
+        if due or self._base_due or self._lost():
             async with self._saving(version):
-                if version % self._config.base_every == 0:
+                if due:
                     await self._settle_with_others(version)
                 await self._begin_base(version)
             if not self._is_anchored():
                 await self.finish_base()
         self.failure = None
 
-    def _is_base_due(self, version: int) -> bool:
-        return self._base_due or version % self._config.base_every == 0
+    async def _is_base_due(self, version: int) -> bool:
+        """Whether every rank makes a base of this version. Errors: ``SaveError``; ``GroupError``."""
+        refused = self._cadence.refusals.count
+        try:
+            return await self._cadence.is_due(version)
+        except RecoveryError as error:  # of another rank, in words
+            raise SaveError(str(error)) from error
+        finally:
+            self._count(refused_decisions=self._cadence.refusals.count - refused)
 
     def _is_anchored(self) -> bool:
         """Whether the newest version can be reached from a base that is in the first tier."""

@@ -24,6 +24,8 @@ class Stats:
     drain_stall_s: float = 0.0
     """Seconds for which training waited because the durable tier had not taken the bases before."""
     failed_saves: int = 0
+    refused_decisions: int = 0
+    """How often the cadence's decision was refused; those of the other policies are counted by the mover."""
     mover: MoverStatus = field(default_factory=MoverStatus)
 
     @property

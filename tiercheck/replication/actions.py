@@ -17,21 +17,23 @@ from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierError
 from tiercheck.format import container
 from tiercheck.format.container import HeaderTooLarge
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import CommitRecord, Marker
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Transfer
 from tiercheck.replication.backoff import CONCERNS_THE_TIER, TIER_AWAY_AFTER, Action, SourceError, TierBackoff
 from tiercheck.replication.observer import Observer
-from tiercheck.replication.records import read_record, seal
+from tiercheck.replication.pacing import Pacer
+from tiercheck.replication.records import metric_record, read_record, seal
 from tiercheck.streams.merge import Contents, as_stored, merge
 from tiercheck.types import ByteRange, Payload, PutMode
 
-__all__ = ["COMMITTING", "COPYING", "DELETING", "MARKING", "Actions"]
+__all__ = ["COMMITTING", "COPYING", "DELETING", "MARKING", "REPORTING", "Actions"]
 
 log = logging.getLogger(__name__)
 
 COPYING, MARKING, COMMITTING, DELETING = "copying", "marking", "committing", "deleting"
+REPORTING = "reporting"
 HEADER_GUESS_BYTES = 64 << 10
 """The beginning of a shard that is asked for first: most headers fit, and the rest is fetched if not."""
 CHECKS_IN_FLIGHT = 16
@@ -65,7 +67,10 @@ class Actions:
         world_size: int,
         lineage: Lineage,
         fence: Callable[[OpenTier], Awaitable[None]],
+        pacer: Pacer,
+        undrained: Callable[[], int],
     ) -> None:
+        """``undrained``: the number of bases that the durable tier lacks."""
         self.copied_bytes = 0
         self.copied_objects = 0
         self.deleted_objects = 0
@@ -75,6 +80,8 @@ class Actions:
         self._world_size = world_size
         self._lineage = lineage
         self._fence = fence
+        self._pacer = pacer
+        self._undrained = undrained
         self._missing: set[tuple[int, ShardKey]] = set()
         """Copies (tier index, key) that were listed once, and were not there."""
 
@@ -146,12 +153,20 @@ class Actions:
         await self._put(target, batch, payload)
 
     async def _put(self, target: OpenTier, key: ShardKey, payload: Payload) -> None:
+        if self._pacer.paces:
+            nbytes = sum(memoryview(each).nbytes for each in payload)
+            await self._pacer.turn(target, key.stream, nbytes, self._undrained())
         info = await target.driver.put(str(key), payload)
         self._observer.put(target.index, key, info.nbytes)
         self.copied_bytes += info.nbytes
         self.copied_objects += 1
 
     # Committing
+
+    async def report(self, tier: OpenTier, key: MetricKey) -> None:
+        """Put what the training loop has reported into the tier: its key says it all."""
+        info = await tier.driver.put(str(key), [metric_record(key)])
+        self._observer.put(tier.index, key, info.nbytes)
 
     async def mark(self, tier: OpenTier, key: MarkerKey) -> None:
         shard = ShardKey.base(key.generation, key.version, key.rank)

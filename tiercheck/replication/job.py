@@ -12,12 +12,22 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import VERSION_MAX
+from tiercheck.named import TEXT_CHARS_MAX
+from tiercheck.policy.compose.checks import POLICIES_MAX
+from tiercheck.policy.placement import Placement
+from tiercheck.policy.policies import PacingPolicy
+from tiercheck.policy.watermark import Retention
+from tiercheck.replication.named_policies import combined
 from tiercheck.schema import Generation, Name, Rank, Version, WorldSize
 from tiercheck.tiers.url import URL_CHARS_MAX
 
-__all__ = ["JobTier", "ReplicationJob"]
+__all__ = ["JobTier", "MovingPolicies", "ReplicationJob"]
 
 TIERS_MAX = 16
+PolicyTexts = Annotated[
+    tuple[Annotated[str, Meta(max_length=TEXT_CHARS_MAX)], ...], Meta(min_length=1, max_length=POLICIES_MAX)
+]
 
 
 class JobTier(Struct, frozen=True, array_like=True):
@@ -26,6 +36,15 @@ class JobTier(Struct, frozen=True, array_like=True):
     """Every field of it filled in for the rank. It holds no secrets."""
     codec: Name = ""
     """As :class:`~tiercheck.hierarchy.Tier` has it."""
+
+
+@dataclass(frozen=True)
+class MovingPolicies:
+    """What a mover works by."""
+
+    placement: Placement
+    retention: Retention
+    pacing: PacingPolicy
 
 
 @dataclass(frozen=True)
@@ -40,12 +59,23 @@ class ReplicationJob:
     world_size: WorldSize
     generation: Generation
     batch: Version
-    keep_last: Version
-    keep_every: Version
+    interval: Annotated[int, Meta(ge=1, le=VERSION_MAX)] = 50
+    """The cadence's, by which bases are counted."""
+    placement: PolicyTexts = ("everywhere",)
+    retention: PolicyTexts = ("keep_last",)
+    pacing: PolicyTexts = ("unpaced",)
+    """Policies by name: see :mod:`tiercheck.replication.named_policies`."""
 
     @property
     def hierarchy(self) -> Hierarchy:
         return Hierarchy(tuple(Tier(tier.url, tier.name, codec=tier.codec) for tier in self.tiers))
+
+    def policies(self) -> MovingPolicies:
+        """Errors: ``ConfigurationError`` for a policy that is not installed here."""
+        placement = Placement(self.batch, combined("placement", self.placement), self.interval)
+        return MovingPolicies(
+            placement, Retention(combined("retention", self.retention), placement), combined("pacing", self.pacing)
+        )
 
     @property
     def namespace(self) -> str:

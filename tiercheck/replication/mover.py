@@ -27,14 +27,18 @@ from tiercheck.keys import Key, LineageKey
 from tiercheck.policy.agreement import Span, needs_agreement, reach
 from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement
+from tiercheck.policy.policies import PacingPolicy, Unpaced
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
-from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, Actions
+from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY_FIRST_S, Action, ProcessEnds, TierBackoff
 from tiercheck.replication.generation import record_generation
 from tiercheck.replication.observer import Observer
+from tiercheck.replication.pacing import Pacer
+from tiercheck.replication.refusals import Refusals
 
 __all__ = ["Mover", "MoverHandle", "MoverStatus"]
 
@@ -44,6 +48,8 @@ LOOK_AGAIN_S = 2.0
 NAMED_MAX = 3
 """Of the objects that a wait ended for, so many are named."""
 RECORDING = "recording"
+POLICIES = "policies"
+"""Under which :attr:`MoverStatus.errors` says which decisions of policies are refused."""
 MOVER = "mover"
 """Under which :attr:`MoverStatus.errors` says why the mover has stopped."""
 
@@ -72,6 +78,8 @@ class MoverStatus:
     base_needed_after: int | None = None
     """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
     this process's memory is lost, until a base newer than this version is captured."""
+    refused_decisions: int = 0
+    """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
 
 
 class MoverHandle(Protocol):
@@ -123,6 +131,7 @@ class Mover:
         placement: Placement,
         retention: Retention,
         lineage: Lineage,
+        pacing: PacingPolicy | None = None,
         mark: int | None = None,
     ) -> None:
         self.status = MoverStatus()
@@ -131,6 +140,7 @@ class Mover:
         self._hierarchy = hierarchy
         self._placement = placement
         self._retention = retention
+        self._refusals = Refusals()
         self._attempts = TierBackoff()
         self._observer = Observer(
             hierarchy, self._attempts, rank=rank, world_size=world_size, generation=generation, lineage=lineage
@@ -143,6 +153,8 @@ class Mover:
             world_size=world_size,
             lineage=lineage,
             fence=self._check_generation,
+            pacer=Pacer(pacing or Unpaced(), self._refusals),
+            undrained=lambda: placement.undrained(self._observer.seen()),
         )
         self._nudged = [asyncio.Event() for _ in hierarchy.tiers]
         self._serving = [asyncio.Lock() for _ in hierarchy.tiers]
@@ -239,7 +251,7 @@ class Mover:
                 await self._observer.refresh_nearby()
                 actions = self._wanted(self._seen(), tier, closing)
                 if self._observer.visible(tier.index):
-                    self._attempts.keep(tier, (RECORDING, COPYING, MARKING, COMMITTING, DELETING), actions)
+                    self._attempts.keep(tier, (RECORDING, REPORTING, COPYING, MARKING, COMMITTING, DELETING), actions)
                 outcomes = [await self._try(tier, action) for action in self._attempts.ordered(tier, actions)]
                 acted |= any(outcomes)
                 done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
@@ -275,7 +287,10 @@ class Mover:
         if tier.index in self._unrecorded and self._branch is not None:
             record = partial(self._record, tier, self._branch)
             return [Action(RECORDING, str(LineageKey(self._branch.generation)), record)]
+        reports = self._retention.reports(seen, tier.index)
         return [
+            # Before a commit, so that a rank that sees a commit sees what was reported before.
+            *(Action(REPORTING, str(key), partial(actions.report, tier, key)) for key in reports),
             *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
             *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),
             # Room is made before anything more is brought.
@@ -288,8 +303,11 @@ class Mover:
         ]
 
     def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
+        decided = self._retention.reclaimable(seen)
+        allowed, refused = checked_deletions(seen, decided, repr(self._retention.policy))
+        self._refusals.note("deletions", refused)
         damaged = outlived(seen, self._retention, self._observer.damaged_there)
-        return [*self._retention.reclaimable(seen)[tier.index], *damaged.get(tier.index, ())]
+        return [*allowed[tier.index], *damaged.get(tier.index, ())]
 
     def _seen(self) -> Observation:
         """What is known now. Errors: ``JobConflict`` if a newer generation has opened."""
@@ -407,13 +425,15 @@ class Mover:
 
     @property
     def _errors(self) -> dict[str, str]:
-        return {**self._attempts.errors, **({MOVER: str(self._stopped)} if self._stopped else {})}
+        refused = {POLICIES: text} if (text := self._refusals.text) else {}
+        return {**self._attempts.errors, **refused, **({MOVER: str(self._stopped)} if self._stopped else {})}
 
     def _note(self) -> None:
         """Make the status what is known now. It is read by other threads, so it is a value."""
         seen = self._observer.seen()
         mark = watermark(seen)
         undrained = self._placement.undrained(seen)
+        self._refusals.note("policies", self._retention.refusals(seen))
         without_copy = lost(seen, self._observer.damaged)
         self._observer.remember(without_copy)
         self.status = MoverStatus(
@@ -428,4 +448,5 @@ class Mover:
             has_room=undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen),
             reach=reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
             base_needed_after=base_needed_after(without_copy),
+            refused_decisions=self._refusals.count,
         )

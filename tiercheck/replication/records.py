@@ -23,11 +23,11 @@ from tiercheck import schema
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format import host_state
 from tiercheck.format.host_state import Limits, Unstorable
-from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey, ShardKey
+from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import Buffer, shown
 
-__all__ = ["HEAD_NBYTES", "MAGIC", "MAJOR", "digest_of", "nbytes_max", "read_record", "seal", "unseal"]
+__all__ = ["HEAD_NBYTES", "MAGIC", "MAJOR", "digest_of", "metric_record", "nbytes_max", "read_record", "seal", "unseal"]
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ _LIMITS: Mapping[type[Key], Limits] = MappingProxyType(
         LineageKey: _SMALL,
         ClaimKey: _SMALL,
         MarkerKey: _SMALL,
+        MetricKey: _SMALL,
         JobKey: Limits(nbytes=64 << 10, values=1 << 10, depth=8, text_nbytes=8 << 10, extensions=False),
         CommitKey: Limits(nbytes=16 << 20, values=1 << 20, depth=8, text_nbytes=1 << 10, extensions=False),
     }
@@ -95,6 +96,11 @@ def unseal(content: Buffer, kind: type[T], *, key: Key, tier: str) -> T:
         raise Corruption(error.message, tier=tier, key=str(key)) from error
     except ValueError as error:
         raise Corruption(str(error), tier=tier, key=str(key)) from error
+
+
+def metric_record(key: MetricKey) -> bytes:
+    """What lies under a metric's key, for whoever opens it: the key tells the same."""
+    return seal(key, {"version": key.version, "name": key.name, "value": key.value})
 
 
 async def read_record(driver: TierDriver, key: Key, kind: type[T], *, nbytes: int | None = None) -> T:

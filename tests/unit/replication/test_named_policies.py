@@ -54,7 +54,7 @@ def test_a_policy_of_another_kind_is_refused_and_those_that_fit_are_listed() -> 
         ConfigurationError, match=r"'keep_last' is a retention policy, not a placement policy; .*bases_only, every_nth"
     ):
         parse_policy("placement", "keep_last")
-    with pytest.raises(ConfigurationError, match=r"no policy 'keep_lats' .*did you mean keep_last"):
+    with pytest.raises(ConfigurationError, match=r"no policy 'keep_lats' .*did you mean 'keep_last'"):
         parse_policy("retention", "keep_lats?n=2")
     with pytest.raises(ConfigurationError, match="n must be a whole number from 1"):
         parse_policy("retention", "keep_last?n=0")

@@ -289,7 +289,7 @@ def test_a_tier_in_the_block_with_wrong_fields_is_refused(wrong: object) -> None
 
 def test_a_nomination_says_it_to_the_agent() -> None:
     tiers = (JobTier("shm", "shm://a"), JobTier("disk", "nvme:///b?survives=rack", "exact+entropy"))
-    job = ReplicationJob(tiers, "node", 0, 1, 1, 5, 2, 0)
+    job = ReplicationJob(tiers, "node", 0, 1, 1, 5)
     read = schema.read(ReplicationJob, schema.plain(job))
     assert read == job
     assert [tier.codec for tier in read.hierarchy.tiers] == ["", "exact+entropy"]

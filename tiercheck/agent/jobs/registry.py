@@ -95,6 +95,7 @@ class JobRegistry:
                     f"{self.node!r}"
                 )
             job.hierarchy.open()  # refuses what can never be opened, before anything is replaced
+            job.policies()  # and policies that are not installed where the agent runs
             if (known := self._replicators.get(place)) is not None:
                 await check_newest(first, known.job, job)
             replicator = await self._take_up(place, job)

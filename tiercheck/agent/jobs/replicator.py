@@ -18,9 +18,6 @@ from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckE
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Observation
-from tiercheck.policy.placement import Placement
-from tiercheck.policy.policies import kept_by
-from tiercheck.policy.watermark import Retention
 from tiercheck.replication.backoff import TierBackoff
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover, MoverStatus
@@ -289,14 +286,15 @@ class RankReplicator:
             raise
 
     def _begin(self, hierarchy: OpenHierarchy, lineage: Lineage) -> None:
-        job = self.job
+        job, policies = self.job, self.job.policies()
         self._mover = Mover(
             hierarchy,
             rank=job.rank,
             world_size=job.world_size,
             generation=job.generation,
-            placement=Placement(job.batch),
-            retention=Retention(kept_by(job.keep_last, job.keep_every), Placement(job.batch)),
+            placement=policies.placement,
+            retention=policies.retention,
+            pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
         )

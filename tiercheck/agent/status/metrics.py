@@ -88,6 +88,7 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
     counters: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "copied_bytes": ("Bytes copied to slower tiers.", lambda r: r.mover.copied_bytes),
         "copied_objects": ("Objects copied to slower tiers.", lambda r: r.mover.copied_objects),
+        "refused_decisions": ("Decisions of policies that were refused.", lambda r: r.mover.refused_decisions),
         "deleted_objects": ("Objects deleted since nothing needed them any more.", lambda r: r.mover.deleted_objects),
     }
     for name, (help_text, value) in counters.items():

@@ -83,6 +83,7 @@ def _rank(rank: RankSnapshot) -> str:
         ("Objects", f"{mover.copied_objects} in, {mover.deleted_objects} out"),
         ("Trainer heard", _ago(rank.silent_s)),
         ("Throughput", f"{bytes_text(int(rank.bytes_per_s))}/s{_sparkline(rank.history)}"),
+        *((("Decisions refused", str(mover.refused_decisions)),) if mover.refused_decisions else ()),
         *((f"{tier} last listed", _ago(age_s)) for tier, age_s in mover.slow_views_s.items()),
     )
     errors = [(tier, text) for tier, text in mover.errors.items()]

@@ -31,6 +31,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.policy.policies import Policies
 from tiercheck.runtime.group import Group, TorchGroup
 from tiercheck.streams.beside import Beside, End
 
@@ -56,6 +57,7 @@ def attach(
     stateful: Mapping[str, Any] | None = None,
     after_step: Mapping[str, Any] | None = None,
     config: CheckpointConfig | None = None,
+    policies: Policies | None = None,
     group: Group | None = None,
 ) -> Checkpointer:
     """Restore the newest version into the engine, then save every one that follows. Collective.
@@ -80,7 +82,7 @@ def attach(
             refuse_ranks_that_share_parameters(engine)
         return _Hooks(provider, in_step=stateful is None and after_step is None)
 
-    return attach_hooks(hook, hierarchy, group or TorchGroup(), config)
+    return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies)
 
 
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:

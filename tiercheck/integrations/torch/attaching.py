@@ -34,6 +34,7 @@ from tiercheck.integrations.iterations import Iterations, refuse_forgotten_sched
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.wrapped import bare_optimizer
+from tiercheck.policy.policies import Policies
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
 from tiercheck.streams.beside import Beside
 from tiercheck.streams.provider import ModuleProvider
@@ -51,6 +52,7 @@ def attach(
     stateful: Mapping[str, Any] | None = None,
     after_step: Mapping[str, Any] | None = None,
     config: CheckpointConfig | None = None,
+    policies: Policies | None = None,
     group: Group | None = None,
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
@@ -81,7 +83,7 @@ def attach(
         provider = ModuleProvider(model, bare, world_size=ranks.world_size, beside=beside)
         return _Hooks(provider, model, bare, order, scheduler)
 
-    return attach_hooks(hook, hierarchy, ranks, config)
+    return attach_hooks(hook, hierarchy, ranks, config, policies)
 
 
 class _Hooks:

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.keys import VERSION_MAX
+from tiercheck.keys import VERSION_MAX, is_metric_name
 from tiercheck.policy.compose.checks import check_whole, flat
 
 __all__ = ["AnyKeep", "Best", "Committed", "Keep", "KeepBest", "KeepEvery", "KeepLast", "Metric", "RetentionPolicy"]
-
-METRIC_CHARS_MAX = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -118,10 +116,9 @@ class KeepBest(RetentionPolicy):
     best: Best = Best.MIN
 
     def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric.isidentifier() or len(self.metric) > METRIC_CHARS_MAX:
+        if not isinstance(self.metric, str) or not is_metric_name(self.metric):
             raise ConfigurationError(
-                f"metric must be a name such as 'eval_loss' of at most {METRIC_CHARS_MAX} characters, "
-                f"not {self.metric!r}"
+                f"metric must be a name such as 'eval_loss' of at most 64 letters, digits and '_', not {self.metric!r}"
             )
         check_whole("n", self.n, 1, VERSION_MAX)
         if self.best not in tuple(Best):
