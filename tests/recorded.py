@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tiercheck.format import container
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.streams.differential import Differential, DifferentialStream, read_differentials
-from tiercheck.streams.provider import ModuleProvider
 
 SIZES = {"embedding": (37,), "weight": (16, 9), "bias": (5,)}
 

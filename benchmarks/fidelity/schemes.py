@@ -16,12 +16,12 @@ import torch
 from benchmarks.parts import PartMemory
 from benchmarks.training import Floats, Held, State, replay_of
 from tiercheck.format.container import Shard, TensorSpec, parse
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.kernels import AdamStep, Replay, SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseCapture, read_base
 from tiercheck.streams.codecs import codec, codec_names, decode, decode_sparse
 from tiercheck.streams.gradient_encoder import GradientEncoder
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.streams.snapshot import SNAPSHOT_CODECS, SnapshotStream, advanced
 
 __all__ = ["EncodedGradients", "Replayed", "Scheme", "Snapshot", "Stale", "schemes"]

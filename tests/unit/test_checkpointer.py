@@ -27,8 +27,8 @@ from tiercheck.errors import (
 )
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity

@@ -14,12 +14,12 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveError, TierError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.opening.agreement import Agreement
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.runtime.front import ThreadScheduler, run
 from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 from tiercheck.tiers.registry import make_driver
 

@@ -27,9 +27,9 @@ from tiercheck.errors import (
     UnsupportedSetup,
 )
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.opening import startup
 from tiercheck.runtime.group import SingleProcess
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
 from tiercheck.tiers.registry import make_driver
 

@@ -18,11 +18,11 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import JobConflict, RecoveryError, SaveError
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import LineageKey
 from tiercheck.policy.lineage import Branch
 from tiercheck.replication.generation import open_generation
 from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.shm.namespaces import namespace_path, remove_namespace
 

@@ -14,8 +14,8 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, SaveError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import Reservation
 from tiercheck.types import Fidelity

@@ -17,13 +17,13 @@ from tiercheck.errors import CapacityExceeded, ConfigurationError, Mismatch, Sav
 from tiercheck.format import container
 from tiercheck.format.container import ShardWriter
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams import gradient_encoder
 from tiercheck.streams.codecs import codec_names
 from tiercheck.streams.differential import DifferentialStream, read_differentials
 from tiercheck.streams.gradient_encoder import forget_sent
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
@@ -204,8 +204,8 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
     )
     reserve = checkpointer._job.recorder._memory.reserve
 
-    def watched_reserve(key: ShardKey, nbytes: int) -> Any:
-        reservation = reserve(key, nbytes)
+    async def watched_reserve(key: ShardKey, nbytes: int) -> Any:
+        reservation = await reserve(key, nbytes)
         reserved.append(extent(reservation.buffer))
         return reservation
 

@@ -18,11 +18,11 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import ShardMetadata, ShardWriter, TensorSpec, header_room, parse, shard_nbytes
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.runtime.front import run
 from tiercheck.streams.base import read_base
 from tiercheck.streams.codecs import codec as codec_of
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.streams.snapshot import SMALLEST_ROOT, SNAPSHOT_CODECS, SnapshotStream, advanced, squared
 from tiercheck.streams.stream_factory import stream_of
 from tiercheck.streams.tensors import dtype_name, tensor_in

@@ -13,12 +13,12 @@ from tests.unit.opening.test_failing_ranks import ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.recovery import Source
 from tiercheck.recovery.reader import Reader
 from tiercheck.runtime.group import SimulatedGroup
-from tiercheck.streams.provider import ModuleProvider
 from tiercheck.streams.tensor_state import TensorReader
 from tiercheck.types import Fidelity
 

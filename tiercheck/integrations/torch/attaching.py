@@ -33,11 +33,11 @@ from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.policy.policies import Policies
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
 from tiercheck.streams.beside import Beside
-from tiercheck.streams.provider import ModuleProvider
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
 

@@ -1,0 +1,196 @@
+"""The state of a module and its optimizer, as a plain PyTorch loop has them, on one process or under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.streams.beside import Beside, End
+from tiercheck.streams.module_tensors import ModuleTensors
+from tiercheck.streams.provider import (
+    Identity,
+    OptimizerIdentity,
+    copy_into,
+    describe_tensor,
+    digest,
+    plain_options,
+    set_options,
+)
+
+__all__ = ["ModuleProvider"]
+
+
+class ModuleProvider:
+    """The state of a ``torch.nn.Module`` and its optimizer, on one process or under DDP.
+
+    Masters are the parameters the optimizer updates, named as the module names them. Under DDP every rank
+    holds, and saves, all of them.
+
+    What else the loop holds is in ``beside``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        world_size: int = 1,
+        beside: Beside | None = None,
+    ) -> None:
+        self._model = model
+        self._tensors = ModuleTensors(model)
+        self._optimizer = optimizer
+        self._world_size = world_size
+        self.beside = beside or Beside()
+        self._masters = masters_by_name(model, optimizer)
+        self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
+        self._refuse_what_cannot_be_saved()
+
+    def identity(self) -> Identity:
+        shapes = [describe_tensor(name, tensor) for name, tensor in self._masters.items()]
+        extras = [describe_tensor(name, tensor) for name, tensor in self.extras().items()]
+        parameters = sum(tensor.numel() for tensor in self._masters.values())
+        device = next(iter(self._masters.values())).device
+        return Identity(
+            framework="torch",
+            world_size=self._world_size,
+            model=digest([*shapes, *extras]),
+            model_summary=f"{len(shapes)} trained tensors of {parameters:,} elements, {len(extras)} others",
+            optimizer=OptimizerIdentity.of(self._optimizer, device),
+        )
+
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self._masters.items()}
+
+    def group_of(self) -> Mapping[str, int]:
+        index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        return {name: index[id(tensor)] for name, tensor in self._masters.items()}
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        return {
+            name: dict(self._optimizer.state[tensor])
+            for name, tensor in self._masters.items()
+            if self._optimizer.state.get(tensor)
+        }
+
+    def extras(self) -> Mapping[str, torch.Tensor]:
+        return {**self.frozen(), **self.buffers()}
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self._tensors.others(self._masters.values()).items()}
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors.buffers()
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [plain_options(group) for group in self._optimizer.param_groups]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients the coming step will apply; parameters without one are left out.
+
+        Errors: ``UnsupportedSetup`` for a sparse gradient, and where the optimizer's parameters are not those that
+        were there when the provider was made.
+        """
+        if [id(p) for group in self._optimizer.param_groups for p in group["params"]] != self._parameter_ids:
+            raise UnsupportedSetup(
+                "the optimizer's parameters have changed since attach, and the new ones would not be saved: close the "
+                "checkpointer, change them, and attach again"
+            )
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self._masters.items():
+            if tensor.grad is None:
+                continue
+            if tensor.grad.layout is not torch.strided:
+                raise UnsupportedSetup(
+                    f"the gradient of {name} is {tensor.grad.layout}; supported are dense gradients "
+                    "(for an embedding: sparse=False)"
+                )
+            found[name] = tensor.grad.detach()
+        return found
+
+    def end_of_step(self) -> None:
+        self.beside.end_of_step()
+
+    def end_of_iteration(self, end: End) -> None:
+        self.beside.end_of_iteration(end)
+
+    def published(self) -> None:
+        self.beside.published()
+
+    def host_state(self) -> dict[str, Any]:
+        return {"options": self.hyperparameters(), **self.beside.host_state()}
+
+    def load(
+        self,
+        *,
+        masters: Mapping[str, torch.Tensor],
+        optimizer_state: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[str, torch.Tensor],
+        hyperparameters: list[dict[str, Any]],
+    ) -> None:
+        copy_into(self.masters(), masters)
+        copy_into(self.extras(), extras)
+        for name, parameter in self._masters.items():
+            self._optimizer.state.pop(parameter, None)
+            if name in optimizer_state:
+                self._optimizer.state[parameter] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in optimizer_state[name].items()
+                }
+        self._set_hyperparameters(hyperparameters)
+
+    def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
+        self._set_hyperparameters(hyperparameters)
+        for name, parameter in self._masters.items():
+            gradient = gradients.get(name)
+            # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def refresh(self) -> None:
+        """Nothing derives from the parameters of a plain module."""
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        self.beside.restore(state)
+        self._set_hyperparameters(state["options"])
+        self.beside.restore_generators(state)
+
+    def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
+        for group, options in zip(self._optimizer.param_groups, hyperparameters, strict=True):
+            set_options(group, options)
+
+    def _refuse_what_cannot_be_saved(self) -> None:
+        others = [
+            name
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._parameter_ids
+        ]
+        if others:
+            raise UnsupportedSetup(
+                f"{len(others)} trainable parameters are not updated by the attached optimizer "
+                f"({', '.join(others[:3])}): supported is one optimizer for all of them; set requires_grad to False "
+                "on what is not trained"
+            )
+        if not self._masters:
+            raise UnsupportedSetup("the optimizer updates no parameter, so there is nothing to save")
+        for name, tensor in {**self._masters, **self.extras()}.items():
+            if type(tensor.data) is not torch.Tensor:
+                raise UnsupportedSetup(
+                    f"{name} is a {type(tensor.data).__name__}; supported are plain tensors, on one process, "
+                    "under DDP, or partitioned by DeepSpeed (tiercheck.integrations.deepspeed)"
+                )
+            if tensor.is_meta:
+                raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
+
+
+def masters_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    masters: dict[str, torch.nn.Parameter] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            masters[names.get(id(parameter), f"optimizer.{index}.{position}")] = parameter
+    return masters
