@@ -95,16 +95,26 @@ class TaskScheduler:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        async def noted() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks.add(task)
-            try:
-                return await coroutine
-            finally:
-                self._tasks.discard(task)
+        future: Future[T] = Future()
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
 
-        return asyncio.run_coroutine_threadsafe(noted(), self._loop)
+        def ended(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                future.cancel()
+                return
+            error = task.exception()
+            if future.cancelled():
+                return  # it ended all the same
+            if error is None:
+                future.set_result(task.result())
+            else:
+                future.set_exception(error)
+
+        task.add_done_callback(ended)
+        future.add_done_callback(lambda done: done.cancelled() and task.cancel())
+        return future
 
     def beside(self, function: Callable[[], T]) -> Future[T]:
         async def later() -> T:

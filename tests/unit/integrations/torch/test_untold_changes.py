@@ -96,7 +96,7 @@ def test_a_base_that_was_written_to_during_its_copy_is_given_up(monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr(BaseCapture, "copy", disturbed)
         training.step(2)
-        checkpointer._job.recorder._base.published.result(timeout=10)
+        checkpointer._job.recorder._bases.in_flight.published.result(timeout=10)
     training.step(3)
     assert checkpointer.stats.bases == 2, "those of versions 0 and 3"
     checkpointer.abort()

@@ -1,0 +1,86 @@
+"""A recorder's modes: every row of its tables is taken, and whatever is in none of them raises and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from itertools import product
+
+import pytest
+
+from tests.training import Training, memory
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.recording.modes import (
+    BASE,
+    CHAIN,
+    COPYING,
+    RECORD,
+    ROOM,
+    Base,
+    BaseEvent,
+    Chain,
+    ChainEvent,
+    Copying,
+    CopyingEvent,
+    IllegalTransition,
+    Machine,
+    Modes,
+    Record,
+    RecordEvent,
+    Room,
+    RoomEvent,
+)
+
+Table = Mapping[tuple[StrEnum, StrEnum], StrEnum]
+
+TABLES: list[tuple[Table, StrEnum, type[StrEnum], type[StrEnum]]] = [
+    (RECORD, Modes().record.state, Record, RecordEvent),
+    (CHAIN, Modes().chain.state, Chain, ChainEvent),
+    (BASE, Modes().base.state, Base, BaseEvent),
+    (COPYING, Modes().copying.state, Copying, CopyingEvent),
+    (ROOM, Modes().room.state, Room, RoomEvent),
+]
+
+
+def named(value: object) -> str:
+    return value.name if isinstance(value, StrEnum) else getattr(value, "__name__", "")
+
+
+ROWS = [(table, state, event) for table, _, states, events in TABLES for state, event in product(states, events)]
+
+
+@pytest.mark.parametrize(("table", "state", "event"), [row for row in ROWS if row[1:] in row[0]], ids=named)
+def test_a_legal_event_leads_where_the_table_says(table: Table, state: StrEnum, event: StrEnum) -> None:
+    machine = Machine(table, state)
+    assert machine.on(event) is machine.state is table[state, event]
+
+
+@pytest.mark.parametrize(("table", "state", "event"), [row for row in ROWS if row[1:] not in row[0]], ids=named)
+def test_an_illegal_event_raises_and_changes_nothing(table: Table, state: StrEnum, event: StrEnum) -> None:
+    machine = Machine(table, state)
+    with pytest.raises(IllegalTransition, match=f"{event}: impossible while {state}"):
+        machine.on(event)
+    assert machine.state is state
+
+
+@pytest.mark.parametrize(("table", "start", "states", "events"), TABLES, ids=named)
+def test_every_state_is_reached_and_none_is_a_dead_end(
+    table: Table, start: StrEnum, states: type[StrEnum], events: type[StrEnum]
+) -> None:
+    reached = {start}
+    while more := {to for (state, _), to in table.items() if state in reached} - reached:
+        reached |= more
+    assert reached == set(states)
+    assert {state for state, _ in table} == set(states)
+    assert {event for _, event in table} == set(events)
+
+
+def test_an_iteration_that_nothing_was_captured_of_cannot_be_completed() -> None:
+    """It would leave a gap that nothing tells of."""
+    training = Training()
+    with training.attach(Hierarchy.of(memory())) as checkpointer:
+        training.step(1)
+        with pytest.raises(ValueError, match=r"version 2 cannot be completed: capture\(\) takes its gradients"):
+            checkpointer.complete(2)
+        training.step(2)
+        assert checkpointer.version == 2

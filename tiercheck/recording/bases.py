@@ -1,0 +1,234 @@
+"""The bases that a recorder writes: when one is due, the room for it, its lazy copy, and whether it has arrived.
+
+One base at a time is on its way. It is copied while the next forward and backward pass run, and the step after them
+waits until the copy has read the state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import DeadlineExceeded, NotFound, RecoveryError, SaveError
+from tiercheck.format import container
+from tiercheck.hierarchy import OpenTier
+from tiercheck.keys import ShardKey
+from tiercheck.recording.base_copier import BaseCopier, BaseInFlight
+from tiercheck.recording.cadence import Cadence
+from tiercheck.recording.modes import (
+    DUE,
+    IN_FLIGHT,
+    BaseEvent,
+    ChainEvent,
+    Copying,
+    CopyingEvent,
+    Modes,
+    Room,
+    RoomEvent,
+)
+from tiercheck.recording.reservations import Reservations
+from tiercheck.recording.saves import Saves, ask_mover, doubt
+from tiercheck.replication.mover import MoverHandle
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.state import StateStream
+
+__all__ = ["Bases"]
+
+log = logging.getLogger(__name__)
+
+
+class Bases:
+    """The bases of one rank and one generation."""
+
+    def __init__(
+        self,
+        stream: StateStream,
+        tier: OpenTier,
+        memory: Reservations,
+        mover: MoverHandle,
+        scheduler: Scheduler,
+        *,
+        saves: Saves,
+        modes: Modes,
+        cadence: Cadence,
+        config: CheckpointConfig,
+        rank: int,
+        generation: int,
+        settle: Callable[[int], Awaitable[None]] | None,
+    ) -> None:
+        """``settle`` is called on every rank, at the versions at which all ranks make a base."""
+        self.in_flight: BaseInFlight | None = None
+        self.anchor: int | None = None
+        """The version of the newest base that is in the first tier."""
+        self._stream = stream
+        self._tier = tier
+        self._memory = memory
+        self._mover = mover
+        self._scheduler = scheduler
+        self._saves = saves
+        self._modes = modes
+        self._cadence = cadence
+        self._config = config
+        self._rank = rank
+        self._generation = generation
+        self._settle = settle
+        self._copier = BaseCopier(scheduler, mover.nudge)
+        self._newest: ShardKey | None = None
+        """The newest base, if it is in the first tier; ``None`` if it failed."""
+        self._reference: ShardKey | None = None
+        """The base that the stream refers to."""
+        self._begun = -1
+        """The version of the newest base whose copy was begun."""
+        self._gap = -1
+        """The newest version that no record leads to."""
+
+    def may_be_due(self, version: int) -> bool:
+        """Whether the version may get a base, as far as can be said before its iteration has ended."""
+        return self._modes.base.state in DUE or self._cadence.may_be_due(version)
+
+    async def is_due(self, version: int) -> bool:
+        """Whether every rank makes a base of this version. Errors: ``SaveError``; ``GroupError``."""
+        refused = self._cadence.refusals.count
+        try:
+            return await self._cadence.is_due(version)
+        except RecoveryError as error:  # of another rank, in words
+            raise SaveError(str(error)) from error
+        finally:
+            self._saves.count(refused_decisions=self._cadence.refusals.count - refused)
+
+    def is_needed(self) -> bool:
+        """Whether this rank alone needs a base: nothing else leads to its newest version; or something
+        was damaged in the first tier before it was copied on, and no base since replaces it."""
+        if self._modes.base.state in DUE:
+            return True
+        after = self._mover.status.base_needed_after
+        if after is None or after < self._begun:
+            return False
+        log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
+        return True
+
+    def missing(self, version: int) -> None:
+        """No record leads to the version: it can be reached only by a base."""
+        self._gap = version
+        self._modes.chain.on(ChainEvent.GAP)
+        self._modes.base.on(BaseEvent.NEEDED)
+
+    async def begin(self, version: int, *, opening: bool = False) -> None:
+        """Reserve memory and start the lazy copy. If the bases before have not drained, wait for them. A generation's
+        opening base has none before it. Errors: ``SaveError``; ``TierError``."""
+        await self.finish()
+        if not opening:
+            await self._wait_for_room(version)
+        began = self._scheduler.time()
+        capture = self._stream.base(self._key(version))
+        reservation = await self._memory.reserve(self._key(version), capture.nbytes_max)
+        lazily = self._modes.copying.state is Copying.LAZY
+        self._modes.base.on(BaseEvent.BEGUN)
+        self.in_flight = self._copier.begin(version, capture, reservation, lazily=lazily)
+        self._begun = version
+        self._stream.mark_recorded()
+        self._saves.count(base_stall_s=self._scheduler.time() - began)
+        if not lazily:
+            await self.finish_copy()
+
+    async def settle_with_others(self, version: int) -> None:
+        """All ranks make a base at this version: agree with them. Errors: ``SaveError``; ``GroupError``."""
+        if self._settle is None:
+            return
+        await self.finish()
+        began = self._scheduler.time()
+        try:
+            await self._settle(version)
+        except RecoveryError as error:  # of another rank, in words
+            raise SaveError(str(error)) from error
+        finally:
+            self._saves.count(drain_stall_s=self._scheduler.time() - began)
+
+    async def finish_copy(self) -> None:
+        """Wait until the lazy copy of a base has read the state, so that the state may change.
+
+        Errors: ``SaveError``.
+        """
+        if self.in_flight is None:
+            return
+        began, base = self._scheduler.time(), self.in_flight
+        if not await self._scheduler.ends(base.copied, self._config.deadline_s):
+            raise SaveError(f"base {base.version} was not copied within {self._config.deadline_s:g} s")
+        if base.copied.result():
+            self._modes.copying.on(CopyingEvent.WRITTEN)  # the warning comes when the base is given up, and only then
+        self._saves.count(base_stall_s=self._scheduler.time() - began)
+        if base.published.done():
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Wait until the base in flight, if any, is in the first tier. Errors: ``SaveError``."""
+        base, self.in_flight = self.in_flight, None
+        if base is None:
+            if self._modes.base.state in IN_FLIGHT:  # an interrupt came before it was noted or waited for
+                self._modes.base.on(BaseEvent.FAILED)
+            return
+        self._newest = None
+        arrived = False
+        try:
+            with self._saves.saving(base.version):
+                arrived = await self._arrived(base)
+        finally:
+            self._modes.base.on(BaseEvent.ARRIVED if arrived else BaseEvent.FAILED)
+
+    async def set_reference(self) -> bool:
+        """Make the stream refer to the newest base, when it is in the first tier. ``False``: there is none."""
+        await self.finish()
+        if self._newest is None:
+            return False
+        if self._newest != self._reference:
+            self._stream.set_reference_base(None)  # its memory can be used again
+            key, tier = str(self._newest), self._tier
+            mapping = tier.driver.get(key)
+            try:
+                content = await self._scheduler.call(mapping, what=f"mapping {key}", deadline_s=self._config.deadline_s)
+            except NotFound:  # the base was damaged, and was deleted: another base is due
+                self._newest = None
+                return False
+            self._stream.set_reference_base(container.parse(content, key=key, tier=tier.name))
+            self._reference = self._newest
+        return True
+
+    async def close(self) -> None:
+        """Wait until a running copy ends. Idempotent."""
+        await self._copier.close()
+
+    async def _wait_for_room(self, version: int) -> None:
+        """Wait until the bases before have drained, but only once. If the durable tier takes nothing for hours and
+        training goes on (``on_save_error``), training must not wait for the deadline at every iteration."""
+        room = self._modes.room
+        deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._config.deadline_s
+        room.on(RoomEvent.ASKED)
+        began = self._scheduler.time()
+        try:
+            asking = self._mover.room_for_base(deadline_s)
+            await ask_mover(self._scheduler, asking, f"room for base {version}", self._config.deadline_s)
+        finally:
+            self._saves.count(drain_stall_s=self._scheduler.time() - began)
+        room.on(RoomEvent.FOUND)
+
+    async def _arrived(self, base: BaseInFlight) -> bool:
+        """Whether the base is in the first tier, once it is there or given up."""
+        if not await self._scheduler.ends(base.published, self._config.deadline_s):
+            raise DeadlineExceeded(f"base {base.version} was not published in time")
+        result = base.published.result()
+        # The copy may have found writes that nothing else has seen: no differential holds them.
+        doubt(self._stream, self._stream.doubts.with_unseen(result.unexpected))
+        if result.nbytes is None:
+            log.warning("base %d is given up, since its state was written to while it was copied", base.version)
+            self._modes.copying.on(CopyingEvent.WRITTEN)
+            return False
+        self._newest = self._key(base.version)
+        self.anchor = base.version
+        if base.version >= self._gap:
+            self._modes.chain.on(ChainEvent.BASE)
+        self._saves.count(bases=1, captured_bytes=result.nbytes)
+        return True
+
+    def _key(self, version: int) -> ShardKey:
+        return ShardKey.base(self._generation, version, self._rank)

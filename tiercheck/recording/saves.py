@@ -1,0 +1,78 @@
+"""What saving has done and cost on one rank, and what becomes of a save that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import GroupError, JobConflict, SaveError, TierCheckError, TierError
+from tiercheck.recording.modes import BaseEvent, Modes
+from tiercheck.recording.stats import Stats
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.state import StateStream
+
+__all__ = ["Saves", "ask_mover", "doubt"]
+
+log = logging.getLogger(__name__)
+
+TOLD_S = 5.0
+"""The time that the mover may take beyond its own deadline. Its own error names the tier for which it waits."""
+
+
+class Saves:
+    """Counts the saves of one rank, and decides what a failed one means: ``on_save_error`` says so."""
+
+    def __init__(self, config: CheckpointConfig, modes: Modes) -> None:
+        self.stats = Stats()
+        self.failure: str | None = None
+        """Why the newest version could not be saved, if that was raised."""
+        self._config = config
+        self._modes = modes
+
+    def count(self, **more: float) -> None:
+        self.stats = self.stats.plus(**more)
+
+    @contextmanager
+    def saving(self, version: int) -> Iterator[None]:
+        """A context for a save of the version. Errors: ``SaveError``; what is no failure of a save."""
+        try:
+            yield
+        except Exception as error:
+            if not self.failed(version, error):
+                raise
+
+    def failed(self, version: int, error: BaseException) -> bool:
+        """A save has failed. Returns whether training goes on. Errors: ``SaveError``."""
+        if not isinstance(error, TierError | GroupError | SaveError):
+            return False
+        self._modes.base.on(BaseEvent.NEEDED)
+        self.count(failed_saves=1)
+        message = f"version {version} could not be saved: {error}"
+        if self._config.on_save_error == "fail":
+            self.failure = message
+            raise SaveError(message) from error
+        log.error("%s; training goes on, and the next version gets a base", message)
+        return True
+
+
+def doubt(stream: StateStream, doubts: Doubts) -> bool:
+    """Record ``doubts`` with all later versions. Returns whether they are new."""
+    if doubts == stream.doubts:
+        return False
+    stream.doubts = doubts
+    log.warning("versions from here on are approximate: %s", "; ".join(doubts.notes(replayed=True)))
+    return True
+
+
+async def ask_mover(scheduler: Scheduler, call: Coroutine[Any, Any, object], what: str, deadline_s: float) -> None:
+    """Wait for a call to the mover that has this deadline. Errors: ``JobConflict``; else ``SaveError``."""
+    try:
+        await scheduler.call(call, what=what, deadline_s=deadline_s + TOLD_S)
+    except JobConflict:
+        raise
+    except TierCheckError as error:
+        raise SaveError(f"{what}: {error}") from error
