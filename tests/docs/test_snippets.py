@@ -183,6 +183,9 @@ def test_a_page_runs(page: Path, place: Place) -> None:
     for block in python:
         if block.file:
             (place.directory / block.file).write_text(place.here(block.text))
+    for block in of_language("toml"):
+        if block.page == page:
+            install(block, place)
     for block, command, shown in COMMANDS:
         if block.page == page and shlex.split(command)[0] in RUN:
             check_command(block, place.here(command), shown, place)
@@ -192,6 +195,16 @@ def test_a_page_runs(page: Path, place: Place) -> None:
         script.write_text(place.here(program))
         done = place.run([sys.executable, str(script)])
         assert done.returncode == 0, f"{page.relative_to(ROOT)} (its lines are the program's):\n{done.stdout}"
+
+
+def install(block: Block, place: Place) -> None:
+    """As ``pip install`` of the page's distribution would: what is run in the directory finds its entry points."""
+    info = place.directory / "page-1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: page\nVersion: 1.0\n")
+    with (info / "entry_points.txt").open("a") as file:
+        for group, entries in entry_points_in(block).items():
+            file.write(f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items()))
 
 
 def check_command(block: Block, command: str, shown: list[str], place: Place) -> None:
@@ -267,14 +280,21 @@ def test_json_is_a_configuration(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of_language("toml"), ids=lambda block: block.where)
 def test_toml_registers_what_the_page_defines(block: Block) -> None:
-    entries = tomllib.loads(block.text)["project"]["entry-points"]["tiercheck.tiers"]
+    groups = entry_points_in(block)
     sources = {each.file: each.text for each in BLOCKS if each.page == block.page and each.file}
-    assert entries
-    for target in entries.values():
+    assert groups
+    for target in (target for entries in groups.values() for target in entries.values()):
         module, _, path = target.partition(":")
         owner, _, method = path.partition(".")
         assert f"class {owner}(" in sources[f"{module}.py"]
-        assert f"def {method}(" in sources[f"{module}.py"]
+        assert not method or f"def {method}(" in sources[f"{module}.py"]
+
+
+def entry_points_in(block: Block) -> dict[str, dict[str, str]]:
+    """By group and name."""
+    groups: dict[str, dict[str, str]] = tomllib.loads(block.text)["project"]["entry-points"]
+    assert all(group.startswith("tiercheck.") for group in groups)
+    return groups
 
 
 @pytest.mark.parametrize("block", of_language("text", ""), ids=lambda block: block.where)

@@ -9,16 +9,20 @@ import pytest
 
 from tests.plugins.outside import PLUGINS, ROOT, Outside
 
-GUIDE = ROOT / "docs" / "how-to" / "write-a-driver.md"
+GUIDES = {
+    "write-a-driver.md": {"sqlite_tier.py", "test_sqlite_tier.py"},
+    "write-a-policy.md": {"keep_progress.py", "test_keep_progress.py"},
+}
 FILE = re.compile(r"^```python\n# file: (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_the_guide_shows_the_files_of_the_template() -> None:
-    shown = dict(FILE.findall(GUIDE.read_text(encoding="utf-8")))
-    assert shown.keys() == {"sqlite_tier.py", "test_sqlite_tier.py"}
+@pytest.mark.parametrize(("guide", "files"), GUIDES.items(), ids=GUIDES)
+def test_a_guide_shows_the_files_of_the_template(guide: str, files: set[str]) -> None:
+    shown = dict(FILE.findall((ROOT / "docs" / "how-to" / guide).read_text(encoding="utf-8")))
+    assert shown.keys() == files
     for name, text in shown.items():
         source = (PLUGINS / "tiercheck-template" / name).read_text(encoding="utf-8")
-        assert text == source, f"{GUIDE.name} and the template differ in {name}; the template's is the one to change"
+        assert text == source, f"{guide} and the template differ in {name}; the template's is the one to change"
 
 
 @pytest.mark.cluster
