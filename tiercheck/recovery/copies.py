@@ -16,13 +16,13 @@ from tiercheck.errors import Corruption, NotFound, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.recovery import Source, Unreachable
+from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["Copies", "Failed", "OutOfReach", "Unusable"]
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.1
-RETRY_MAX_S = 5.0
+RETRY = Backoff(0.1, 5.0)
 NAMED_MAX = 3
 """Copies that an error names."""
 
@@ -62,7 +62,7 @@ class Copies:
     """Tiers that have not answered in time."""
     troubled: dict[Source, TierError] = field(default_factory=dict)
     """Copies that could not be read just now, and why. They are used where there are no others."""
-    _pause_s: float = RETRY_FIRST_S
+    _pauses: int = 0
 
     def usable(self, own: Collection[Source]) -> set[Source]:
         """The copies that have not failed so far."""
@@ -101,7 +101,7 @@ class Copies:
         answering = [source for source in usable if source not in self.troubled]
         if not isinstance(policy(answering), Unreachable) or isinstance(policy(usable), Unreachable):
             return 0.0
-        if left_s < RETRY_FIRST_S:
+        if left_s < RETRY.first_s:
             source, error = min(self.troubled.items(), key=lambda each: each[0])
             raise OutOfReach(
                 f"rank {self.rank} cannot read {source.key} from tier {self.name(source)}, and tried for "
@@ -111,8 +111,8 @@ class Copies:
             )
         self.troubled.clear()
         self.silent.clear()
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, RETRY_MAX_S)
-        return min(pause_s, left_s / 2)  # the last try, too, has time to learn what is wrong
+        self._pauses += 1
+        return min(RETRY.pause_s(self._pauses), left_s / 2)  # the last try, too, has time to learn what is wrong
 
     def is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
         """Whether other tiers hold all that is in the source."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tiercheck.errors import NotFound, NothingListens, TierError, Transient
 from tiercheck.hierarchy import OpenTier
+from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["asked_twice", "patiently"]
 
@@ -16,8 +18,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_FIRST_S = 0.1
-RETRY_MAX_S = 5.0
+RETRY = Backoff(0.1, 5.0)
 SAY_S = 5.0
 """A tier that is waited for longer than this is named in the log."""
 ASK_AGAIN_S = 0.05
@@ -39,13 +40,13 @@ async def patiently(
     """The answer; or the last error, when the time for trying again is over or nothing has come in ``answer_s``; or,
     unless ``insist``, at once an error that does not pass by itself."""
     loop = asyncio.get_running_loop()
-    began, pause_s = loop.time(), RETRY_FIRST_S
+    began = loop.time()
     retry_until, answer_until = began + retry_s, began + max(retry_s, answer_s)
     trouble = "it has not answered yet"
     say = "tier %s is waited for, for up to %.3g s: %s"
     saying = loop.call_later(SAY_S, lambda: log.warning(say, tier.name, answer_until - began, trouble))
     try:
-        while True:
+        for failures in itertools.count(1):
             asking = asyncio.ensure_future(ask())
             asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
             try:
@@ -58,11 +59,12 @@ async def patiently(
                 return asking.result()
             except TierError as error:
                 passing = isinstance(error, Transient) and not isinstance(error, NothingListens)
+                pause_s = RETRY.pause_s(failures)
                 if loop.time() + pause_s > retry_until or not (passing or insist):
                     return error
                 trouble = str(error)
                 log.info("tier %s: %s; it is asked again", tier.name, error)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_MAX_S)
+        raise AssertionError("unreachable: counting does not end")
     finally:
         saying.cancel()

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import OpenTier
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.loop_thread import process_ends
 
-__all__ = ["RETRY_FIRST_S", "RETRY_MAX_S", "TIER_AWAY_AFTER", "Action", "ProcessEnds", "SourceError", "TierBackoff"]
+__all__ = ["RETRY", "TIER_AWAY_AFTER", "Action", "ProcessEnds", "SourceError", "TierBackoff"]
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.5
-RETRY_MAX_S = 30.0
+RETRY = Backoff(0.5, 30.0)
 TIER_AWAY_AFTER = 3
 """So many different actions must fail in a row, before the tier is taken to be away."""
 TROUBLES_MAX = 256
@@ -61,10 +61,10 @@ class _Trouble:
     error: str = ""
 
     def failed(self, now: float, error: str, took_s: float) -> None:
-        pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(self.failures, 10))
         self.failures += 1
         self.error = error
-        self.retry_at = now + max(pause_s, took_s)  # what takes long to fail gets half of the time at most
+        # What takes long to fail gets half of the time at most.
+        self.retry_at = now + max(RETRY.pause_s(self.failures), took_s)
 
 
 class ProcessEnds(SaveError):
@@ -149,7 +149,7 @@ class TierBackoff:
         trouble = state.actions.setdefault(action.name, _Trouble(now))
         level = logging.WARNING if text != trouble.error else logging.DEBUG
         trouble.failed(now, text, took_s)
-        log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, RETRY_MAX_S)
+        log.log(level, "tier %s: %s: %s; trying again, every %g s at most", tier, _what(action.name), text, RETRY.max_s)
         if not action.into_tier or isinstance(error, SourceError):
             return
         if isinstance(error, CONCERNS_THE_TIER):

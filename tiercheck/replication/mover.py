@@ -29,12 +29,12 @@ from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.observation import Observation
+from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import PacingPolicy, Unpaced
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING, Actions
-from tiercheck.replication.backoff import RETRY_FIRST_S, Action, ProcessEnds, TierBackoff
+from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
 from tiercheck.replication.generation import record_generation
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
@@ -165,6 +165,13 @@ class Mover:
         self._unrecorded = {tier.index for tier in hierarchy.tiers[1:] if self._branch is not None}
         """Tiers that have not been seen to hold this generation's record: it may not have been writable at attach."""
 
+    @property
+    def seen(self) -> list[tuple[Role, Contents | None]]:
+        """Each tier, and what it holds as far as is known now; ``None`` for one that was never listed. No tier is
+        asked."""
+        seen, listed = self._observer.seen(), self._observer.listed
+        return [(role, seen.contents[role.index] if listed(role.index) else None) for role in seen.roles]
+
     def nudge(self) -> None:
         """Something changed: look soon instead of at the next regular look."""
         for nudged in self._nudged:
@@ -234,7 +241,7 @@ class Mover:
                 self.nudge()
                 nudged.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY_FIRST_S):
+                async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY.first_s):
                     await nudged.wait()
             nudged.clear()
 
@@ -401,7 +408,7 @@ class Mover:
                     self.nudge()
                     async with self._looked:
                         with suppress(TimeoutError):
-                            async with asyncio.timeout(RETRY_FIRST_S):
+                            async with asyncio.timeout(RETRY.first_s):
                                 await self._looked.wait()
         except TimeoutError:
             self._note()

@@ -26,11 +26,12 @@ from tiercheck.policy.damage import Copy
 from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation
 from tiercheck.replication.backoff import Action, TierBackoff
+from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["LISTING", "Observer"]
 
-RELIST_FIRST_S = 0.5
-RELIST_MAX_S = 30.0
+RELIST = Backoff(0.5, 30.0)
+"""The pauses between the listings of a tier behind a network in which nothing changes."""
 LISTING_S_MAX = 900.0
 FENCE_S = 1.0
 """Of two decisions within this time the second one does not ask again whether a newer generation has opened."""
@@ -62,7 +63,8 @@ class _Known:
     """When another one is worth it."""
     rest_until: float = float("-inf")
     """Not before then, whatever changes: listing takes half of the time at most."""
-    pause_s: float = RELIST_FIRST_S
+    unchanged: int = 0
+    """So many listings in a row have brought nothing new."""
     visible: bool = False
     """The last attempt to list it has succeeded."""
     fenced_at: float = float("-inf")
@@ -74,6 +76,11 @@ class _Known:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """This mover has put something, so that others may have, too."""
+
+    @property
+    def pause_s(self) -> float:
+        """Until the next listing, if nothing else asks for one."""
+        return RELIST.pause_s(self.unchanged + 1)
 
 
 class Observer:
@@ -122,6 +129,10 @@ class Observer:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
         return self._known[index].visible
 
+    def listed(self, index: int) -> bool:
+        """Whether the tier was ever listed."""
+        return self._known[index].listed_at > float("-inf")
+
     def sure(self, index: int) -> bool:
         """Whether what is known of the tier has every commit record older than the newest one there.
 
@@ -157,7 +168,7 @@ class Observer:
             known.committed_at = _now()
         if isinstance(key, ShardKey):
             self._sound(index, key)
-        known.pause_s = RELIST_FIRST_S
+        known.unchanged = 0
         known.changed.set()
 
     def gone(self, index: int, deleted: Collection[Key]) -> None:
@@ -268,13 +279,13 @@ class Observer:
         if known.visible:
             known.unsure = False
             changed = self._take(tier, known, {**found, **known.changes}, parsed)
-            known.pause_s = RELIST_FIRST_S if changed else min(2 * known.pause_s, RELIST_MAX_S)
+            known.unchanged = 0 if changed else known.unchanged + 1
             # Keys are listed in order: of generations after the bases that are committed.
             known.listed_at = known.fenced_at = began
         ended = _now()
         known.rest_until = 2 * ended - began
         nearby = tier.capabilities.mappable
-        pause_s = known.pause_s if known.visible else RELIST_FIRST_S
+        pause_s = known.pause_s if known.visible else RELIST.first_s
         known.next_at = began if nearby else max(known.rest_until, ended + pause_s)
 
     async def _read(self, tier: OpenTier, known: _Known, found: dict[str, int], parsed: dict[str, Key | None]) -> None:

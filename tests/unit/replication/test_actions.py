@@ -17,6 +17,7 @@ from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
 from tiercheck.policy.commit import Marker
 from tiercheck.policy.placement import Placement
 from tiercheck.replication.records import seal
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
@@ -26,8 +27,7 @@ from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test can sit out."""
-    monkeypatch.setattr("tiercheck.replication.backoff.RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr("tiercheck.replication.backoff.RETRY_MAX_S", 0.02)
+    monkeypatch.setattr("tiercheck.replication.backoff.RETRY", Backoff(0.005, 0.02))
 
 
 class Picky(FaultyDriver):

@@ -10,7 +10,8 @@ import pytest
 
 from tiercheck.errors import CapacityExceeded, Corruption, JobConflict, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import OpenTier
-from tiercheck.replication.backoff import RETRY_FIRST_S, RETRY_MAX_S, TROUBLES_MAX, Action, SourceError, TierBackoff
+from tiercheck.replication.backoff import RETRY, TROUBLES_MAX, Action, SourceError, TierBackoff
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.memory import MemoryDriver
 
 
@@ -73,7 +74,7 @@ async def test_what_fails_pauses_alone_and_longer_each_time(store: Store, clock:
             clock.ahead_s += 0.25
         pauses_s.append(clock.ahead_s - began_s)
     assert pauses_s == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30], abs=0.3)
-    assert (RETRY_FIRST_S, RETRY_MAX_S) == (0.5, 30.0)
+    assert Backoff(0.5, 30.0) == RETRY
 
 
 async def test_what_has_failed_is_tried_after_what_has_not(store: Store, clock: Clock) -> None:

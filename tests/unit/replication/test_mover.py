@@ -16,6 +16,7 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.replication.records import seal
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ObjectInfo, Payload, PutMode
@@ -24,8 +25,7 @@ from tiercheck.types import ObjectInfo, Payload, PutMode
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test can sit out."""
-    monkeypatch.setattr("tiercheck.replication.backoff.RETRY_FIRST_S", 0.005)
-    monkeypatch.setattr("tiercheck.replication.backoff.RETRY_MAX_S", 0.02)
+    monkeypatch.setattr("tiercheck.replication.backoff.RETRY", Backoff(0.005, 0.02))
 
 
 @pytest.fixture
@@ -233,8 +233,7 @@ async def test_keys_of_others_are_left_alone(plain: OpenHierarchy) -> None:
 
 
 async def test_a_store_is_not_listed_for_each_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercheck.replication.observer.RELIST_FIRST_S", 1000.0)
-    monkeypatch.setattr("tiercheck.replication.observer.RELIST_MAX_S", 1000.0)
+    monkeypatch.setattr("tiercheck.replication.observer.RELIST", Backoff(1000.0, 1000.0))
     opened: list[Watched] = []
 
     def watch(driver: TierDriver) -> TierDriver:

@@ -22,7 +22,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -40,6 +40,7 @@ from tiercheck.errors import (
     Unsupported,
 )
 from tiercheck.keys import validate_key
+from tiercheck.runtime.waiting import together
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.fsspec.backends import CONTROL, Backend, Reading
 from tiercheck.tiers.fsspec.errors import first_line, map_foreign_errors
@@ -408,25 +409,3 @@ def cut(nbytes: int, part_bytes: int, ticket: Ticket) -> Iterator[bytes]:
                     index, at = index + 1, 0
         yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
         ticket.check()
-
-
-async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls. If one fails, or the caller is cancelled, none is still at work afterwards."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
-        if failed:
-            return [await failed[0]]
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        while not all(task.done() for task in tasks):
-            with suppress(asyncio.CancelledError):  # the first cancellation is on its way already
-                await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # the first failure is told; the others are looked at, or asyncio logs them

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar, cast
 
 from tiercheck.errors import Closed, Transient
+from tiercheck.runtime.waiting import settled
 from tiercheck.types import Buffer, Payload
 
 __all__ = ["Abandoned", "Ticket", "Workers"]
@@ -89,14 +90,8 @@ class Workers:
             raise
         ticket, future = self._start(work, lent)
         try:
-            await self._ended(ticket, future)
+            await settled(self._ended(ticket, future), stop=lambda _: ticket.revoke())
         except BaseException:
-            ticket.revoke()
-            with suppress(Transient):
-                # A second cancellation cannot hurry the thread either; the first one is raised below.
-                while not future.done():
-                    with suppress(asyncio.CancelledError):
-                        await self._ended(ticket, future)
             if not future.done():
                 for name in names:
                     self._stuck[name] = future

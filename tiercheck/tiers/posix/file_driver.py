@@ -13,10 +13,11 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from tiercheck.errors import Closed, Unsupported
+from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directory import ObjectDirectory
 from tiercheck.tiers.posix.files import map_os_errors
@@ -179,20 +180,17 @@ class FileDriver(TierDriver):
 
         job = threads.submit(call)
         future = asyncio.wrap_future(job)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
+
+        def stop(_: asyncio.Future[T]) -> None:
             cancelled.set()
             if job.cancel():
                 box.clear()
-            else:
-                while not future.done():
-                    # A second cancellation cannot hurry the thread either; the first one is raised below.
-                    with suppress(asyncio.CancelledError):
-                        await asyncio.wait({future})
-                if future.exception() is None and undo is not None:
-                    undo(future.result())
-            raise
+
+        async def take_back(result: T) -> None:
+            if undo is not None:
+                undo(result)
+
+        return await settled(future, stop=stop, undo=take_back)
 
     def fetch(self, key: str, range: ByteRange | None, check: Callable[[], None]) -> memoryview:
         """The bytes, mapped or read; runs in a thread."""

@@ -22,10 +22,11 @@ from botocore.parsers import ResponseParserError
 from botocore.utils import parse_timestamp
 
 from tiercheck.errors import Closed, ConfigurationError, Transient
+from tiercheck.runtime.backoff import Backoff
+from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.s3.failures import FOREIGN, IllFormed, InDoubt, classify
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.settings import S3Settings
-from tiercheck.tiers.s3.waiting import settled
 
 __all__ = ["COMPLETION_PATIENCE", "SMALL_REQUESTS", "Answer", "Progress", "S3Client"]
 
@@ -38,8 +39,7 @@ CAUGHT: tuple[type[Exception], ...] = (*FOREIGN, RuntimeError)
 TRIES_MAX = 30
 UNREACHABLE_S_MAX = 3.0
 """While a driver opens, an endpoint where nothing listens is given this long: a server that restarts may come back."""
-BACKOFF_S = 0.1
-BACKOFF_S_MAX = 5.0
+BACKOFF = Backoff(0.2, 5.0)
 EXPECT_BYTES_MIN = 1 << 20
 COMPLETION_PATIENCE = 10
 """Completing a large upload takes the server minutes: so many times the usual timeout."""
@@ -169,7 +169,11 @@ class S3Client:
                         bodies.append(body)
                         return await self._send(operation, {**arguments, "Body": body if len(body) else b""})
 
-                return await settled(transfer(), lambda: not bodies or not bodies[0].handed_over)
+                def stop(task: asyncio.Future[Answer]) -> None:
+                    if not bodies or not bodies[0].handed_over:
+                        task.cancel()
+
+                return await settled(transfer(), stop=stop)
 
         def acted() -> bool:
             return operation == "PutObject" and bool(bodies) and bodies[0].handed_over
@@ -191,9 +195,6 @@ class S3Client:
     ) -> T:
         """``attempt`` until it succeeds, or fails for good, or the deadline has passed.
 
-        Waits a random time up to a bound that doubles. Source: Brooker, "Exponential Backoff And Jitter" (AWS
-        Architecture Blog, 2015), "full jitter".
-
         ``acted``, asked after a try that failed: whether the server may have published by it, for all that was sent.
         """
         in_doubt = False
@@ -210,7 +211,7 @@ class S3Client:
                 if isinstance(error, RuntimeError):
                     raise
                 failure = classify(error, self.settings.timeout_s)
-                pause = random.uniform(0, min(BACKOFF_S_MAX, BACKOFF_S * 2**tries))
+                pause = BACKOFF.pause_s(tries, random.random())
                 if self.opening and failure.unreachable:
                     deadline = min(deadline, began + UNREACHABLE_S_MAX)
                 late = asyncio.get_running_loop().time() + pause >= deadline

@@ -23,12 +23,12 @@ from typing import Any
 from aiobotocore.response import AioStreamingBody
 
 from tiercheck.errors import Corruption, PreconditionFailed, Transient, Unsupported
+from tiercheck.runtime.waiting import settled, together
 from tiercheck.tiers.s3.checksums import Checksum, stored_checksum
 from tiercheck.tiers.s3.client import Answer, Progress, S3Client
 from tiercheck.tiers.s3.failures import Refused
 from tiercheck.tiers.s3.payload import INLINE_BYTES_MAX
 from tiercheck.tiers.s3.settings import S3Settings
-from tiercheck.tiers.s3.waiting import settled, together
 from tiercheck.types import ByteRange
 
 __all__ = ["PART_BYTES_MAX", "Download", "get_part_bytes"]
@@ -133,7 +133,7 @@ class _Read:
     async def run(self) -> memoryview:
         workers = self._client.settings.parts_in_flight - 1
         first = self._described() if self._may_be_large else self._front()
-        await together(first, *(self._back() for _ in range(workers)))
+        await together([first, *(self._back() for _ in range(workers))])
         target = self._target
         assert target is not None
         try:
@@ -261,7 +261,7 @@ class _Read:
             return
         checksum, expected = self._expected
         if not checksum.quick:
-            await together(*(self._sum(checksum, part) for part in self._parts))
+            await together(self._sum(checksum, part) for part in self._parts)
         value = 0
         for part in self._parts:
             value = checksum.combine(value, part.checksum, part.stop - part.start)

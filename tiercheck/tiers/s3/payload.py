@@ -12,8 +12,8 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator
 
+from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.s3.checksums import Checksum
-from tiercheck.tiers.s3.waiting import settled
 from tiercheck.types import Payload
 
 __all__ = ["CHUNK_BYTES", "Body", "Buffers"]

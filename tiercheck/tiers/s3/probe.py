@@ -14,11 +14,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from tiercheck.errors import ConfigurationError, NotFound, PreconditionFailed, Transient, Unauthorized
+from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.s3.client import Answer, S3Client
 from tiercheck.tiers.s3.failures import UNAUTHORIZED, Refused
 from tiercheck.tiers.s3.listing import pages
 from tiercheck.tiers.s3.names import Names, new_token
-from tiercheck.tiers.s3.waiting import settled
 
 __all__ = ["Findings", "check_layout", "delete_names", "probe", "sweep"]
 

@@ -14,13 +14,13 @@ from tiercheck.errors import (
     TierError,
     Unsupported,
 )
+from tiercheck.runtime.waiting import settled, together
 from tiercheck.tiers.s3.checksums import CRC32C
 from tiercheck.tiers.s3.client import COMPLETION_PATIENCE, Answer, S3Client
 from tiercheck.tiers.s3.failures import InDoubt, Refused
 from tiercheck.tiers.s3.names import TOKEN_FIELD, etag_in, etag_of, new_token, server_etag
 from tiercheck.tiers.s3.payload import Buffers
 from tiercheck.tiers.s3.settings import SINGLE_PUT_BYTES_MAX
-from tiercheck.tiers.s3.waiting import settled, together
 from tiercheck.types import PutMode, bytes_text
 
 __all__ = ["Upload"]
@@ -161,7 +161,7 @@ class Upload:
             for index, (start, stop) in waiting:
                 sent[index] = await self._send_part(upload_id, index + 1, start, stop)
 
-        await together(*(worker() for _ in range(min(self._client.settings.parts_in_flight, len(bounds)))))
+        await together(worker() for _ in range(min(self._client.settings.parts_in_flight, len(bounds))))
         whole = 0
         for (_, value), (start, stop) in zip(sent, bounds, strict=True):
             whole = CRC32C.combine(whole, value, stop - start)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tiercheck.errors import Closed, NotFound, TierError, Transient
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.driver import Reservation, TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver, WrappingReservation, payload_bytes
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
@@ -26,7 +27,6 @@ class RetryPolicy:
     Before try n + 1 (from n = 1) the wait is drawn evenly from 0 to ``wait_s * 2**(n - 1)``, or to ``wait_s_max``
     where that is less.
 
-    Source: M. Brooker, "Exponential Backoff and Jitter" (AWS Architecture Blog, 2015), "full jitter".
     """
 
     attempts: int = 6
@@ -41,9 +41,9 @@ class RetryPolicy:
             if not 0 <= getattr(self, label) < float("inf"):
                 raise ValueError(f"{label} must be finite and not negative, not {getattr(self, label)}")
 
-    def wait_max_s(self, failures: int) -> float:
-        """The longest wait after so many failures (from 1)."""
-        return min(self.wait_s_max, self.wait_s * 2.0 ** min(failures - 1, 64))
+    @property
+    def backoff(self) -> Backoff:
+        return Backoff(self.wait_s, self.wait_s_max)
 
 
 class RetryingDriver(WrappingDriver):
@@ -216,7 +216,7 @@ class _Tries:
         """Wait before another try, or raise ``error`` where there is none left."""
         self._failures += 1
         self._unknown = self._unknown or error
-        wait_s = self._uniform() * self._policy.wait_max_s(self._failures)
+        wait_s = self._policy.backoff.pause_s(self._failures, self._uniform())
         passed_s = self._clock() - self._start_s
         late = passed_s + wait_s > self._policy.deadline_s
         if late or self._failures >= self._policy.attempts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import itertools
 import socket
 import subprocess
@@ -34,7 +33,6 @@ from tiercheck.tiers.s3.listing import Listing
 from tiercheck.tiers.s3.names import Names, etag_in, etag_of, server_etag
 from tiercheck.tiers.s3.payload import Body, Buffers
 from tiercheck.tiers.s3.upload import part_bounds
-from tiercheck.tiers.s3.waiting import settled, together
 from tiercheck.types import ObjectInfo, Survives
 
 
@@ -375,71 +373,6 @@ class TestListing:
             await asyncio.sleep(0)
         assert server.requests <= made + 8
         assert len(asyncio.all_tasks()) == 1
-
-
-class TestWaiting:
-    async def test_work_settles_before_the_cancellation_is_raised(self) -> None:
-        done: list[str] = []
-        go_on = asyncio.Event()
-
-        async def work() -> str:
-            await go_on.wait()
-            done.append("work")
-            return "result"
-
-        async def undo(result: str) -> None:
-            done.append(f"undo {result}")
-
-        task = asyncio.create_task(settled(work(), undo=undo))
-        for _ in range(3):
-            await asyncio.sleep(0)
-            task.cancel()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert done == ["work", "undo result"]
-
-    async def test_work_that_may_stop_is_stopped(self) -> None:
-        task = asyncio.create_task(settled(asyncio.Event().wait(), lambda: True))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    async def test_the_error_of_work_nobody_waits_for_is_not_reported(self) -> None:
-        reported: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-
-        async def work() -> None:
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            raise ValueError
-
-        task = asyncio.create_task(settled(work()))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        del task
-        gc.collect()
-        assert reported == []
-
-    async def test_together_raises_the_error_itself(self) -> None:
-        stopped: list[str] = []
-
-        async def waits() -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                stopped.append("waits")
-
-        async def fails() -> None:
-            await asyncio.sleep(0)
-            raise Transient("no")
-
-        with pytest.raises(Transient):
-            await together(waits(), fails())
-        assert stopped == ["waits"]
 
 
 @pytest.mark.parametrize(

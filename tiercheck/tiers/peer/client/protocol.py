@@ -24,6 +24,7 @@ from functools import partial
 
 from tiercheck import errors
 from tiercheck.errors import TierError, Transient, Unauthorized
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.peer.messages import BadFrame, Failure, Message, decode, encode
 from tiercheck.types import Buffer
 
@@ -332,7 +333,7 @@ class ClientProtocol:
                     ),
                 )
                 continue
-            wait_s = settings.resend_s * 2 ** min(operation.resends, 3)
+            wait_s = Backoff(settings.resend_s, 8 * settings.resend_s).pause_s(operation.resends + 1)
             if self.caller.links and now - max(operation.progress, operation.asked) >= wait_s:
                 operation.asked = now
                 operation.resends += 1

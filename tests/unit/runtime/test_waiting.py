@@ -1,0 +1,101 @@
+"""What a cancelled call leaves behind: nothing that is still at work."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from tiercheck.errors import Transient
+from tiercheck.runtime.waiting import settled, together
+
+
+async def test_work_settles_before_the_cancellation_is_raised() -> None:
+    done: list[str] = []
+    go_on = asyncio.Event()
+
+    async def work() -> str:
+        await go_on.wait()
+        done.append("work")
+        return "result"
+
+    async def undo(result: str) -> None:
+        done.append(f"undo {result}")
+
+    task = asyncio.create_task(settled(work(), undo=undo))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["work", "undo result"]
+
+
+async def test_work_that_may_stop_is_stopped() -> None:
+    task = asyncio.create_task(settled(asyncio.Event().wait(), stop=lambda work: work.cancel()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_error_of_work_nobody_waits_for_is_not_reported() -> None:
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        raise ValueError
+
+    task = asyncio.create_task(settled(work()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    gc.collect()
+    assert reported == []
+
+
+async def test_together_raises_the_error_itself() -> None:
+    stopped: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append("waits")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise Transient("no")
+
+    with pytest.raises(Transient):
+        await together([waits(), fails()])
+    assert stopped == ["waits"]
+
+
+async def test_work_that_does_not_end_is_left_after_a_while() -> None:
+    endless = asyncio.get_running_loop().create_future()
+    work = asyncio.shield(endless)
+    task = asyncio.create_task(settled(work, within_s=0.01))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert work.cancelled()
+    endless.cancel()
+
+
+async def test_together_returns_all_results_in_order() -> None:
+    async def later(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert await together(later(turns) for turns in (3, 0, 2)) == [3, 0, 2]
+    assert await together([]) == []

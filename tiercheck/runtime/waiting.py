@@ -1,0 +1,58 @@
+"""Waiting for what must not be left half-way, and for several things at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+__all__ = ["settled", "together"]
+
+T = TypeVar("T")
+
+
+async def settled(
+    work: Awaitable[T],
+    *,
+    stop: Callable[[asyncio.Future[T]], object] = lambda task: None,
+    undo: Callable[[T], Awaitable[object]] | None = None,
+    within_s: float | None = None,
+) -> T:
+    """The result of ``work``. A caller that is cancelled waits for the end of it, and raises the cancellation then.
+
+    ``stop`` is called at the cancellation: it may cancel the work, or tell a thread to end early. ``undo`` is given a
+    result that the cancelled caller will not receive. ``within_s``: the work is cancelled after so long, and left to
+    itself; ``None``: it has a deadline of its own. The undoing has one in any case.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop(task)
+        await _end(task, within_s)
+        if not task.cancel() and not task.cancelled() and task.exception() is None and undo is not None:
+            await undo(task.result())
+        raise
+
+
+async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all. If one fails, or the caller is cancelled, the others are cancelled and waited for.
+
+    Errors: the first one.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _end(task: asyncio.Future[Any], within_s: float | None) -> None:
+    """Wait until the task is done, whatever cancels the caller meanwhile: the first cancellation is raised anyway."""
+    loop = asyncio.get_running_loop()
+    until = None if within_s is None else loop.time() + within_s
+    while not task.done() and (until is None or loop.time() < until):
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task}, timeout=None if until is None else until - loop.time())
