@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from tiercheck.agent.protocol.messages import (
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.protocol.settings import AgentSettings
 from tiercheck.errors import DeadlineExceeded, Transient
+from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["AgentClient", "connect_agent", "ensure_agent"]
 
@@ -47,6 +49,7 @@ LEFT_S_MIN = 0.1
 END_S_MAX = 45.0
 """How long an agent may take to end, beside bringing everything home: longer than it gives itself."""
 AGAIN_S = 0.1
+CONNECT = Backoff(0.05, 1.0)
 
 
 class AgentClient:
@@ -181,7 +184,7 @@ class AgentClient:
     async def _connect(self, deadline_s: float) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
-        while True:
+        for failures in itertools.count(1):
             connection: Connection | None = None
             try:
                 await self._have_agent(until)
@@ -192,7 +195,7 @@ class AgentClient:
                     await connection.close()
                 may_start = self._settings is not None or connection is not None
                 if isinstance(error, AgentGone) and may_start and loop.time() < until:
-                    await asyncio.sleep(AGAIN_S)  # it is still starting, or was killed meanwhile
+                    await asyncio.sleep(CONNECT.pause_s(failures))  # it is still starting, or was killed meanwhile
                     continue
                 raise
             if self._hello is not None and hello.incarnation != self._hello.incarnation:

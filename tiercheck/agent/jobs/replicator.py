@@ -5,51 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import StrEnum
 from typing import Any, TypeVar
 
 from tiercheck.agent.client.trainer_lock import Trainer
 from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leaving, lineage_of
+from tiercheck.agent.jobs.states import FINAL, Event, Life, State
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.lineage import Lineage
-from tiercheck.policy.observation import Observation
-from tiercheck.replication.backoff import TierBackoff
+from tiercheck.policy.observation import Contents, Role
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover, MoverStatus
-from tiercheck.replication.observer import Observer
+from tiercheck.runtime.backoff import Backoff
+from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
 
-__all__ = ["RankReplicator", "State"]
+__all__ = ["RankReplicator"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TICK_S = 1.0
-RETRY_FIRST_S = 0.5
-RETRY_MAX_S = 30.0
+RETRY = Backoff(0.5, 30.0)
 SILENT_S = 15.0
 """A trainer that has said nothing for so long is taken for dead, and what it left behind goes out as it is. One that
 was only slow loses nothing by it: a batch arrives in two pieces."""
 OPEN_S_MAX = 120.0
 CLOSE_S_MAX = 10.0
-
-
-class State(StrEnum):
-    OPENING = "opening"
-    MOVING = "moving"
-    PAUSED = "paused"
-    RESTING = "resting"
-    """Its trainer is gone and nothing is left to move, or not within any reasonable time: the tiers are closed until
-    somebody asks for it."""
-    SUPERSEDED = "superseded"
-    GONE = "gone"
-    """The memory that it was to move from was removed: nothing is left to do."""
 
 
 class RankReplicator:
@@ -70,8 +57,6 @@ class RankReplicator:
         """``trainer``: who holds the rank now."""
         self.job = job
         self.conflict: JobConflict | None = None
-        self.gone = False
-        """The first tier was removed, and with it all there was to move."""
         self.trouble: str | None = None
         """Why the tiers cannot be opened, until they are."""
         self.throughput = Throughput()
@@ -80,7 +65,6 @@ class RankReplicator:
         self._mark: int | None = None
         """What the ranks have agreed on, as far as this agent was told."""
         self._mover: Mover | None = None
-        self._observer: Observer | None = None
         self._last_status = MoverStatus()
         self._before = MoverStatus()
         """What the movers counted that this one replaces."""
@@ -95,21 +79,28 @@ class RankReplicator:
         self._active = False
         """The mover is running."""
         self._operations: set[asyncio.Future[Any]] = set()
-        self._life: asyncio.Task[None] | None = None
+        self._life = Life()
+        self._living: asyncio.Task[None] | None = None
 
     # What others see
 
     @property
     def state(self) -> State:
-        if self.conflict is not None:
-            return State.SUPERSEDED
-        if self.gone:
-            return State.GONE
-        if self._paused:
-            return State.PAUSED
-        if self._resting:
-            return State.RESTING
-        return State.OPENING if self._mover is None else State.MOVING
+        """Of two things it is not told, and looks for: whether the trainer recovers, and whether it is gone."""
+        state = self._life.state
+        if state in FINAL:
+            return state
+        recovering = self._recovering
+        if recovering is not (state is State.PAUSED):
+            self._life.on(Event.RECOVERING if recovering else Event.RECOVERED)
+        if self._life.state in (State.OPENING, State.MOVING) and self._finished and self.silent_s >= self._rest_s:
+            self._life.on(Event.LEFT)
+        return self._life.state
+
+    @property
+    def gone(self) -> bool:
+        """The first tier was removed, and with it all there was to move."""
+        return self._life.state is State.GONE
 
     @property
     def status(self) -> MoverStatus:
@@ -118,7 +109,7 @@ class RankReplicator:
         errors = now.errors if self.trouble is None else {**now.errors, "agent": self.trouble}
         return replace(
             now,
-            idle=now.idle and not self._paused and self.trouble is None,
+            idle=now.idle and self.state is not State.PAUSED and self.trouble is None,
             errors=errors,
             copied_bytes=now.copied_bytes + self._before.copied_bytes,
             copied_objects=now.copied_objects + self._before.copied_objects,
@@ -133,30 +124,32 @@ class RankReplicator:
     @property
     def needed(self) -> bool:
         """Whether ending the agent now would leave something undone, or a trainer without its mover."""
-        if self.conflict is not None or self.gone:
-            return False
-        return self._paused or self.silent_s < self._rest_s or not self._finished
+        state = self.state
+        return state not in FINAL and (state is State.PAUSED or self.silent_s < self._rest_s or not self._finished)
 
     @property
     def needed_at(self) -> float:
         """When its trainer was last heard of, or something was left to move (loop time, seconds)."""
-        if self.conflict is not None or self.gone or self._abandoned:
+        state = self.state
+        if state in FINAL or self._abandoned:
             return self._heard_at
-        return _now() if self._paused or self._brought_home_at is None else max(self._heard_at, self._brought_home_at)
+        if state is State.PAUSED or self._brought_home_at is None:
+            return _now()
+        return max(self._heard_at, self._brought_home_at)
 
-    async def observe(self) -> Observation | None:
-        """What its tiers hold, listed seldom enough; ``None`` while they are not open."""
-        return None if self._observer is None else await self._observer.look()
+    @property
+    def seen(self) -> Sequence[tuple[Role, Contents | None]]:
+        """What its mover saw last in each tier: see :attr:`Mover.seen`. Nothing while the tiers are not open."""
+        return [] if self._mover is None else self._mover.seen
 
     # What its trainer asks
 
     def heard(self) -> None:
         """The trainer lives."""
-        woken = self._resting
         self._heard_at = _now()
         self._brought_home_at = None
-        if woken:
-            self._wake()
+        if self._life.state is State.RESTING:
+            self._on(Event.HEARD)
 
     def nudge(self) -> None:
         if self._mover is not None:
@@ -169,13 +162,13 @@ class RankReplicator:
         Errors: ``DeadlineExceeded`` naming the store.
         """
         self._registered = False
-        if self._paused:
+        if self.state is State.PAUSED:
             for operation in self._operations:
                 operation.cancel()
         self._wake()
         try:
             async with asyncio.timeout(deadline_s):
-                await self._until(lambda: not self._paused or not (self._active or self._operations))
+                await self._until(lambda: self.state is not State.PAUSED or not (self._active or self._operations))
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self._where}: what was being moved could not be broken off within {deadline_s:g} s "
@@ -217,8 +210,8 @@ class RankReplicator:
     # Its life
 
     def start(self) -> None:
-        if self._life is None:
-            self._life = asyncio.create_task(self._live(), name=f"rank {self.job.rank}")
+        if self._living is None:
+            self._living = asyncio.create_task(self._live(), name=f"rank {self.job.rank}")
 
     async def close(self) -> None:
         """Stop moving and close the tiers. Idempotent. What was captured stays where it is.
@@ -227,25 +220,24 @@ class RankReplicator:
         """
         for operation in self._operations:
             operation.cancel()
-        life, self._life = self._life, None
-        if life is not None:
-            life.cancel()
-            await asyncio.wait([life], timeout=CLOSE_S_MAX)
-            if not life.done():
+        living, self._living = self._living, None
+        if living is not None:
+            living.cancel()
+            await asyncio.wait([living], timeout=CLOSE_S_MAX)
+            if not living.done():
                 log.warning("%s: a tier has not answered for %g s; it is left open", self._where, CLOSE_S_MAX)
 
     async def _live(self) -> None:
         failures = 0
-        while self.conflict is None and not self.gone:
-            await self._until(lambda: not self._resting and not self._paused)
+        while self.state not in FINAL:
+            await self._until(lambda: self.state is State.OPENING)
             try:
                 await self._open_and_move()
                 failures = 0
                 continue
             except FirstTierGone as error:
                 log.info("%s: %s; nothing is left to move", self._where, error)
-                self.gone = True
-                self._wake()
+                self._on(Event.REMOVED)
                 return
             except TierCheckError as error:
                 self._note_trouble(str(error))
@@ -255,7 +247,7 @@ class RankReplicator:
                 self._note_trouble(f"{type(error).__name__}: {error}")
             failures += 1
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(failures - 1, 10))):
+                async with asyncio.timeout(RETRY.pause_s(failures)):
                     await self._until(lambda: False)
 
     async def _open_and_move(self) -> None:
@@ -269,21 +261,15 @@ class RankReplicator:
             await self._keep_moving()
         finally:
             self._end_mover()
-            await _unbroken(hierarchy.__aexit__(None, None, None))
+            await _closed(hierarchy)
 
     async def _opened(self, hierarchy: OpenHierarchy) -> None:
-        opening = asyncio.ensure_future(hierarchy.__aenter__())
+        # Not broken off half way, where a driver would stay open, unless its store does not answer at all.
+        opening = settled(hierarchy.__aenter__(), undo=_closed, within_s=CLOSE_S_MAX)
         try:
-            await _within(OPEN_S_MAX, asyncio.shield(opening), f"opening the tiers of {self._where}")
+            await _within(OPEN_S_MAX, opening, f"opening the tiers of {self._where}")
         except NotFound as error:  # of the first tier: the others open whether they are there or not
             raise FirstTierGone(error.message, tier=error.tier) from None
-        except BaseException:
-            # Not broken off half way, where a driver would stay open, unless its store does not answer at all.
-            await asyncio.wait([opening], timeout=CLOSE_S_MAX)
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                await _unbroken(hierarchy.__aexit__(None, None, None))
-            opening.cancel()
-            raise
 
     def _begin(self, hierarchy: OpenHierarchy, lineage: Lineage) -> None:
         job, policies = self.job, self.job.policies()
@@ -298,14 +284,6 @@ class RankReplicator:
             lineage=lineage,
             mark=self._mark,
         )
-        self._observer = Observer(
-            hierarchy,
-            TierBackoff(),
-            rank=job.rank,
-            world_size=job.world_size,
-            generation=job.generation,
-            lineage=lineage,
-        )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)
         self.trouble = None
@@ -319,16 +297,19 @@ class RankReplicator:
             self._last_status = replace(self._mover.status, copied_bytes=0, copied_objects=0, deleted_objects=0)
             self._before = counts
         self._mover = None
-        self._observer = None
+        if self._life.state is State.MOVING:
+            self._on(Event.CLOSED)
 
     async def _keep_moving(self) -> None:
         """Let the mover run, except while paused, until it is superseded or has come to rest."""
         mover = self._mover
         assert mover is not None
-        while mover.conflict is None and not self._resting:
-            if self._paused:
-                await self._until(lambda: not self._paused)
+        while mover.conflict is None and (state := self.state) is not State.RESTING:
+            if state is State.PAUSED:
+                await self._until(lambda: self.state is not State.PAUSED)
                 continue
+            if state is State.OPENING:
+                self._on(Event.OPENED)
             running = asyncio.ensure_future(mover.run())
             running.add_done_callback(lambda _: self._wake())
             self._active = True
@@ -343,10 +324,11 @@ class RankReplicator:
                 running.result()
         if mover.conflict is not None:
             self.conflict = mover.conflict
+            self._on(Event.CONFLICT)
 
     async def _attend(self, running: asyncio.Future[None]) -> None:
         """Look after a running mover until it ends, pauses or rests."""
-        while not (running.done() or self._paused or self._resting):
+        while not running.done() and self.state is State.MOVING:
             if is_leaving(self.job.namespace) and self._trainer() is None:
                 raise FirstTierGone("it is being removed", tier=self.job.namespace)
             self.throughput.note(_now(), self.status.copied_bytes)
@@ -354,7 +336,7 @@ class RankReplicator:
                 await self._bring_home()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
-                    await self._until(lambda: running.done() or self._paused)
+                    await self._until(lambda: running.done() or self.state is not State.MOVING)
 
     async def _bring_home(self) -> None:
         """The trainer is gone: no further version will join an incomplete batch."""
@@ -372,13 +354,11 @@ class RankReplicator:
     async def _perform(self, work: Callable[[Mover, float], Awaitable[T]], deadline_s: float, what: str) -> T:
         """``work``, which is given the open mover and the seconds that are left."""
         until = _now() + deadline_s
-        if self._resting:
+        if self.state is State.RESTING:
             self.heard()
         try:
             async with asyncio.timeout(deadline_s):
-                await self._until(
-                    lambda: self.conflict is not None or self.gone or (self._mover is not None and not self._paused)
-                )
+                await self._until(lambda: self.state in FINAL or self._life.state is State.MOVING)
         except TimeoutError:
             reason = self.trouble or f"its replication job is {self.state}"
             raise DeadlineExceeded(f"{what} within {deadline_s:g} s: {self._where}: {reason}") from None
@@ -401,15 +381,11 @@ class RankReplicator:
     # Waiting
 
     @property
-    def _paused(self) -> bool:
+    def _recovering(self) -> bool:
         if self._registered:
             return False
         trainer = self._trainer()
         return trainer is not None and trainer.recovering
-
-    @property
-    def _resting(self) -> bool:
-        return self._finished and self.silent_s >= self._rest_s
 
     @property
     def _finished(self) -> bool:
@@ -425,8 +401,12 @@ class RankReplicator:
 
     def _note_trouble(self, text: str) -> None:
         level = logging.WARNING if text != self.trouble else logging.DEBUG
-        log.log(level, "%s: %s; trying again, every %g s at most", self._where, text, RETRY_MAX_S)
+        log.log(level, "%s: %s; trying again, every %g s at most", self._where, text, RETRY.max_s)
         self.trouble = text
+        self._wake()
+
+    def _on(self, event: Event) -> None:
+        self._life.on(event)
         self._wake()
 
     def _wake(self) -> None:
@@ -446,14 +426,9 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _unbroken(closing: Coroutine[Any, Any, None]) -> None:
-    """Wait for the end of ``closing`` even where the caller is cancelled meanwhile, but not for ever."""
-    task = asyncio.ensure_future(closing)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=CLOSE_S_MAX)
-        raise
+async def _closed(hierarchy: OpenHierarchy) -> None:
+    """To the end even if the caller is cancelled meanwhile, but not for ever."""
+    await settled(hierarchy.__aexit__(None, None, None), within_s=CLOSE_S_MAX)
 
 
 async def _within(deadline_s: float, work: Awaitable[T], what: str) -> T:

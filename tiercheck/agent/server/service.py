@@ -19,7 +19,6 @@ import zmq.asyncio
 from tiercheck.agent.client.client import connect_agent
 from tiercheck.agent.client.trainer_lock import trainers
 from tiercheck.agent.jobs.registry import JobRegistry
-from tiercheck.agent.jobs.replicator import RankReplicator
 from tiercheck.agent.protocol.messages import (
     PROTOCOLS,
     Agree,
@@ -61,8 +60,8 @@ from tiercheck.agent.status.metrics import metrics_text
 from tiercheck.agent.status.page import render
 from tiercheck.agent.status.snapshot import AgentSnapshot, private_bytes, rank_snapshot
 from tiercheck.errors import ConfigurationError, JobConflict, NotFound, TierCheckError
-from tiercheck.policy.observation import Observation
 from tiercheck.replication.mover import MoverStatus
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.shm.namespaces import is_to_be_left, namespace_path, remove_one
 
 __all__ = ["Agent"]
@@ -72,14 +71,13 @@ log = logging.getLogger(__name__)
 LOCK_S_MAX = 10.0
 LOCK_AGAIN_S = 0.05
 TICK_S = 1.0
-OBSERVE_S_MAX = 10.0
 OVERDUE_S = 5.0
 """What the drain at the end may take beyond its deadline, for its errors to be told."""
 RELIEVE_S_MAX = 45.0
 PORT_S_MAX = 10.0
 """How long an agent waits for the port that it had before; its trainers wait for the agent meanwhile."""
 PORT_AGAIN_S = 0.25
-FREE_AGAIN_FIRST_S, FREE_AGAIN_MAX_S = 60.0, 3600.0
+FREE_AGAIN = Backoff(60.0, 3600.0)
 """The pauses before memory that could not be removed is tried again."""
 LOOK_AGAIN_S = 30.0
 """How often replication jobs that could not be read are tried again."""
@@ -112,7 +110,7 @@ class Agent:
         self._not_freed: dict[str, str] = {}
         """Memory for neighbours that could not be removed, and why."""
         self._free_at = -math.inf
-        self._free_pause_s = FREE_AGAIN_FIRST_S
+        self._not_freed_times = 0
         self._lost_port: str | None = None
         """The port by which some neighbours know the peer server, which another process has taken."""
         self._context = zmq.asyncio.Context()
@@ -183,11 +181,11 @@ class Agent:
         if not names or _now() < self._free_at:
             return
         if not await self._start_peer_server_again(without=names):
-            self._free_pause_s = FREE_AGAIN_FIRST_S
+            self._not_freed_times = 0
             return
         # Each attempt ends its clients' connections.
-        self._free_at = _now() + self._free_pause_s
-        self._free_pause_s = min(2 * self._free_pause_s, FREE_AGAIN_MAX_S)
+        self._not_freed_times += 1
+        self._free_at = _now() + FREE_AGAIN.pause_s(self._not_freed_times)
 
     async def _start_peer_server_again(self, without: Sequence[str] = ()) -> dict[str, str]:
         """Let go of all namespaces, for whoever removes them; its clients connect again. ``without`` these: returns
@@ -281,12 +279,8 @@ class Agent:
             protocols=PROTOCOLS,
         )
 
-    async def snapshot(self, *, looking: bool = True) -> AgentSnapshot:
-        """``looking``: with what the tiers hold, which may take listing them."""
-        replicators = list(self.registry)
-        observed: list[Observation | None] = [None] * len(replicators)
-        if looking:
-            observed = await asyncio.gather(*(_observed(replicator) for replicator in replicators))
+    def snapshot(self) -> AgentSnapshot:
+        """By what is known already: no tier is asked."""
         now = _now()
         return AgentSnapshot(
             node=self.settings.node,
@@ -298,9 +292,7 @@ class Agent:
             uptime_s=now - self._started_at,
             resident_bytes=private_bytes(),
             dropped_messages=self._router.dropped if self._router else 0,
-            ranks=tuple(
-                rank_snapshot(replicator, now, seen) for replicator, seen in zip(replicators, observed, strict=True)
-            ),
+            ranks=tuple(rank_snapshot(replicator, now) for replicator in self.registry),
             unreadable=dict(self.registry.unreadable),
             peer=replace(peer_snapshot(self._peer), lost_port=self._lost_port) if self._peer else None,
         )
@@ -361,13 +353,13 @@ class Agent:
     # Views
 
     async def _page(self) -> tuple[str, str]:
-        return "text/html; charset=utf-8", render(await self.snapshot())
+        return "text/html; charset=utf-8", render(self.snapshot())
 
     async def _metrics(self) -> tuple[str, str]:
-        return metrics_text(await self.snapshot(looking=False))
+        return metrics_text(self.snapshot())
 
     async def _status_json(self) -> tuple[str, str]:
-        return "application/json", msgspec.json.format(msgspec.json.encode(await self.snapshot()), indent=1).decode()
+        return "application/json", msgspec.json.format(msgspec.json.encode(self.snapshot()), indent=1).decode()
 
     # Its start
 
@@ -450,24 +442,6 @@ class Agent:
         """Whether neighbours have stored or fetched anything since the last look."""
         before, self._traffic = self._traffic, peer_snapshot(self._peer).counts if self._peer else {}
         return any(self._traffic.get(name, 0) != before.get(name, 0) for name in self._traffic)
-
-
-async def _observed(replicator: RankReplicator) -> Observation | None:
-    """What its tiers hold; ``None`` where they do not say so soon."""
-    looking = asyncio.ensure_future(replicator.observe())
-    try:
-        # A call to a store that does not answer cannot be broken off: it is left behind.
-        await asyncio.wait([looking], timeout=OBSERVE_S_MAX)
-    finally:
-        late = looking.cancel()
-    if late:
-        log.debug("rank %d could not be looked at within %g s", replicator.job.rank, OBSERVE_S_MAX)
-        return None
-    try:
-        return looking.result()
-    except TierCheckError as error:
-        log.debug("rank %d cannot be looked at: %s", replicator.job.rank, error)
-        return None
 
 
 def _text(error: TierCheckError | None) -> str | None:

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tiercheck.agent.jobs.replicator import State
+from tiercheck.agent.jobs.states import State
 from tiercheck.agent.status.snapshot import AgentSnapshot, PeerSnapshot, RankSnapshot
 
 __all__ = ["metrics_text"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from tiercheck.agent.jobs.replicator import State
+from tiercheck.agent.jobs.states import State
 from tiercheck.agent.status.page_style import SCRIPT, STYLE
 from tiercheck.agent.status.snapshot import AgentSnapshot, PeerSnapshot, RankSnapshot, TierSnapshot, Versions
 from tiercheck.types import bytes_text

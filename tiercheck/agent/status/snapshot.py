@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tiercheck.agent.jobs.replicator import RankReplicator, State
+from tiercheck.agent.jobs.replicator import RankReplicator
+from tiercheck.agent.jobs.states import State
 from tiercheck.errors import ConfigurationError
-from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.observation import Contents
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.tiers.url import TierURL
 
@@ -38,7 +39,7 @@ class TierSnapshot:
     survives: str | None = None
     """``None`` while the tier is not open."""
     holds: Versions | None = None
-    """``None`` where it was not looked at."""
+    """As its mover saw it last; ``None`` if it has not yet listed the tier."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,13 @@ class AgentSnapshot:
     peer: PeerSnapshot | None
 
 
-def rank_snapshot(replicator: RankReplicator, now: float, seen: Observation | None) -> RankSnapshot:
-    """``seen``: what its tiers hold, where that was looked at. ``now``: the event loop's time."""
+def rank_snapshot(replicator: RankReplicator, now: float) -> RankSnapshot:
+    """``now``: the event loop's time."""
     job = replicator.job
-    tiers = tuple(
-        TierSnapshot(
-            tier.name,
-            shown(tier.url),
-            seen.roles[index].survives.name.lower() if seen else None,
-            versions_of(seen.contents[index], job.rank) if seen else None,
-        )
-        for index, tier in enumerate(job.tiers)
-    )
+    tiers = [TierSnapshot(tier.name, shown(tier.url)) for tier in job.tiers]
+    for role, held in replicator.seen:
+        holds = None if held is None else versions_of(held, job.rank)
+        tiers[role.index] = replace(tiers[role.index], survives=role.survives.name.lower(), holds=holds)
     return RankSnapshot(
         namespace=tiers[0].url,
         rank=job.rank,
@@ -114,7 +110,7 @@ def rank_snapshot(replicator: RankReplicator, now: float, seen: Observation | No
         conflict=str(replicator.conflict) if replicator.conflict else None,
         bytes_per_s=replicator.throughput.rate(now),
         history=tuple(replicator.throughput.history()),
-        tiers=tiers,
+        tiers=tuple(tiers),
     )
 
 

@@ -314,11 +314,11 @@ async def test_who_waits_for_nothing_waits_for_the_look_at_the_tiers(
 
 
 async def test_a_request_is_broken_off_in_the_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: Agent, **_: object) -> object:
+    async def never(self: Agent) -> tuple[str, str]:
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(Agent, "snapshot", never)
+    monkeypatch.setattr(Agent, "_status_json", never)
     async with Agent(node.settings(), make_peer_server=fake_peer), await connect_agent(node.name) as client:
         with pytest.raises(DeadlineExceeded, match=r"Status took over 0\.3\d+ s"):
             await client.status(deadline_s=0.5)
@@ -338,7 +338,7 @@ def test_the_agent_speaks_before_its_client_gives_up(kind: type[Request], deadli
 async def test_a_bug_in_a_request_is_told_and_logged(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(self: Agent, **_: object) -> object:
+    def broken(self: Agent) -> object:
         raise KeyError("oops")
 
     async with Agent(node.settings(), make_peer_server=fake_peer), await connect_agent(node.name) as client:

@@ -54,7 +54,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(NvmeDriver, "run", waits)
     for name, seconds in (
         ("jobs.replicator.CLOSE_S_MAX", 0.2),
-        ("server.service.OBSERVE_S_MAX", 0.2),
         ("server.service.OVERDUE_S", 0.1),
     ):
         monkeypatch.setattr(f"tiercheck.agent.{name}", seconds)

@@ -286,14 +286,14 @@ async def test_the_peer_server_comes_back_to_its_port(node: Node, monkeypatch: p
     refused[f"tcp://{first}"] = 3
     async with Agent(settings, make_peer_server=make) as agent:
         assert agent.hello().peer_endpoint == first, "it has not waited for the port"
-        snapshot = await agent.snapshot()
+        snapshot = agent.snapshot()
         assert snapshot.peer is not None
         assert snapshot.peer.lost_port is None
     refused[f"tcp://{first}"] = 10**6
     monkeypatch.setattr("tiercheck.agent.server.service.PORT_S_MAX", 0.05)
     async with Agent(settings, make_peer_server=make) as agent:
         assert agent.hello().peer_endpoint != first
-        snapshot = await agent.snapshot()
+        snapshot = agent.snapshot()
         assert snapshot.peer is not None
         assert snapshot.peer.lost_port == str(port)
         assert f"ranks that know port {port} are cut off" in render(snapshot)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,9 @@ from tiercheck.policy.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.records import seal, unseal
+from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
@@ -47,13 +50,11 @@ Removing = Callable[[str, str], None]
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test can sit out."""
-    monkeypatch.setattr("tiercheck.replication.backoff.RETRY_FIRST_S", 0.01)
     monkeypatch.setattr("tiercheck.replication.mover.LOOK_AGAIN_S", 0.05)
-    monkeypatch.setattr("tiercheck.replication.backoff.RETRY_MAX_S", 0.02)
+    monkeypatch.setattr("tiercheck.replication.backoff.RETRY", Backoff(0.01, 0.02))
     monkeypatch.setattr("tiercheck.tiers.wrappers.lazy_open.OPEN_S", 0.1)
     monkeypatch.setattr("tiercheck.agent.jobs.replicator.TICK_S", 0.05)
-    monkeypatch.setattr("tiercheck.agent.jobs.replicator.RETRY_FIRST_S", 0.02)
-    monkeypatch.setattr("tiercheck.agent.jobs.replicator.RETRY_MAX_S", 0.05)
+    monkeypatch.setattr("tiercheck.agent.jobs.replicator.RETRY", Backoff(0.02, 0.05))
     monkeypatch.setattr("tiercheck.agent.client.remote_mover.REFRESH_S", 0.05)
     monkeypatch.setattr("tiercheck.agent.server.service.TICK_S", 0.02)
     monkeypatch.setattr("tiercheck.agent.server.service.LOCK_S_MAX", 0.2)
@@ -473,6 +474,34 @@ async def test_while_a_trainer_recovers_nothing_moves(node: Node) -> None:
         lock.release()
 
 
+async def test_what_an_agent_shows_is_what_its_mover_saw_and_no_tier_is_asked(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = node.job(node.shm())
+    run, calls = FileDriver.run, list[str]()
+
+    async def counted(self: FileDriver, *given: Any, **named: Any) -> Any:
+        calls.append(self.url)
+        return await run(self, *given, **named)
+
+    monkeypatch.setattr(FileDriver, "run", counted)
+    async with running(node) as agent, trainer(node, job) as (mover, hierarchy, client):
+        await capture(hierarchy, base(0))
+        await mover.register()
+        await mover.drain(10, closing=False)
+        lock = holding(node, job)
+        await client.pause(job.namespace, 0)  # what the mover itself asks of its tiers ends here
+        calls.clear()
+        for _ in range(3):
+            tiers = (await client.status())["ranks"][0]["tiers"]
+            assert [(tier["holds"]["bases"], tier["holds"]["committed"]) for tier in tiers] == [([0], []), ([0], [0])]
+            assert [tier["survives"] for tier in tiers] == ["process", "rack"]
+            await agent._page()
+            await agent._metrics()
+        assert calls == []
+        lock.release()
+
+
 async def test_a_pause_ends_with_who_asked_for_it_and_breaks_off_what_waits(node: Node) -> None:
     job = node.job(node.shm(), world_size=2)
     async with running(node) as agent, trainer(node, job) as (mover, hierarchy, client):
@@ -519,7 +548,7 @@ async def test_an_agent_that_comes_back_finds_the_pause(node: Node) -> None:
         async with running(node) as agent:
             (replicator,) = agent.registry
             assert replicator.state == "paused"
-            await asyncio.wait([replicator._life], timeout=0.2)  # type: ignore[list-item]
+            await asyncio.wait([replicator._living], timeout=0.2)  # type: ignore[list-item]
             assert await held(hierarchy) == []
             lock.release()
             await until(lambda: replicator.status.watermark == 0, "the end of the pause")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tiercheck.agent.jobs.replicator import State
+from tiercheck.agent.jobs.states import State
 from tiercheck.agent.status.http import HEAD_BYTES_MAX, HttpServer
 from tiercheck.agent.status.metrics import metrics_text
 from tiercheck.agent.status.page import render
