@@ -7,9 +7,9 @@ chain of versions behind it, the next base, the way bases are copied, and the ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Generic, TypeVar
+
+from tiercheck.runtime.machine import Machine
 
 __all__ = [
     "BASE",
@@ -25,37 +25,12 @@ __all__ = [
     "ChainEvent",
     "Copying",
     "CopyingEvent",
-    "IllegalTransition",
-    "Machine",
     "Modes",
     "Record",
     "RecordEvent",
     "Room",
     "RoomEvent",
 ]
-
-State = TypeVar("State", bound=StrEnum)
-Event = TypeVar("Event", bound=StrEnum)
-
-
-class IllegalTransition(AssertionError):
-    """The recorder was driven in an order that it does not know: that is an error of the program."""
-
-
-class Machine(Generic[State, Event]):
-    """Where one of the modes stands."""
-
-    def __init__(self, table: Mapping[tuple[State, Event], State], state: State) -> None:
-        self.state = state
-        self._table = table
-
-    def on(self, event: Event) -> State:
-        """Go on to the state after the event. Errors: :class:`IllegalTransition`."""
-        following = self._table.get((self.state, event))
-        if following is None:
-            raise IllegalTransition(f"{event}: impossible while {self.state}")
-        self.state = following
-        return following
 
 
 class Record(StrEnum):

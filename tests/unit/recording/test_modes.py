@@ -22,14 +22,13 @@ from tiercheck.recording.modes import (
     ChainEvent,
     Copying,
     CopyingEvent,
-    IllegalTransition,
-    Machine,
     Modes,
     Record,
     RecordEvent,
     Room,
     RoomEvent,
 )
+from tiercheck.runtime.machine import IllegalTransition, Machine
 
 Table = Mapping[tuple[StrEnum, StrEnum], StrEnum]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tiercheck.agent.client.trainer_lock import Trainer
 from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leaving, lineage_of
-from tiercheck.agent.jobs.states import FINAL, Event, Life, State
+from tiercheck.agent.jobs.states import FINAL, Event, State, life
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.hierarchy import OpenHierarchy
@@ -79,7 +79,7 @@ class RankReplicator:
         self._active = False
         """The mover is running."""
         self._operations: set[asyncio.Future[Any]] = set()
-        self._life = Life()
+        self._life = life()
         self._living: asyncio.Task[None] | None = None
 
     # What others see

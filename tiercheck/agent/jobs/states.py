@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
-__all__ = ["FINAL", "TRANSITIONS", "Event", "IllegalTransition", "Life", "State"]
+from tiercheck.runtime.machine import Machine
+
+__all__ = ["FINAL", "TRANSITIONS", "Event", "State", "life"]
 
 
 class State(StrEnum):
@@ -58,19 +60,6 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
 """Whatever is not here is illegal. The tiers of a paused replicator may be open: then it opens at once."""
 
 
-class IllegalTransition(RuntimeError):
-    """A fault of TierCheck: an event in a state in which it cannot be."""
-
-
-class Life:
-    """A state, which changes by :data:`TRANSITIONS` and in no other way."""
-
-    def __init__(self) -> None:
-        self.state = State.OPENING
-
-    def on(self, event: Event) -> None:
-        """Errors: :class:`IllegalTransition`, which changes nothing."""
-        to = TRANSITIONS.get((self.state, event))
-        if to is None:
-            raise IllegalTransition(f"a replicator that is {self.state} cannot hear that {event}")
-        self.state = to
+def life() -> Machine[State, Event]:
+    """Of a replicator that begins."""
+    return Machine(TRANSITIONS, State.OPENING)

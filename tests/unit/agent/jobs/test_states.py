@@ -6,37 +6,31 @@ import itertools
 
 import pytest
 
-from tiercheck.agent.jobs.states import FINAL, TRANSITIONS, Event, IllegalTransition, Life, State
-
-
-def in_state(state: State) -> Life:
-    life = Life()
-    life.state = state
-    return life
+from tiercheck.agent.jobs.states import FINAL, TRANSITIONS, Event, State, life
+from tiercheck.runtime.machine import IllegalTransition, Machine
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)), ids=lambda each: each.name)
 def test_every_event_in_every_state(state: State, event: Event) -> None:
-    life = in_state(state)
+    replicator = Machine(TRANSITIONS, state)
     if (state, event) in TRANSITIONS:
-        life.on(event)
-        assert life.state is TRANSITIONS[state, event] is not state
+        assert replicator.on(event) is replicator.state is TRANSITIONS[state, event] is not state
     else:
-        with pytest.raises(IllegalTransition, match=f"a replicator that is {state} cannot hear that {event}"):
-            life.on(event)
-        assert life.state is state
+        with pytest.raises(IllegalTransition, match=f"{event}: impossible while {state}"):
+            replicator.on(event)
+        assert replicator.state is state
 
 
 def test_nothing_leaves_the_end_and_all_states_are_reached() -> None:
     assert not any(state in FINAL for state, _ in TRANSITIONS)
-    reached = {Life().state}
+    reached = {life().state}
     while more := {to for (state, _), to in TRANSITIONS.items() if state in reached} - reached:
         reached |= more
     assert reached == set(State)
 
 
 def test_a_life() -> None:
-    life = Life()
+    replicator = life()
     story = [
         (Event.OPENED, State.MOVING),
         (Event.RECOVERING, State.PAUSED),
@@ -49,5 +43,4 @@ def test_a_life() -> None:
         (Event.CONFLICT, State.SUPERSEDED),
     ]
     for event, state in story:
-        life.on(event)
-        assert life.state is state
+        assert replicator.on(event) is state
