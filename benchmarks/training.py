@@ -18,7 +18,8 @@ from benchmarks.figures import Unavailable
 from tiercheck.demo.model import GPT
 from tiercheck.demo.model_size import parameter_count
 from tiercheck.demo.text import batch_at, load_corpus
-from tiercheck.kernels import AdamStep, Replay, supports
+from tiercheck.kernels import AdamStep
+from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
 
 __all__ = ["Floats", "Held", "SetUp", "State", "Training", "copied", "facts", "replay_of", "threads_of_torch"]
 
@@ -190,14 +191,7 @@ def replay_of(implementation: str, *, exact: bool = True) -> Replay:
     Errors: ``Unavailable`` where none gets the same bits here.
     """
     version, instruction_set = str(torch.__version__), str(torch.backends.cpu.get_cpu_capability())
-    found = supports(
-        kind=KIND,
-        implementation=implementation,
-        torch_version=version,
-        instruction_set=instruction_set,
-        device="cpu",
-        exact=exact,
-    )
+    found = replay_for(KIND, Setting(implementation, version, instruction_set, "cpu"), exact=exact)
     if found is None:
         raise Unavailable(f"no kernel is bit-exact with torch {version}'s {implementation} AdamW on {instruction_set}")
     return found

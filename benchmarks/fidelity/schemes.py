@@ -17,11 +17,12 @@ from benchmarks.parts import PartMemory
 from benchmarks.training import Floats, Held, State, replay_of
 from tiercheck.format.container import Shard, TensorSpec, parse
 from tiercheck.integrations.torch.module_provider import ModuleProvider
-from tiercheck.kernels import AdamStep, Replay, SparseGradient
+from tiercheck.kernels import AdamStep, SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.base import BaseCapture, read_base
 from tiercheck.streams.codecs import codec, codec_names, decode, decode_sparse
 from tiercheck.streams.gradient_encoder import GradientEncoder
+from tiercheck.streams.optimizers.replay import Replay
 from tiercheck.streams.snapshot import SNAPSHOT_CODECS, SnapshotStream, advanced
 
 __all__ = ["EncodedGradients", "Replayed", "Scheme", "Snapshot", "Stale", "schemes"]
@@ -93,7 +94,9 @@ class Replayed(Scheme):
     def apply(self, step: AdamStep) -> None:
         """Replay what was encoded last."""
         for name, decoded in self._gradients.decoded():
-            self._replay(*self._state.tensors[name], [decoded], [step], threads=self._threads)
+            param, first, second = self._state.tensors[name]
+            state = {"exp_avg": first, "exp_avg_sq": second}
+            self._replay(param, state, [decoded], [step], threads=self._threads)
         self._state = State(step.step, self._state.tensors)
         self.written_bytes += self._gradients.nbytes
         self.held_bytes += self._gradients.nbytes

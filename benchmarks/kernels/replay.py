@@ -12,7 +12,8 @@ from benchmarks.figures import Figure, Measured
 from benchmarks.kernels.gradients import Harvest, harvest, repeated, repeated_sparse
 from benchmarks.kernels.settings import KernelSettings, clocked, compared
 from benchmarks.training import Floats, Held, copied, replay_of, threads_of_torch
-from tiercheck.kernels import AdamStep, Replay, SparseGradient
+from tiercheck.kernels import AdamStep, SparseGradient
+from tiercheck.streams.optimizers.replay import Replay
 
 __all__ = ["FIGURES"]
 
@@ -53,7 +54,8 @@ class Replayed:
             np.copyto(held, wanted)
 
     def __call__(self, gradients: Sequence[Floats | SparseGradient], steps: Sequence[AdamStep]) -> None:
-        self._kernel(*self.state, gradients, steps, threads=self._threads)
+        param, first, second = self.state
+        self._kernel(param, {"exp_avg": first, "exp_avg_sq": second}, gradients, steps, threads=self._threads)
 
 
 class Stepped:

@@ -16,7 +16,6 @@ from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES
 from tiercheck.kernels.reference.exponents import packed_bytes_max
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK
 from tiercheck.kernels.registry import KERNELS, Kernel
-from tiercheck.kernels.replay import Replay, SgdReplay, supports, supports_sgd
 from tiercheck.kernels.sgd import SgdStep, reason_sgd_not_replayable
 from tiercheck.kernels.warming import warm_up
 
@@ -29,15 +28,11 @@ __all__ = [
     "SAMPLES",
     "AdamStep",
     "Kernel",
-    "Replay",
-    "SgdReplay",
     "SgdStep",
     "SparseGradient",
     "packed_bytes_max",
     "reason_not_replayable",
     "reason_sgd_not_replayable",
-    "supports",
-    "supports_sgd",
     "warm_up",
 ]
 __all__ += catalogue.__all__

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels.gradients import Gradient, SparseGradient, check_gradients, check_state
+from tiercheck.kernels.gradients import SparseGradient
 
-__all__ = ["KINDS", "STEP_MAX", "AdamStep", "Coefficients", "SparseGradient", "check_arrays", "reason_not_replayable"]
+__all__ = ["KINDS", "STEP_MAX", "AdamStep", "Coefficients", "SparseGradient", "reason_not_replayable"]
 
 KINDS: Mapping[str, bool] = {"torch.optim.adam.Adam": False, "torch.optim.adamw.AdamW": True}
 """The optimizers that can be replayed, and whether their weight decay is decoupled by default."""
@@ -127,22 +126,3 @@ class Coefficients:
             negative_step_size=np.float32(-(step.lr / correction1)),
             multiplier=np.float32(-step.gradient_scale if step.maximize else step.gradient_scale),
         )
-
-
-def check_arrays(
-    state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient], steps: Sequence[AdamStep]
-) -> None:
-    """Refuse arrays that a replay of ``steps`` cannot work on in place.
-
-    Raises:
-        ConfigurationError: a dtype other than fp32, a non-contiguous array, state that is read-only or overlaps,
-            sizes or numbers that do not match, a running maximum that is missing or that no step needs.
-    """
-    if len({step.amsgrad for step in steps}) > 1:
-        raise ConfigurationError("the steps of one replay are all amsgrad or none is")
-    if steps and steps[0].amsgrad != ("max_exp_avg_sq" in state):
-        raise ConfigurationError("amsgrad steps, and no others, need max_exp_avg_sq")
-    if len(gradients) != len(steps):
-        raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
-    check_state(state)
-    check_gradients(state, gradients)

@@ -6,17 +6,15 @@ schedule, but ``p - lr * (g1 + g2)`` is rounded otherwise than ``(p - lr * g1) -
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels.gradients import Gradient, check_gradients, check_state
 
-__all__ = ["SGD", "SgdCoefficients", "SgdStep", "check_sgd_arrays", "reason_sgd_not_replayable"]
+__all__ = ["SGD", "SgdCoefficients", "SgdStep", "reason_sgd_not_replayable"]
 
 SGD = "torch.optim.sgd.SGD"
 
@@ -97,17 +95,3 @@ class SgdCoefficients:
             weight=np.float32(1 - step.dampening),
             negative_lr=np.float32(-step.lr),
         )
-
-
-def check_sgd_arrays(
-    state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient], steps: Sequence[SgdStep]
-) -> None:
-    """Refuse arrays that a replay of ``steps`` cannot work on in place: ``ConfigurationError``."""
-    if any(step.momentum for step in steps) != ("momentum_buffer" in state) and steps:
-        raise ConfigurationError("steps with momentum, and no others, need momentum_buffer")
-    if any(step.first for step in steps[1:]):
-        raise ConfigurationError("only the first of the steps can start the momentum buffer")
-    if len(gradients) != len(steps):
-        raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
-    check_state(state)
-    check_gradients(state, gradients)

@@ -39,6 +39,7 @@ REWRITTEN = (
     "kit_objects",
     "kit_reservations",
     "kit_writers",
+    "optimizers",
     "stateful",
 )
 KIT_MODULES = "tiercheck.testing.kit_"

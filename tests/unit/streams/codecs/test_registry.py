@@ -47,12 +47,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     codec.cache_clear()
 
 
-def register(folder: Path, distribution: str, **entries: str) -> None:
+def register(folder: Path, distribution: str, group: str = "tiercheck.codecs", **entries: str) -> None:
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
     lines = [f"{name} = {value}" for name, value in entries.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[tiercheck.codecs]", *lines, ""]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 
 
 class TestNames:

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.kernels.test_replay import random_problem
-from tests.unit.kernels.test_replay_variants import sparse
+from tests.replays import Positional, differing_values, replay_of, run_optimizer, run_replay
+from tests.unit.streams.optimizers.test_adam import random_problem
+from tests.unit.streams.optimizers.test_adam_variants import sparse
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import certification
 from tiercheck.kernels.gradients import Gradient, dense
-from tiercheck.kernels.replay import SgdReplay, supports_sgd
 from tiercheck.kernels.sgd import SGD, SgdStep, reason_sgd_not_replayable
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
@@ -29,44 +28,33 @@ VARIANTS: list[dict[str, Any]] = [
 CASES = list(product(["single_tensor", "foreach", "fused"], ["numba_sgd", "reference_sgd"]))
 
 
-def replay_of(implementation: str, choose: str | None = None) -> SgdReplay:
-    version, instruction_set = certification.environment()
-    replay = supports_sgd(
-        implementation=implementation,
-        torch_version=version,
-        instruction_set=instruction_set,
-        device="cpu",
-        choose=choose,
-    )
+def certain(implementation: str, choose: str | None = None) -> Positional:
+    replay = replay_of(SGD, implementation, choose)
     assert replay is not None
     return replay
 
 
 def differing(
-    replay: SgdReplay, size: int, gradients: Sequence[Gradient], options: dict[str, Any], threads: int
+    replay: Positional, size: int, gradients: Sequence[Gradient], options: dict[str, Any], threads: int
 ) -> int:
-    def function(*arguments: Any) -> None:
-        replay(*arguments, threads=threads)
-
     start, settings = random_problem(size, 0)[0], {**OPTIONS, **options}
     whole = [dense(each, size) for each in gradients]
-    expected = certification.run_optimizer(SGD, replay.implementation, start, whole, settings)
-    actual = certification.run_replay(function, SGD, start, gradients, settings)
-    return certification.differing_values(actual, expected)
+    expected = run_optimizer(SGD, replay.implementation, start, whole, settings)
+    return differing_values(run_replay(replay, start, gradients, settings, threads=threads), expected)
 
 
 @pytest.mark.parametrize(("implementation", "choose"), CASES)
 @pytest.mark.parametrize("options", VARIANTS)
 class TestSameBits:
     def test_every_small_size(self, implementation: str, choose: str, options: dict[str, Any]) -> None:
-        replay = replay_of(implementation, choose)
+        replay = certain(implementation, choose)
         for size in (*range(1, 34), 511, 513):
             assert differing(replay, size, random_problem(size, 3)[1], options, threads=1) == 0, size
 
     def test_sparse_gradients_denormals_and_the_largest(
         self, implementation: str, choose: str, options: dict[str, Any]
     ) -> None:
-        replay = replay_of(implementation, choose)
+        replay = certain(implementation, choose)
         whole = random_problem(20_003, 4)[1]
         for gradient in whole:
             gradient[::7] *= np.float32(1e-40)
@@ -78,16 +66,16 @@ class TestSameBits:
 
 @pytest.mark.parametrize("implementation", ["single_tensor", "fused"])
 def test_a_large_tensor_on_threads_in_two_batches(implementation: str) -> None:
-    replay = replay_of(implementation)
+    replay = certain(implementation)
     start, gradients = random_problem(1_000_003, 4)
     options = {**OPTIONS, "momentum": 0.9}
-    expected = certification.run_optimizer(SGD, implementation, start, gradients, options)
+    expected = run_optimizer(SGD, implementation, start, gradients, options)
     for threads in (1, 2, 3):
         param, buffer = start.copy(), np.full_like(start, np.nan)
         for first in (0, 2):
             steps = [SgdStep.of(options, first=count == 0) for count in (first, first + 1)]
             replay(param, buffer, gradients[first : first + 2], steps, threads=threads)
-        assert certification.differing_values([param, buffer], expected) == 0
+        assert differing_values([param, buffer], expected) == 0
 
 
 def test_a_sum_of_gradients_is_not_the_same() -> None:
@@ -95,9 +83,9 @@ def test_a_sum_of_gradients_is_not_the_same() -> None:
     start, gradients = random_problem(10_000, 2)
     stepped, summed = start.copy(), start.copy()
     step = SgdStep.of(OPTIONS, first=False)
-    replay_of("fused")(stepped, None, gradients, [step, step])
-    replay_of("fused")(summed, None, [gradients[0] + gradients[1]], [step])
-    assert certification.differing_values([summed], [stepped]) > 0
+    certain("fused")(stepped, None, gradients, [step, step])
+    certain("fused")(summed, None, [gradients[0] + gradients[1]], [step])
+    assert differing_values([summed], [stepped]) > 0
 
 
 class TestRefusals:
@@ -115,10 +103,10 @@ class TestRefusals:
         assert SgdStep.of(group, first=True) == SgdStep(lr=0.5, momentum=0.25, first=True)
 
     def test_state_and_steps_that_do_not_fit(self) -> None:
-        replay, p, b, g = replay_of("fused"), *np.zeros((3, 8), np.float32)
+        replay, p, b, g = certain("fused"), *np.zeros((3, 8), np.float32)
         plain, momentum = SgdStep(lr=0.1), SgdStep(lr=0.1, momentum=0.9)
         for buffer, step in ((None, momentum), (b, plain)):
-            with pytest.raises(ConfigurationError, match="need momentum_buffer"):
+            with pytest.raises(ConfigurationError, match="these steps need the state"):
                 replay(p, buffer, [g], [step])
         first = SgdStep(lr=0.1, momentum=0.9, first=True)
         with pytest.raises(ConfigurationError, match="only the first"):
@@ -129,9 +117,7 @@ class TestRefusals:
             replay(p, None, [g], [plain], threads=0)
 
     def test_another_environment_is_nobodys(self) -> None:
-        version, instruction_set = certification.environment()
         for changed in ({"torch_version": "1"}, {"instruction_set": "SVE"}, {"device": "cuda"}):
-            where = {"torch_version": version, "instruction_set": instruction_set, "device": "cpu", **changed}
-            assert supports_sgd(implementation="fused", **where) is None
+            assert replay_of(SGD, "fused", **changed) is None
         with pytest.raises(ConfigurationError, match="numba_sgd, reference_sgd"):
-            replay_of("fused", "numba")
+            certain("fused", "numba")

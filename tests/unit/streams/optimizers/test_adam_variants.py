@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.unit.kernels.test_replay import ADAM, ADAMW, CASES, CLASSES, OPTIONS, certain, random_problem
-from tiercheck import kernels
+from tests.replays import Positional, differing_values, replay_of, run_optimizer, run_replay
+from tests.unit.streams.optimizers.test_adam import ADAM, ADAMW, CASES, CLASSES, OPTIONS, certain, random_problem
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import accuracy, certification
+from tiercheck.kernels import accuracy
 from tiercheck.kernels.adam import AdamStep, Coefficients, SparseGradient
 from tiercheck.kernels.gradients import Gradient, dense
 from tiercheck.kernels.runs import RUN_MAX, TOLERANCE, runs_of
@@ -28,16 +28,13 @@ def trained(
     kind: str, implementation: str, start: Array, gradients: Sequence[Gradient], options: dict[str, Any]
 ) -> list[Array]:
     whole = [dense(each, start.size) for each in gradients]
-    return certification.run_optimizer(kind, implementation, start, whole, {**OPTIONS, **options})
+    return run_optimizer(kind, implementation, start, whole, {**OPTIONS, **options})
 
 
 def replayed(
-    replay: kernels.Replay, start: Array, gradients: Sequence[Gradient], options: dict[str, Any], threads: int = 1
+    replay: Positional, start: Array, gradients: Sequence[Gradient], options: dict[str, Any], threads: int = 1
 ) -> list[Array]:
-    def function(*arguments: Any, **named: Any) -> None:
-        replay(*arguments, **named, threads=threads)
-
-    return certification.run_replay(function, replay.kind, start, gradients, {**OPTIONS, **options})
+    return run_replay(replay, start, gradients, {**OPTIONS, **options}, threads=threads)
 
 
 def sparse(gradient: Array, density: float, seed: int = 0) -> SparseGradient:
@@ -57,7 +54,7 @@ class TestVariants:
         start, gradients = random_problem(size, 4)
         gradients[2] *= np.float32(0.1)  # so that a maximum stays
         expected = trained(kind, implementation, start, gradients, variant)
-        assert certification.differing_values(replayed(replay, start, gradients, variant), expected) == 0
+        assert differing_values(replayed(replay, start, gradients, variant), expected) == 0
 
     def test_a_maximum_of_infinities_and_nans(self, kind: str, implementation: str, choose: str | None) -> None:
         """Where torch's vectors and what is behind the last of them treat a NaN otherwise."""
@@ -68,7 +65,7 @@ class TestVariants:
                 gradients[1][position] = value
             expected = trained(kind, implementation, start, gradients, {"amsgrad": True})
             actual = replayed(replay, start, gradients, {"amsgrad": True})
-            assert certification.differing_values(actual, expected) == 0, size
+            assert differing_values(actual, expected) == 0, size
 
     def test_a_clipped_gradient_with_its_coefficient(self, kind: str, implementation: str, choose: str | None) -> None:
         """The gradient as it was before torch clipped it in place, and what torch multiplied it with."""
@@ -89,7 +86,7 @@ class TestVariants:
         expected = [each.detach().numpy() for each in (parameter, held["exp_avg"], held["exp_avg_sq"])]
         state = [start.copy(), np.zeros_like(start), np.zeros_like(start)]
         replay(*state, gradients, steps)
-        assert certification.differing_values(state, expected) == 0
+        assert differing_values(state, expected) == 0
 
     @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
     @pytest.mark.parametrize("size", [1, 8, 511, 40_003])
@@ -101,7 +98,7 @@ class TestVariants:
         gradients: list[Gradient] = [sparse(each, density, seed) for seed, each in enumerate(whole)]
         gradients[1] = whole[1]
         expected = trained(kind, implementation, start, gradients, {})
-        assert certification.differing_values(replayed(replay, start, gradients, {}), expected) == 0
+        assert differing_values(replayed(replay, start, gradients, {}), expected) == 0
 
 
 @given(data=st.data())
@@ -116,7 +113,7 @@ def test_sparse_is_dense_with_zeros_on_any_threads(data: st.DataObject) -> None:
     options = {"betas": (data.draw(st.sampled_from([0.4, 0.9, 0.95])), 0.999), "amsgrad": data.draw(st.booleans())}
     expected = replayed(replay, start, [each.dense(size) for each in gradients], options)
     actual = replayed(replay, start, gradients, options, threads=threads)
-    assert certification.differing_values(actual, expected) == 0
+    assert differing_values(actual, expected) == 0
 
 
 class TestClosedForm:
@@ -195,7 +192,7 @@ class TestClosedForm:
             start, whole = random_problem(3_001, 4)
             gradients = [sparse(each, 0.02, seed) for seed, each in enumerate(whole)]
             expected = replayed(certain(kind, "fused", "numba"), start, gradients, options)
-            assert certification.differing_values(replayed(closed_form(kind), start, gradients, options), expected) == 0
+            assert differing_values(replayed(closed_form(kind), start, gradients, options), expected) == 0
 
     def test_is_had_on_request_alone(self) -> None:
         assert certain(ADAMW, "fused", None).exact
@@ -204,7 +201,7 @@ class TestClosedForm:
             closed_form(choose="numba")
         with pytest.raises(ConfigurationError, match="no replay kernel 'numba_closed_form'"):
             certain(ADAMW, "fused", "numba_closed_form")
-        with pytest.raises(ConfigurationError, match=r"not torch\.optim\.sgd\.SGD"):
+        with pytest.raises(ConfigurationError, match=r"torch\.optim\.sgd\.SGD has no form that is not exact"):
             closed_form("torch.optim.sgd.SGD")
 
     def test_is_refused_where_its_self_test_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +216,10 @@ class TestClosedForm:
         assert accuracy.movement_error(forgetful) > accuracy.ERROR_MAX
 
 
-def closed_form(kind: str = ADAMW, choose: str | None = None) -> kernels.Replay:
+def closed_form(kind: str = ADAMW, choose: str | None = None) -> Positional:
     """Of an optimizer that ran anywhere."""
-    replay = kernels.supports(
-        kind=kind,
-        implementation="called",
-        torch_version="1.0",
-        instruction_set="SVE",
-        device="cuda",
-        choose=choose,
-        exact=False,
-    )
+    elsewhere = {"torch_version": "1.0", "instruction_set": "SVE", "device": "cuda"}
+    replay = replay_of(kind, "called", choose, exact=False, **elsewhere)
     assert replay is not None
     return replay
 
@@ -264,7 +254,7 @@ class TestRefusals:
         replay = certain(ADAMW, "fused", None)
         plain, amsgrad = AdamStep.of(ADAMW, OPTIONS, 1), AdamStep.of(ADAMW, {**OPTIONS, "amsgrad": True}, 1)
         for steps, largest in (([amsgrad], None), ([plain], x)):
-            with pytest.raises(ConfigurationError, match="need max_exp_avg_sq"):
+            with pytest.raises(ConfigurationError, match="these steps need the state exp_avg, exp_avg_sq"):
                 replay(p, m, v, [g], steps, max_exp_avg_sq=largest)
-        with pytest.raises(ConfigurationError, match="all amsgrad or none"):
+        with pytest.raises(ConfigurationError, match="all need the same state"):
             replay(p, m, v, [g, g], [plain, amsgrad], max_exp_avg_sq=x)

@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.replays import Positional, replay_of
 from tiercheck import kernels
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import adam
-from tiercheck.kernels import replay as replaying
+from tiercheck.streams.optimizers import certification
+from tiercheck.streams.optimizers import replay as replaying
+from tiercheck.streams.optimizers.adam import Adam
 
 Array = NDArray[np.float32]
 ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
@@ -44,16 +47,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def replay_of(kind: str, implementation: str, choose: str | None = None, **changed: str) -> kernels.Replay | None:
-    here = {
-        "torch_version": torch.__version__,
-        "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "device": "cpu",
-    }
-    return kernels.supports(kind=kind, implementation=implementation, choose=choose, **{**here, **changed})
-
-
-def certain(kind: str, implementation: str, choose: str | None) -> kernels.Replay:
+def certain(kind: str, implementation: str, choose: str | None) -> Positional:
     replay = replay_of(kind, implementation, choose)
     assert replay is not None
     return replay
@@ -75,7 +69,7 @@ def train(
 
 
 def replayed(
-    replay: kernels.Replay,
+    replay: Positional,
     start: Array,
     gradients: Sequence[Array],
     schedule: Sequence[dict[str, Any]],
@@ -186,16 +180,13 @@ def test_hundreds_of_steps(implementation: str, choose: str | None) -> None:
 def test_other_instruction_sets(instruction_set: str) -> None:
     """torch compiled the fused kernel otherwise for each: the self-test passes in a process that uses that one."""
     script = (
-        "import torch; from tiercheck import kernels\n"
+        "import torch; from tests.replays import replay_of\n"
         f"assert torch.backends.cpu.get_cpu_capability() == {instruction_set.upper()!r}\n"
         f"for kind in {[ADAM, ADAMW]}:\n"
         f"    for implementation, choose in {CASES}:\n"
-        "        assert kernels.supports(kind=kind, implementation=implementation, choose=choose, device='cpu',\n"
-        "            torch_version=torch.__version__, instruction_set=torch.backends.cpu.get_cpu_capability())\n"
-        "from tiercheck.kernels.replay import supports_sgd\n"
+        "        assert replay_of(kind, implementation, choose)\n"
         "for implementation in ('single_tensor', 'foreach', 'fused'):\n"
-        "    assert supports_sgd(implementation=implementation, device='cpu', torch_version=torch.__version__,\n"
-        "        instruction_set=torch.backends.cpu.get_cpu_capability())\n"
+        "    assert replay_of('torch.optim.sgd.SGD', implementation)\n"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": instruction_set}
     outcome = subprocess.run(
@@ -242,7 +233,7 @@ class TestSupport:
         assert replay_of(ADAMW, implementation) is None
 
     def test_another_optimizer_is_nobodys(self) -> None:
-        assert replay_of("torch.optim.sgd.SGD", "foreach") is None
+        assert replay_of("torch.optim.rmsprop.RMSprop", "foreach") is None
 
     def test_the_automatic_choices(self) -> None:
         assert certain(ADAMW, "single_tensor", None).name == "numba_tiles"
@@ -280,13 +271,14 @@ class TestSupport:
 
     def test_a_kernel_that_fails_its_self_test_is_not_offered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Had torch another rounding than we know, the experiment would find it."""
-        right = replaying.function_of
+        form = Adam.forms[0]
+        right = replaying.function_of(form, "fused", certification.environment()[1])
 
-        def one_bit_off(*arguments: Any, **options: Any) -> None:
-            right("numba", "fused", "AVX2")(*arguments, **options)
-            arguments[2][-1:].view(np.uint32)[:] ^= 1
+        def one_bit_off(param: Any, state: Any, gradients: Any, steps: Any) -> None:
+            right(param, state, gradients, steps)
+            state["exp_avg_sq"][-1:].view(np.uint32)[:] ^= 1
 
-        monkeypatch.setattr(replaying, "function_of", lambda name, implementation, instruction_set: one_bit_off)
+        monkeypatch.setattr(replaying, "function_of", lambda form, implementation, instruction_set: one_bit_off)
         assert replay_of(ADAMW, "fused") is None
         with pytest.raises(ConfigurationError, match="values of its self-test differ"):
             replay_of(ADAMW, "fused", "numba")

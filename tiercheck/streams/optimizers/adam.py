@@ -1,0 +1,105 @@
+"""torch's Adam."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.kernels import AdamStep, reason_not_replayable, replay_fused_adam
+from tiercheck.kernels.gradients import Gradient
+from tiercheck.streams.optimizers.optimizer import (
+    FUSED,
+    SEPARATE,
+    X86,
+    Array,
+    Form,
+    Function,
+    ReplayableOptimizer,
+    State,
+)
+
+__all__ = ["Adam"]
+
+CLOSED_FORM = "numba_closed_form"
+
+
+def on_state(replay: Callable[..., None]) -> Function:
+    """A kernel of Adam's, which takes its state argument by argument."""
+
+    def function(param: Array, state: State, gradients: Sequence[Gradient], steps: Sequence[AdamStep]) -> None:
+        largest = state.get("max_exp_avg_sq")
+        replay(param, state["exp_avg"], state["exp_avg_sq"], gradients, steps, max_exp_avg_sq=largest)
+
+    return function
+
+
+def fused(form: str, implementation: str, instruction_set: str) -> Function:
+    return on_state(partial(replay_fused_adam.by(form), contracted=instruction_set != "DEFAULT"))
+
+
+def numba_tiles(implementation: str, instruction_set: str) -> Function:
+    from tiercheck.kernels.torch_tiles import replay_adam_with_numba
+
+    return on_state(partial(replay_adam_with_numba, contracted=instruction_set != "DEFAULT"))
+
+
+def torch_tiles(implementation: str, instruction_set: str) -> Function:
+    from tiercheck.kernels.torch_tiles import replay_adam
+
+    return on_state(replay_adam)
+
+
+class Adam(ReplayableOptimizer[AdamStep]):
+    """Adam on a CPU: fused, foreach and one tensor at a time; amsgrad and maximize."""
+
+    kind = "torch.optim.adam.Adam"
+    state = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    counter = "step"
+    forms = (
+        Form("numba", partial(fused, "numba"), FUSED, X86, "numba"),
+        Form("numba_tiles", numba_tiles, SEPARATE, X86, "numba"),
+        Form("torch_tiles", torch_tiles, SEPARATE, None, "torch"),
+        Form("reference", partial(fused, "reference"), FUSED, X86, automatic=False),
+    )
+
+    def reason_not_replayable(self, options: Mapping[str, Any]) -> str | None:
+        return reason_not_replayable(self.kind, options)
+
+    def step(self, options: Mapping[str, Any], count: int) -> AdamStep:
+        return AdamStep.of(self.kind, options, count)
+
+    def needs(self, step: AdamStep) -> tuple[str, ...]:
+        return self.state if step.amsgrad else self.state[:2]
+
+    def variants(self) -> Iterator[dict[str, Any]]:
+        """Both ways to lerp, decay, and the variants."""
+        for beta1, weight_decay in ((0.9, 0.1), (0.4, 0.01), (0.95, 0.0)):
+            for amsgrad, maximize in ((False, False), (True, False), (False, True)):
+                yield {
+                    "lr": 1e-3,
+                    "betas": (beta1, 0.95),
+                    "eps": 1e-8,
+                    "weight_decay": weight_decay,
+                    "amsgrad": amsgrad,
+                    "maximize": maximize,
+                }
+
+    def arguments(self, implementation: str) -> dict[str, Any]:
+        return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+
+    def approximation(self) -> tuple[str, Function]:
+        """The closed form over runs without a gradient: the same arithmetic whatever torch rounds."""
+        if importlib.util.find_spec("numba") is None:
+            raise ConfigurationError("the closed form needs numba, which is not installed: pip install numba")
+        from tiercheck.kernels import accuracy
+        from tiercheck.kernels.cpu.closed_form import replay_sparse_adam
+
+        error = accuracy.movement_error(replay_sparse_adam)
+        if not error <= accuracy.ERROR_MAX:
+            raise ConfigurationError(
+                f"the closed form's self-test is off by {error:.1e} of the movement, more than {accuracy.ERROR_MAX:.0e}"
+            )
+        return CLOSED_FORM, on_state(replay_sparse_adam)

@@ -1,0 +1,99 @@
+"""What a replayable optimizer says of itself, and the forms in which its steps can be replayed."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercheck.kernels.gradients import Gradient
+
+__all__ = ["FUSED", "SEPARATE", "X86", "Array", "Form", "Function", "ReplayableOptimizer", "State"]
+
+Array: TypeAlias = NDArray[np.float32]
+State: TypeAlias = Mapping[str, Array]
+"""By name, what the optimizer keeps for one parameter: arrays of the parameter's size."""
+
+S = TypeVar("S")
+"""The scalars of one step."""
+
+Function: TypeAlias = Callable[[Array, State, Sequence[Gradient], Sequence[Any]], None]
+"""``function(param, state, gradients, steps)`` applies the steps in order, in place. All arrays are 1-D, fp32,
+contiguous and of one size. A gradient may be a :class:`~tiercheck.kernels.SparseGradient`."""
+
+FUSED = frozenset({"fused"})
+SEPARATE = frozenset({"single_tensor", "foreach"})
+"""How torch's own optimizers run on a CPU. Any other runs as ``single_tensor``."""
+X86 = frozenset({"AVX2", "AVX512", "DEFAULT"})
+"""The instruction sets of torch's x86 builds."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to replay. It is used only after it has got the optimizer's very bits in this process."""
+
+    name: str
+    make: Callable[[str, str], Function]
+    """``make(implementation, instruction_set)``: the function. What it needs is imported here."""
+    implementations: frozenset[str] = SEPARATE
+    """Which implementations of the optimizer it stands for."""
+    instruction_sets: frozenset[str] | None = None
+    """Under which instruction sets of torch's; ``None``: under any."""
+    needs: str = "numpy"
+    """A module that must be installed."""
+    automatic: bool = True
+    """Whether it is ever chosen without being named."""
+
+
+@dataclass(frozen=True)
+class ReplayableOptimizer(abc.ABC, Generic[S]):
+    """One optimizer class whose steps kernels can take.
+
+    It is a class registered under :attr:`kind` in the entry-point group ``tiercheck.optimizers``. Nothing it says is
+    believed: before a form replays a step, it is certified by experiment against the optimizer itself, in this process,
+    with the options of :meth:`variants`.
+    """
+
+    kind: ClassVar[str]
+    """The optimizer's class by its qualified name, ``package.module.Class``; also the name of the entry point."""
+    state: ClassVar[tuple[str, ...]]
+    """The arrays that it may keep for a parameter, by their names in ``optimizer.state[parameter]``."""
+    counter: ClassVar[str | None] = None
+    """The tensor of its state that counts the parameter's steps, if there is one."""
+    forms: ClassVar[tuple[Form, ...]]
+    """The exact ones, in order of preference; the reference last."""
+
+    @abc.abstractmethod
+    def reason_not_replayable(self, options: Mapping[str, Any]) -> str | None:
+        """Why steps with a parameter group's ``options`` must be replayed by calling the optimizer, or ``None``."""
+
+    @abc.abstractmethod
+    def step(self, options: Mapping[str, Any], count: int) -> S:
+        """The scalars of the step that the optimizer takes with a parameter group's ``options``.
+
+        ``count``: the number of the parameter's step, 1 for its first. An optimizer without a :attr:`counter` gets 1 or
+        2: the first step, or a later one. Errors: ``ConfigurationError`` if the step cannot be replayed.
+        """
+
+    @abc.abstractmethod
+    def variants(self) -> Iterator[dict[str, Any]]:
+        """Keyword arguments of the class to certify with: every path that its step can take."""
+
+    def needs(self, step: S) -> tuple[str, ...]:
+        """Which of :attr:`state` the step reads and writes, in that order."""
+        return self.state
+
+    def arguments(self, implementation: str) -> dict[str, Any]:
+        """Keyword arguments that make the optimizer's class run this implementation."""
+        return {}
+
+    def approximation(self) -> tuple[str, Function] | None:
+        """The name and the function of a form that is not exact, and faster over sparse gradients, if there is one.
+
+        Errors: ``ConfigurationError`` if it cannot be had here.
+        """
+        return None
