@@ -148,7 +148,9 @@ async def replay(settings: KernelSettings, *, steps: int) -> Measured:
         work()
         reached = cupy.asnumpy(value), cupy.asnumpy(first), cupy.asnumpy(second)
     expected = copied(start)
-    replay_of("fused")(*expected, gradients, options, threads=settings.threads)
+    param, *moments = expected
+    state = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+    replay_of("fused")(param, state, gradients, options, threads=settings.threads)
     exactly(reached, expected, start)
     nbytes = (6 + steps) * start[0].nbytes
     return await against_copy(settings, cupy, stream, work, nbytes, steps=steps, elements=elements)

@@ -72,7 +72,8 @@ class Replay:
         def apply(piece: slice) -> None:
             parts = {name: array[piece] for name, array in flat.items()}
             pieces = [piece_of(each, piece) for each in gradients]
-            self.function(parts.pop("param"), parts, pieces, steps)
+            with np.errstate(all="ignore"):
+                self.function(parts.pop("param"), parts, pieces, steps)
 
         run(apply, split(param.size, threads))
 
