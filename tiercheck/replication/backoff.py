@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from tiercheck.errors import Closed, JobConflict, SaveError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import OpenTier
 from tiercheck.runtime.backoff import Backoff
-from tiercheck.runtime.loop_thread import process_ends
+from tiercheck.runtime.shutdown import process_ends
 
 __all__ = ["RETRY", "TIER_AWAY_AFTER", "Action", "ProcessEnds", "SourceError", "TierBackoff"]
 

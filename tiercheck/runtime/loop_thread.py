@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tiercheck.errors import DeadlineExceeded
 
-__all__ = ["LoopThread", "process_ends"]
+__all__ = ["LoopThread"]
 
 T = TypeVar("T")
 
@@ -68,22 +68,6 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def process_ends(error: BaseException) -> bool:
-    """Whether the error comes of the end of the process: the interpreter shuts down, and no thread takes work any more,
-    while this one still runs."""
-    each: BaseException | None = error
-    while each is not None and not isinstance(each, RuntimeError):
-        each = each.__cause__ or each.__context__
-    if each is None:
-        return False
-    try:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(int)
-    except RuntimeError:
-        return True
-    return False
 
 
 async def _cancel_all() -> None:

@@ -1,0 +1,23 @@
+"""Whether the process ends while coroutines of it still run."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+__all__ = ["process_ends"]
+
+
+def process_ends(error: BaseException) -> bool:
+    """Whether the error comes of the end of the process: the interpreter shuts down, and no thread takes work any more,
+    while this one still runs."""
+    each: BaseException | None = error
+    while each is not None and not isinstance(each, RuntimeError):
+        each = each.__cause__ or each.__context__
+    if each is None:
+        return False
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(int)
+    except RuntimeError:
+        return True
+    return False
