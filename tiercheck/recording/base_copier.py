@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tiercheck.errors import TierCheckError
 from tiercheck.runtime.runtime import Scheduler
+from tiercheck.runtime.waiting import settled
 from tiercheck.streams.state import StateCapture
 from tiercheck.tiers.driver import Reservation
 
@@ -63,10 +64,8 @@ class BaseCopier:
             await self._scheduler.ends(self._newest.published, None)
 
     async def _publish(self, made: Future[_Copied], reservation: Reservation) -> CopiedBase:
-        # A copy that still runs when this is cancelled writes there: then the memory stays until the tier is closed.
-        await asyncio.wait({asyncio.wrap_future(made)})
         try:
-            copied = made.result()
+            copied = await settled(asyncio.wrap_future(made))  # a copy that still runs writes to the memory
             base = copied.base
             if base.nbytes is not None and not copied.is_published:
                 await reservation.publish(base.nbytes)
