@@ -13,7 +13,17 @@ from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
-from tiercheck.policy.policies import kept_by
+from tiercheck.policy.policies import (
+    BasesOnly,
+    Best,
+    EveryNth,
+    Everywhere,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    PlacementPolicy,
+    RetentionPolicy,
+)
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 
@@ -117,6 +127,10 @@ def shards(draw: st.DrawFn) -> keys.ShardKey:
     return keys.ShardKey.differential(generation, first + 1, first + 1 + draw(st.integers(0, 3)), rank)
 
 
+def reports() -> st.SearchStrategy[keys.MetricKey]:
+    return st.builds(keys.MetricKey, st.integers(1, 2), VERSIONS, st.just("loss"), st.sampled_from([0.1, 0.2, 0.3]))
+
+
 @st.composite
 def observations(draw: st.DrawFn) -> Observation:
     """What rank 0 of one or two sees. A base may be marked, or committed."""
@@ -132,6 +146,7 @@ def observations(draw: st.DrawFn) -> Observation:
                 held |= {keys.ShardKey.base(key.generation, key.first, rank) for rank in range(world_size)}
                 held |= {keys.MarkerKey(key.generation, key.first, rank) for rank in range(world_size)}
                 held.add(keys.CommitKey(key.generation, key.first))
+        held |= set(draw(st.lists(reports(), max_size=4)))
         contents.append(Contents.of((key, 1) for key in held))
     seen = Observation(roles, tuple(contents), 0, world_size, 2, lineage)
     told = draw(st.booleans()) and needs_agreement(roles, world_size)
@@ -149,15 +164,28 @@ def reached(seen: Observation, tiers: frozenset[int]) -> int:
 
 
 @settings(max_examples=300)
-@given(observations(), st.integers(1, 3), st.sampled_from([0, 1, 2, 3, 4, 6]), st.integers(1, 4), st.booleans())
+@given(
+    observations(),
+    st.sampled_from([KeepLast(1), KeepLast(2), KeepLast(3), KeepEvery(3), KeepBest("loss", 2)]),
+    st.sampled_from([None, KeepEvery(1), KeepEvery(2), KeepEvery(4), KeepBest("loss", 1, Best.MAX)]),
+    st.sampled_from([Everywhere(), BasesOnly("RACK"), EveryNth("RACK", 2) & BasesOnly("SITE"), EveryNth("NODE", 3)]),
+    st.integers(1, 4),
+    st.booleans(),
+)
 def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
-    seen: Observation, keep_last: int, keep_every: int, batch: int, closing: bool
+    seen: Observation,
+    kept: RetentionPolicy,
+    more: RetentionPolicy | None,
+    placed: PlacementPolicy,
+    batch: int,
+    closing: bool,
 ) -> None:
-    placement = Placement(batch)
-    retention = Retention(kept_by(keep_last, keep_every), placement)
+    placement = Placement(batch, placed, interval=2)
+    retention = Retention(kept if more is None else kept | more, placement)
     for _ in range(ROUNDS_MAX):
         transfers = retention.wanted(seen, placement.transfers(seen, closing=closing))
         puts: list[tuple[int, keys.Key]] = [(each.target_tier, each.target) for each in transfers]
+        puts += [(role.index, key) for role in seen.roles for key in retention.reports(seen, role.index)]
         puts += [(role.index, key) for role in seen.roles for key in (*to_mark(seen, role.index),)]
         puts += [(role.index, key) for role in seen.roles for key in (*to_commit(seen, role.index),)]
         seen = seen.after(puts)

@@ -6,6 +6,7 @@ A failure prints its seed; ``TIERCHECK_SEED=n pytest tests/simulation`` replays 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_invariants_hold_whatever_fails_when(seed: int, mode: str) -> None:
     run(cluster_of(seed, **MODES[mode]))
 
 
-def run(cluster: Cluster) -> None:
+def run(cluster: Cluster, converge: Callable[[Cluster], None] | None = None) -> None:
     draw = cluster.random
     newest_commit, promised = (0, -1), cluster.promised()
     for _ in range(150):
@@ -70,10 +71,10 @@ def run(cluster: Cluster) -> None:
             now = cluster.promised()
             assert cluster.restarts > restarts or now >= promised, "a node's failure would cost more than before"
             promised = now
-    converge(cluster)
+    (converge or converge_whole)(cluster)
 
 
-def converge(cluster: Cluster) -> None:
+def converge_whole(cluster: Cluster) -> None:
     """I6: once faults stop, every tier has what policy wants, and no more (I5)."""
     cluster.saves_fail = False
     cluster.opening_fails = cluster.step_fails = 0.0
@@ -177,4 +178,4 @@ def crash_again_and_again(cluster: Cluster) -> None:
                 assert len(shards(held)) <= (2 * cluster.base_every + BASES_MAX) * 2 * cluster.per_node
     cluster.outage = False
     assert cluster.trained_to >= trained or cluster.moves
-    converge(cluster)
+    converge_whole(cluster)

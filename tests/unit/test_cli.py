@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,13 @@ def test_the_command_without_its_extra_says_in_one_line_what_to_install(name: st
     done = run(program + "from tiercheck.cli import main; main()")
     assert done.returncode == 2
     assert done.stderr == f"error: the tiercheck command needs {name}: pip install 'tiercheck[cli]'\n"
+
+
+def test_plugins_lists_drivers_and_policies() -> None:
+    command = [sys.executable, "-m", "tiercheck.cli", "plugins", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    assert {"memory", "nvme", "s3"} <= {each["scheme"] for each in found["drivers"]}
+    policies = {each["name"]: each for each in found["policies"]}
+    assert policies["keep_best"]["kind"] == "retention"
+    assert policies["keep_best"]["distribution"] == "tiercheck"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from rich.text import Text
 from tiercheck.diagnostics.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
 from tiercheck.diagnostics.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.errors import ConfigurationError
+from tiercheck.replication.named_policies import installed_policies
 from tiercheck.tiers.registry import TierURL, parse_size
 from tiercheck.types import Capabilities, bytes_text
 
@@ -26,10 +28,11 @@ URLS = Annotated[list[str], typer.Argument(help="Tier URLs, such as shm://run or
 
 
 def plugins(as_json: JSON = False) -> None:
-    """List the drivers that are installed, what each can do, and what those that cannot be loaded lack."""
-    drivers = installed_drivers()
+    """List the drivers and policies that are installed, what each can do, and what those that cannot be loaded lack."""
+    drivers, policies = installed_drivers(), installed_policies()
     if as_json:
-        typer.echo(json.dumps([driver.to_object() for driver in drivers]))
+        found = {"drivers": [each.to_object() for each in drivers], "policies": [asdict(each) for each in policies]}
+        typer.echo(json.dumps(found))
         return
     table = plain_table("scheme", "from", "survives", "can", "what it is")
     for driver in drivers:
@@ -39,6 +42,10 @@ def plugins(as_json: JSON = False) -> None:
     for driver in drivers:
         if driver.missing:
             console.print(Text(f"{driver.scheme}:// {driver.missing}", style="red"))
+    table = plain_table("policy", "from", "kind", "what it says")
+    for policy in policies:
+        table.add_row(policy.name, policy.distribution, policy.kind or "cannot be loaded", policy.summary)
+    console.print(table)
 
 
 def driver_row(driver: InstalledDriver) -> tuple[str, ...]:

@@ -140,8 +140,9 @@ class Placement:
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def _needs_base(self, seen: Observation, key: ShardKey, target: Role) -> bool:
-        """Whether the tier gets this base whatever the policy says: the first one of the generation, one that follows
-        the last one there by too many intervals, and one to which no differential leads, though the tier has those."""
+        """Whether the tier gets this base whatever the policy says: any one until it has one of the generation, one
+        that follows the last one there by too many intervals, and one to which no differential leads, though the tier
+        gets those."""
         if key.stream is not Stream.BASE:
             return False
         there = own_bases(seen, seen.contents[target.index])

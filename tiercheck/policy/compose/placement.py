@@ -36,8 +36,8 @@ class PlacementPolicy(ABC):
     """Says which shards go to which tier. Make it a frozen dataclass.
 
     Every rank must come to the same answer for its own shards, so it may depend on the candidate alone. Whatever a
-    policy says, a tier gets the first base of each generation, a base that no differential leads to, and a base every
-    :data:`INTERVALS_MAX` intervals.
+    policy says, a tier gets every base until it has one of the generation, a base that no differential leads to, and a
+    base every :data:`INTERVALS_MAX` intervals.
     """
 
     @abstractmethod
