@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, cast
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from tiercheck import schema
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
 from tiercheck.named import format_text, options_of
@@ -34,10 +37,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 FLOATS = MappingProxyType({name: DTYPES[name] for name in ("F32", "BF16", "F16")})
 """What the approximate codecs encode."""
 
+DIMENSIONS_MAX = 64
 ELEMENTS_MAX = 2**48
 """No tensor has more elements; a shape that says so is malformed."""
-
-FIELDS = frozenset({"codec", "dtype", "shape", "parts", "scalars"})
 
 Slot = Callable[[str, str, tuple[int, ...]], memoryview]
 """``slot(suffix, dtype, shape)``: writable memory of exactly that part's size, format ``B``."""
@@ -85,36 +87,34 @@ class Encoding:
     (:func:`tiercheck.format.container.checksum_of`). They go into the shard's header, not into the description."""
 
     def to_object(self) -> dict[str, Any]:
-        """Plain values for msgpack. ``trained_on`` is there only where it is true."""
-        return {
-            "codec": self.codec,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "parts": list(self.parts),
-            "scalars": dict(self.scalars),
-            **({"trained_on": True} if self.trained_on else {}),
-        }
+        """Its description in a shard, as plain values. ``trained_on`` is there only where it is true."""
+        shape, parts, scalars = list(self.shape), list(self.parts), dict(self.scalars)
+        described = Description(self.codec, self.dtype, shape, parts, scalars, self.trained_on)
+        return cast(dict[str, Any], msgspec.to_builtins(described))
 
     @classmethod
     def from_object(cls, value: object) -> Encoding:
         """The inverse. Errors: ``Corruption`` for anything that :meth:`to_object` does not return."""
-        if not isinstance(value, Mapping) or set(value) - {"trained_on"} != FIELDS:
-            raise Corruption("an encoded tensor's description does not have the fields of one")
-        name, dtype, shape, parts, scalars = (value[key] for key in ("codec", "dtype", "shape", "parts", "scalars"))
-        if not (isinstance(name, str) and isinstance(dtype, str) and dtype in DTYPES):
-            raise Corruption(f"an encoded tensor's description names the codec {name!r:.80} and dtype {dtype!r:.80}")
-        if not (isinstance(shape, list | tuple) and all(type(size) is int and size >= 0 for size in shape)):
-            raise Corruption(f"an encoded tensor's shape is {shape!r:.80}")
-        if len(shape) > 64 or math.prod(shape) > ELEMENTS_MAX:
-            raise Corruption(f"an encoded tensor's shape is {shape!r:.80}, larger than any tensor")
-        if not (isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)):
-            raise Corruption(f"an encoded tensor's parts are {parts!r:.80}")
-        if not (isinstance(scalars, Mapping) and all(type(each) is int for each in scalars.values())):
-            raise Corruption(f"an encoded tensor's scalars are {scalars!r:.80}")
-        trained_on = value.get("trained_on", False)
-        if not isinstance(trained_on, bool):
-            raise Corruption(f"whether an encoded tensor was trained on is {trained_on!r:.80}")
-        return cls(name, dtype, tuple(shape), tuple(parts), dict(scalars), trained_on)
+        try:
+            read = schema.read(Description, value)
+        except ValueError as error:
+            raise Corruption(f"an encoded tensor's description is malformed: {error}") from None
+        if read.dtype not in DTYPES:
+            raise Corruption(f"an encoded tensor's description names the dtype {read.dtype!r:.80}")
+        if math.prod(read.shape) > ELEMENTS_MAX:
+            raise Corruption(f"an encoded tensor's shape is {read.shape!r:.80}, larger than any tensor")
+        return cls(read.codec, read.dtype, tuple(read.shape), tuple(read.parts), read.scalars, read.trained_on)
+
+
+class Description(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a shard says of an encoded tensor. An unknown field may change what the bytes mean, and is refused."""
+
+    codec: str
+    dtype: str
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]], Meta(max_length=DIMENSIONS_MAX)]
+    parts: list[str]
+    scalars: dict[str, int]
+    trained_on: bool = False
 
 
 @dataclass(frozen=True)

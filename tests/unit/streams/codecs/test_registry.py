@@ -179,5 +179,5 @@ class TestDescription:
     @pytest.mark.parametrize("value", [1, None, "yes"])
     def test_trained_on_is_true_or_false(self, value: object) -> None:
         encoding, _ = encode("int8", gradient(5), "F32")
-        with pytest.raises(Corruption, match="trained on"):
+        with pytest.raises(Corruption, match="trained_on"):
             Encoding.from_object({**encoding.to_object(), "trained_on": value})
