@@ -264,7 +264,7 @@ def test_a_codec_that_loses_bits_is_refused(codec: str) -> None:
 
 
 def test_a_wrong_codec_and_one_of_the_first_tier_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"no codec 'exact\+entropi'.*did you mean exact\+entropy"):
+    with pytest.raises(ConfigurationError, match=r"no codec 'exact\+entropi'.*did you mean 'exact\+entropy'"):
         Tier("s3://bucket/run", codec="exact+entropi")
     with pytest.raises(ConfigurationError, match=r"no codec 'snapshot'"):
         Tier("s3://bucket/run", codec="snapshot")
