@@ -47,7 +47,7 @@ lint: $(INSTALLED) ## ruff: rules and format
 
 types: $(INSTALLED) ## mypy, strict
 	$(BIN)/mypy
-	MYPYPATH=plugins/tiercheck-obstore/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-template/sqlite_tier.py plugins/tiercheck-template/keep_progress.py
+	MYPYPATH=plugins/tiercheck-obstore/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-template/sqlite_tier.py plugins/tiercheck-template/keep_progress.py plugins/tiercheck-template/truncated_codec.py
 
 imports: $(INSTALLED) ## who may import whom
 	$(BIN)/lint-imports --no-logo

@@ -11,6 +11,7 @@ from tests.plugins.outside import PLUGINS, ROOT, Outside
 
 GUIDES = {
     "write-a-driver.md": {"sqlite_tier.py", "test_sqlite_tier.py"},
+    "write-a-codec.md": {"truncated_codec.py", "test_truncated_codec.py"},
     "write-a-policy.md": {"keep_progress.py", "test_keep_progress.py"},
 }
 FILE = re.compile(r"^```python\n# file: (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -41,6 +41,11 @@ def test_the_template_is_certified(outside: Outside) -> None:
     assert "mappable = False: is refused as Unsupported" in printed
 
 
+def test_the_template_s_codec_is_certified(outside: Outside) -> None:
+    copy_tests("tiercheck-template", outside, "test_truncated_codec.py", "pyproject.toml")
+    assert " passed" in outside.pytest("test_truncated_codec.py")
+
+
 def test_the_template_s_policy_is_certified(outside: Outside) -> None:
     copy_tests("tiercheck-template", outside, "test_keep_progress.py", "pyproject.toml")
     assert " passed" in outside.pytest("test_keep_progress.py")

@@ -66,4 +66,4 @@ class Feedback(Codec):
         raise Corruption(f"no tensor is encoded by {self.name!r} itself: it names {self.codec.name!r}")
 
     def residual_size(self, dtype: str, shape: Sequence[int]) -> int:
-        return math.prod(shape) if dtype in FLOATS else 0
+        return math.prod(shape) if dtype in FLOATS and dtype in self.codec.dtypes else 0
