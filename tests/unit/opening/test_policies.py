@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from tests.training import Training, memory
+from tests.unit.opening.test_failing_ranks import ranks
+from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.keys import CommitKey, parse
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.keys import CommitKey, MetricKey, ShardKey, parse
 from tiercheck.opening.policies import settle_policies
 from tiercheck.policy.policies import (
     BasesOnly,
@@ -34,6 +37,7 @@ from tiercheck.policy.policies import (
     When,
 )
 from tiercheck.replication.job import JobTier, ReplicationJob
+from tiercheck.runtime.group import SimulatedGroup
 
 
 def test_the_options_of_the_configuration_are_the_short_form_of_the_same_values() -> None:
@@ -212,3 +216,32 @@ def test_a_placement_that_leaves_a_promised_failure_uncovered_is_refused_at_atta
     with pytest.raises(ConfigurationError, match="the retention policy is given twice"):
         Training().attach(hierarchy, policies=Policies(retention=KeepLast(3)), keep_last=3)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_ranks_keep_the_same_best_version_and_make_bases_together_by_rank_0_s_clock(tmp_path: Path) -> None:
+    """Each rank deletes its own shards, by what it sees of rank 0's reports."""
+    losses = {4: (0.1, 9.0), 8: (0.3, 0.0), 12: (0.2, 0.0)}
+    policies = Policies(EverySeconds(1e-9, ask_every=4), retention=KeepLast(1) | KeepBest("loss"))
+
+    def life(rank: int, group: SimulatedGroup) -> None:
+        training = Training()
+        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        hierarchy = Hierarchy.of(memory(), f"nvme://{tmp_path}?survives=rack")
+        config = CheckpointConfig(deadline_s=30.0)
+        with Checkpointer(provider, hierarchy, group=group, config=config, policies=policies) as checkpointer:
+            for version in range(1, 18):
+                training.backward(version)
+                checkpointer.capture(version, provider.gradients())
+                training.optimizer.step()
+                checkpointer.complete(version)
+                if version in losses:
+                    checkpointer.report(loss=losses[version][rank])
+                    checkpointer.flush()
+
+    assert ranks(life) == {0: None, 1: None}
+    assert bases_in(tmp_path) == [4, 16]
+    shards = [parse(str(each.relative_to(tmp_path))) for each in tmp_path.glob("g000001/base/*/*.safetensors")]
+    kept = {(key.first, key.rank) for key in shards if isinstance(key, ShardKey)}
+    # When the last base is committed, rank 1 has closed: it leaves base 12 to its next start.
+    assert kept - {(12, 1)} == {(version, rank) for version in (4, 16) for rank in (0, 1)}
+    assert [each.name for each in tmp_path.glob("metrics/*/*/loss/*")] == [str(MetricKey(1, 4, "loss", 0.1))[-16:]]
