@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from tiercheck import keys, schema
 from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
-from tiercheck.policy.agreement import NO_MARK, agreed, needs_agreement
+from tiercheck.policy.agreement import NO_MARK, Span, agreed, needs_agreement
 from tiercheck.policy.opening import Reach, anew, superseded_at_opening
 from tiercheck.policy.recovery import Source
 from tiercheck.recovery.ranks import Ranks, gather
@@ -80,6 +81,18 @@ async def visible(tier: OpenTier, generation: int) -> set[Source]:
     return {Source(tier.index, key) for key in found if isinstance(key, ShardKey) and key.generation < generation}
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a rank tells the others when a base is due."""
+
+    reach: tuple[Span, ...]
+    has_room: bool
+    errors: str
+    """The trouble of its tiers; empty if there is none."""
+    over: bool
+    """Its time is over."""
+
+
 @dataclass
 class Agreement:
     """The mark of a job without a shared tier, while it trains. All ranks call the same methods in the same order."""
@@ -107,29 +120,26 @@ class Agreement:
         what = f"agreeing on what is whole before base {version}"
         until = self.scheduler.time() + self.deadline_s
         while True:
-            answers = await gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
-            reaches = [[(first, last) for first, last in answer["reach"]] for answer in answers]
+            told = await gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
+            answers = [schema.read(_Said, each) for each in told]
+            reaches = [answer.reach for answer in answers]
             mark = agreed(reaches)
             if mark != self.mark:
                 self.mark = mark
                 continue  # the movers are told within the collective: one that does not answer is heard of by all
-            if all(answer["has_room"] for answer in answers):
+            if all(answer.has_room for answer in answers):
                 return
-            if any(answer["over"] for answer in answers):
+            if any(answer.over for answer in answers):
                 newest = [max((last for _, last in reach), default=NO_MARK) for reach in reaches]
                 late = [rank for rank, version in enumerate(newest) if version == min(newest)]
-                raise DeadlineExceeded(self._late(late, [answer["errors"] for answer in answers]), late=late)
+                raise DeadlineExceeded(self._late(late, [answer.errors for answer in answers]), late=late)
             await self.scheduler.sleep(AGAIN_S)
 
-    async def _said(self, until: float) -> dict[str, object]:
+    async def _said(self, until: float) -> Any:
         await self._tell()
         status = self.mover.status
-        return {
-            "reach": [list(span) for span in status.reach],
-            "has_room": status.has_room,
-            "errors": "; ".join(f"{tier}: {error}" for tier, error in sorted(status.errors.items())),
-            "over": self.scheduler.time() >= until,
-        }
+        errors = "; ".join(f"{tier}: {error}" for tier, error in sorted(status.errors.items()))
+        return schema.plain(_Said(status.reach, status.has_room, errors, self.scheduler.time() >= until))
 
     async def _tell(self) -> None:
         deadline_s = self.deadline_s + TOLD_S

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.errors import Transient
+from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.files import try_lock
 from tiercheck.tiers.posix.object_files import CONTROL
@@ -64,7 +65,7 @@ async def opened(driver: TierDriver, purpose: str) -> AsyncIterator[Scratch]:
             yield place
         finally:
             # Also when this task is being cancelled: the tier is as it was before anybody hears of it.
-            await asyncio.shield(removed(place))
+            await settled(removed(place))
     finally:
         async with within(CLOSE_S, driver, "closing it"):
             await driver.close()
