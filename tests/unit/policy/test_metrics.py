@@ -59,3 +59,23 @@ def test_a_report_leaves_memory_when_the_shared_tier_has_it_or_is_not_to_have_it
     observation = seen(memory, [*SHARED, loss(40, 0.2)])
     assert retention.reports(observation, 1) == [loss(41, 0.3)], "version 5 is gone"
     assert retention.reclaimable(observation)[0] == [loss(5, 0.1), loss(40, 0.2)]
+
+
+def test_of_what_leads_to_the_best_version_nothing_goes_and_nothing_else_stays() -> None:
+    retention = Retention(KeepLast(1) | KeepBest("loss", 1))
+    straddling: list[Key] = [
+        *(key for version in (0, 20, 40) for key in committed(version)),
+        *(batch(first, first + 4) for first in range(3, 40, 5)),
+    ]
+    gone = retention.reclaimable(seen([], [*straddling, loss(23, 0.1)]))[1]
+    assert not {base(20), batch(18, 22), batch(23, 27)} & set(gone), "the best version begins a batch"
+    assert batch(28, 32) in gone
+    gone = retention.reclaimable(seen([], [*straddling, loss(20, 0.1)]))[1]
+    assert base(20) not in gone
+    assert batch(18, 22) in gone, "a base needs no differential"
+
+
+def test_before_anything_is_committed_every_report_counts() -> None:
+    memory = [base(0), loss(0, 0.5)]
+    assert Retention().reports(seen(memory), 1) == [loss(0, 0.5)]
+    assert Retention().reclaimable(seen(memory))[0] == []

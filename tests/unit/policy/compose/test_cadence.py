@@ -41,3 +41,9 @@ def test_of_two_cadences_either_one_is_enough() -> None:
 def test_impossible_seconds_are_refused(seconds: float) -> None:
     with pytest.raises(ConfigurationError, match="seconds must be"):
         EverySeconds(seconds)
+
+
+def test_of_several_cadences_each_is_asked_at_its_own_versions() -> None:
+    either = When(lambda seen: True, 100, ask_every=6) | When(lambda seen: False, 100, ask_every=4)
+    assert either.check_every == 2
+    assert [version for version in range(1, 13) if either.due(Progress(version, 0, 0.0))] == [6, 12]
