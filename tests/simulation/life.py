@@ -86,11 +86,19 @@ class ProcessDriver(WrappingDriver):
         return replace(self.inner.capabilities, survives=self._survives)
 
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
+        process = self._process
         if call.operation not in (Operation.CLOSE, Operation.LIST):
-            await asyncio.sleep(self._process.cluster.random.random() * CALL_S_MAX)
-        if self._process.dead and call.operation is not Operation.CLOSE:  # what a process holds goes with it
+            await asyncio.sleep(process.cluster.random.random() * CALL_S_MAX)
+        strikes = process.cluster.strikes(call)
+        if strikes == "before":
+            process.dead = True
+        if process.dead and call.operation is not Operation.CLOSE:  # what a process holds goes with it
             raise Closed("the process was killed", tier=self.url)
-        return await work()
+        result = await work()
+        if strikes == "after":
+            process.dead = True
+            raise Closed("the process was killed before it knew", tier=self.url)
+        return result
 
 
 class Process:
@@ -115,7 +123,7 @@ class Process:
             self._hierarchy(),
             group=self._group,
             runtime=Runtime(self._scheduler, {}, self._token, self._lock),
-            config=CONFIG,
+            config=self.cluster.config,
             caveats=tuple,
         )
         self.completed = job.recorder.version
@@ -172,7 +180,8 @@ class Process:
 class Cluster:
     """A node a rank, each with a memory of its own, and a store that all see."""
 
-    def __init__(self, seed: int, world: int = 3) -> None:
+    def __init__(self, seed: int, world: int = 3, config: CheckpointConfig = CONFIG) -> None:
+        self.config = config
         self.random = random.Random(seed)
         self.world = world
         self.shared = f"life-{seed}-shared"
@@ -181,6 +190,11 @@ class Cluster:
         """A base has begun after the one that its generation opens with."""
         self.history: dict[tuple[int, int], tuple[bytes, bytes, int]] = {}
         """The bits of (rank, version), in whichever life it came to be first."""
+        self.calls = 0
+        """The calls that any rank has made to any tier so far."""
+        self.kill_at = (0, "")
+        """The number of the call at which its process is killed, and the moment: ``before`` it, or ``after`` it."""
+        self.struck = asyncio.Event()
         self.recovered: list[int] = []
         """Per start, the version that the ranks went on from."""
 
@@ -198,6 +212,17 @@ class Cluster:
         """A version has the same bits on every way to it."""
         bits = process.state.bits
         assert self.history.setdefault((process.rank, process.completed), bits) == bits
+
+    def strikes(self, call: Call) -> str:
+        """Whether a kill strikes ``before`` this call, ``after`` its effect, or not at all: an empty text."""
+        if call.operation in (Operation.CLOSE, Operation.LIST):  # what they leave, the call after them leaves as well
+            return ""
+        self.calls += 1
+        number, moment = self.kill_at
+        if self.calls != number:
+            return ""
+        self.struck.set()
+        return moment
 
     async def start(
         self, last: int, until: Callable[[list[Process]], Awaitable[object]] | None = None

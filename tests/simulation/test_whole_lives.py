@@ -50,10 +50,10 @@ async def whole_life(seed: int) -> list[int]:
         cluster.forget()
 
 
-def trained(rank: int) -> NumberState:
+def trained(rank: int, last: int = LAST) -> NumberState:
     """What a rank comes to that nothing ever happens to."""
     state = NumberState(rank)
-    for version in range(1, LAST + 1):
+    for version in range(1, last + 1):
         state.step(state.gradient(version)["weight"])
     return state
 

@@ -105,9 +105,10 @@ def committed(tiers: Tiers) -> int:
 
 
 def test_a_kill_anywhere_costs_nothing_that_had_returned(tmp_path: Path, reference: Job) -> None:
-    """Where the memory survives; and where it is lost, from the newest committed base on."""
-    targets = places(tmp_path)
-    assert len(targets) > 100
+    """If the memory survives; and if it is lost, from the newest committed base on. At every third place: the other
+    places are struck in tests/simulation/test_kills_in_a_life.py, in virtual time."""
+    targets = places(tmp_path)[::3]
+    assert len(targets) > 40
     struck = 0
     for target in targets:
         tiers = Tiers(tmp_path)

@@ -400,16 +400,18 @@ class Mover:
         """Wait for the condition. Errors: ``DeadlineExceeded`` saying ``what``, and what these tiers lack."""
         try:
             async with asyncio.timeout(deadline_s):
+                self.nudge()
                 while not await condition():
                     if self.conflict is not None:
                         raise self.conflict
                     if self._stopped is not None:
                         raise self._stopped
-                    self.nudge()
                     async with self._looked:
-                        with suppress(TimeoutError):
+                        try:
                             async with asyncio.timeout(RETRY.first_s):
                                 await self._looked.wait()
+                        except TimeoutError:
+                            self.nudge()  # not after each look: it would have the next one, and so on without a pause
         except TimeoutError:
             self._note()
             lacking = "; ".join(filter(None, map(self._lacking, tiers)))
