@@ -7,10 +7,18 @@ from typing import Any
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.policy.policies import KeepLast, RetentionPolicy
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.types import Fidelity, Survives, Usage, bytes_text
 
-__all__ = ["begun", "doubtful_tiers", "nothing_outlives_a_node", "overruled_options", "too_little_room"]
+__all__ = [
+    "begun",
+    "doubtful_tiers",
+    "nothing_outlives_a_node",
+    "overruled_options",
+    "retention_without_effect",
+    "too_little_room",
+]
 
 
 def begun(
@@ -80,6 +88,16 @@ def overruled_options(
 def plain(value: object) -> object:
     """For comparison: what was read from a checkpoint may be a list where the optimizer has a tuple."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def retention_without_effect(tiers: OpenHierarchy, retention: RetentionPolicy) -> str | None:
+    """A retention policy decides about shared tiers alone."""
+    if isinstance(retention, KeepLast) or any(role.shared for role in tiers.roles):
+        return None
+    return (
+        f"the retention policy {retention} has nothing to decide: no tier is shared by all ranks, so what leads to the "
+        "version that they agree on stays, and nothing else; add one that is, such as nvme:///shared/path?survives=rack"
+    )
 
 
 def too_little_room(

@@ -26,6 +26,7 @@ from tiercheck.opening.announcement import (
     doubtful_tiers,
     nothing_outlives_a_node,
     overruled_options,
+    retention_without_effect,
     too_little_room,
 )
 from tiercheck.opening.generation import open_on_all_ranks, take_back
@@ -301,6 +302,7 @@ class _Startup:
             return []
         tiers, world_size = place.tiers, self.ranks.world_size
         found = [nothing_outlives_a_node(tiers, world_size), doubtful_tiers(tiers)]
+        found.append(retention_without_effect(tiers, self.policies.retaining))
         if recovery is not None:
             scheduled = self.trained.host_state().get("scheduler") is not None
             found.append(overruled_options(state.given, self.trained.hyperparameters(), scheduled=scheduled))

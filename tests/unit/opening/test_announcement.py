@@ -150,3 +150,11 @@ def test_a_durable_tier_that_cannot_keep_what_it_is_told_to() -> None:
     assert too_little_room(tiers, enough, (1 << 30) + 1, 2, config) == (
         "nvme has room for 6.0 GiB, but to keep the last 2 bases takes 6.0 GiB: give it more, or lower keep_last"
     )
+
+
+def test_a_retention_policy_with_nothing_to_decide_is_told(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    for url, expected in ((f"nvme://{tmp_path}/own", True), (f"nvme://{tmp_path}/shared?survives=rack", False)):
+        with Training().attach(Hierarchy.of(memory(), url), retention="keep_best?metric=loss"):
+            pass
+        told = any("has nothing to decide: no tier is shared" in line for line in lines(said, logging.WARNING))
+        assert told is expected
