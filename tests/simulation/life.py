@@ -158,7 +158,10 @@ class Process:
             return Tier(f"memory://{place}", name, wrap=lambda driver: ProcessDriver(driver, self, survives))
 
         first = tier("memory", self.cluster.memory(self.rank), Survives.PROCESS)
-        return Hierarchy.of(first, tier("shared", self.cluster.shared, Survives.RACK))
+        if self.cluster.has_store:
+            return Hierarchy.of(first, tier("shared", self.cluster.shared, Survives.RACK))
+        neighbour = (self.rank + 1) % self.cluster.world
+        return Hierarchy.of(first, tier("neighbour", self.cluster.kept(neighbour), Survives.NODE))
 
     def _lock(self, urls: Sequence[str], rank: int) -> Process:
         self._locked = [(url, rank) for url in urls]
@@ -178,12 +181,14 @@ class Process:
 
 
 class Cluster:
-    """A node a rank, each with a memory of its own, and a store that all see."""
+    """A node a rank, each with a memory of its own. Copies go to a store that all see or, without ``has_store``, to the
+    memory of the next node."""
 
-    def __init__(self, seed: int, world: int = 3, config: CheckpointConfig = CONFIG) -> None:
+    def __init__(self, seed: int, world: int = 3, config: CheckpointConfig = CONFIG, *, has_store: bool = True) -> None:
         self.config = config
         self.random = random.Random(seed)
         self.world = world
+        self.has_store = has_store
         self.shared = f"life-{seed}-shared"
         self.locked: set[tuple[str, int]] = set()
         self.base_begun = asyncio.Event()
@@ -201,12 +206,18 @@ class Cluster:
     def memory(self, rank: int) -> str:
         return f"{self.shared}-{rank}"
 
-    def forget(self) -> None:
-        for name in [self.shared, *map(self.memory, range(self.world))]:
+    def kept(self, node: int) -> str:
+        """What the node keeps for its neighbour."""
+        return f"{self.shared}-kept-{node}"
+
+    def lose_node(self, node: int) -> None:
+        for name in (self.memory(node), self.kept(node)):
             MemoryDriver.forget(name)
 
-    def lose_node(self, rank: int) -> None:
-        MemoryDriver.forget(self.memory(rank))
+    def forget(self) -> None:
+        MemoryDriver.forget(self.shared)
+        for node in range(self.world):
+            self.lose_node(node)
 
     def check(self, process: Process) -> None:
         """A version has the same bits on every way to it."""
