@@ -169,11 +169,11 @@ class S3Client:
                         bodies.append(body)
                         return await self._send(operation, {**arguments, "Body": body if len(body) else b""})
 
-                def stop(task: asyncio.Future[Answer]) -> None:
+                def may_stop(task: asyncio.Future[Answer]) -> None:
                     if not bodies or not bodies[0].handed_over:
                         task.cancel()
 
-                return await settled(transfer(), stop=stop)
+                return await settled(transfer(), stop=may_stop)
 
         def acted() -> bool:
             return operation == "PutObject" and bool(bodies) and bodies[0].handed_over
