@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.figures import Unavailable
-from tiercheck.demo.model import GPT
-from tiercheck.demo.model_size import parameter_count
-from tiercheck.demo.text import batch_at, load_corpus
+from tiercheck.demo.training.model import GPT
+from tiercheck.demo.training.model_size import parameter_count
+from tiercheck.demo.training.text import batch_at, load_corpus
 from tiercheck.kernels import AdamStep
 from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
 

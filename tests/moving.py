@@ -12,8 +12,8 @@ from tiercheck.format import container
 from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ShardKey
-from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Placement
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.watermark import Retention
 from tiercheck.replication.mover import Mover
 from tiercheck.testing.faults import FaultPlan, FaultyDriver

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from tiercheck.runtime.front import ThreadScheduler, run
-from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.replay.replay import Replayed, replay_runs
 from tiercheck.streams.replay.runs import Run
+from tiercheck.streams.tensors.provider import StateProvider
 
 
 async def one_by_one(runs: Iterator[Run]) -> AsyncGenerator[Run, None]:

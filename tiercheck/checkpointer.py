@@ -30,8 +30,8 @@ from tiercheck.recording.stats import Stats
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.runtime.front import of_this_process, run
 from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
-from tiercheck.streams.provider import StateProvider
-from tiercheck.streams.tensor_state import TensorState
+from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.tensor_state import TensorState
 
 __all__ = ["Checkpointer", "Stats"]
 

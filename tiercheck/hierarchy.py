@@ -50,7 +50,7 @@ class Tier:
         if not self.name:
             object.__setattr__(self, "name", self.url.partition("://")[0])
         if self.codec:
-            from tiercheck.streams.reencode import check_codec_of_tier  # brings NumPy
+            from tiercheck.streams.records.reencode import check_codec_of_tier  # brings NumPy
 
             check_codec_of_tier(self.codec, self.name)
 

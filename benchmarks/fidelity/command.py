@@ -39,7 +39,7 @@ def seeds(text: str) -> tuple[int, ...]:
 
 def names(text: str) -> tuple[str, ...]:
     from tiercheck.streams.codecs import codec_names
-    from tiercheck.streams.snapshot import SNAPSHOT_CODECS
+    from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 
     found, known = tuple(text.split(",")), ("nothing", *codec_names(), *SNAPSHOT_CODECS)
     if unknown := set(found) - set(known):

@@ -26,12 +26,12 @@ from benchmarks.pairs import Pair, Summary
 from benchmarks.training import SetUp, Training, threads_of_torch
 from tiercheck.config import CheckpointConfig
 from tiercheck.demo.launch import Trainers
-from tiercheck.demo.progress import RankProgress
 from tiercheck.demo.settings import RANKS, TrainingSettings
+from tiercheck.demo.training.progress import RankProgress
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.codecs import codec_names
-from tiercheck.streams.snapshot import SNAPSHOT_CODECS
+from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.tiers.shm.driver import remove_namespace
 
 __all__ = ["FIGURES"]

@@ -24,7 +24,7 @@ from torch import nn
 
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider, supported
-from tiercheck.streams.generators import random_state
+from tiercheck.streams.tensors.generators import random_state
 
 __all__ = ["EDGES"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercheck.demo.deepspeed_cpu import prepare_cpu
+from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
 
 prepare_cpu()
 

@@ -26,7 +26,7 @@ from tiercheck.errors import (
     Unauthorized,
     Unsupported,
 )
-from tiercheck.testing.kit_writers import WriterTests
+from tiercheck.testing.driver_kit.writers import WriterTests
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.s3 import S3Driver
 from tiercheck.tiers.s3.payload import Body

@@ -17,7 +17,15 @@ from test_memory_conformance import TestMemory as MemoryTests
 from tests.plain_driver import PlainDriver
 from tiercheck.errors import CapacityExceeded, TierError, Unsupported
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.testing.process_client import InAnotherProcess, create_all, found, move_to, named, path_of, written
+from tiercheck.testing.driver_kit.process_client import (
+    InAnotherProcess,
+    create_all,
+    found,
+    move_to,
+    named,
+    path_of,
+    written,
+)
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives

@@ -25,7 +25,7 @@ from tiercheck.tiers.registry import make_driver
 
 @contextlib.contextmanager
 def killed_before_a_name_appears() -> Iterator[None]:
-    directory = "tiercheck.tiers.posix.shared_directory.SharedDirectory"
+    directory = "tiercheck.tiers.posix.directories.shared.SharedDirectory"
     with mock.patch(f"{directory}.replace", side_effect=Killed), mock.patch(f"{directory}.link", side_effect=Killed):
         yield
 

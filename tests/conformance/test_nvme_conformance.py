@@ -35,7 +35,7 @@ class TestNvme(FileTierTests):
         return functools.partial(make_driver, f"nvme://{self.root}?{self.options}")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.posix.directory.ObjectDirectory.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.posix.directories.local.ObjectDirectory.replace", side_effect=Killed)
 
 
 class TestNvmeInManyBlocks(TestNvme):

@@ -134,7 +134,7 @@ class TestAllAroundNvme(FileTierTests):
         return functools.partial(all_around_nvme, self.below)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
-        return mock.patch("tiercheck.tiers.posix.directory.ObjectDirectory.replace", side_effect=Killed)
+        return mock.patch("tiercheck.tiers.posix.directories.local.ObjectDirectory.replace", side_effect=Killed)
 
 
 class WrappedMachine(DriverMachine):

@@ -25,10 +25,10 @@ import pytest
 import typer
 from rich.console import Console
 
-from tests.unit.demo.test_report import compared, runs
+from tests.unit.demo.results.test_report import compared, runs
 from tiercheck import keys
 from tiercheck.cli import commands
-from tiercheck.demo.report import render
+from tiercheck.demo.results.report import render
 from tiercheck.integrations.deepspeed import read_block
 from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
 

@@ -6,11 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercheck import keys
-from tiercheck.policy.agreement import agreed, needs_agreement, reach
 from tiercheck.policy.commit import to_commit, to_mark
-from tiercheck.policy.consensus import Readable, decide
 from tiercheck.policy.guard import checked_deletions
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import (
@@ -24,6 +21,9 @@ from tiercheck.policy.policies import (
     PlacementPolicy,
     RetentionPolicy,
 )
+from tiercheck.policy.recovery.agreement import agreed, needs_agreement, reach
+from tiercheck.policy.recovery.consensus import Readable, decide
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 

@@ -19,7 +19,7 @@ from tiercheck.format import container
 from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import LineageKey, ShardKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.records import seal
 from tiercheck.tiers.shm.namespaces import remove_namespace

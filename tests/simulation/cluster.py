@@ -17,13 +17,13 @@ from tests.simulation.surveys import Found, Surveys, shards
 from tests.simulation.tiers import Node
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey, Stream
-from tiercheck.policy import opening
-from tiercheck.policy.agreement import NO_MARK, agreed, reach
 from tiercheck.policy.commit import to_commit
-from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.lineage import Branch, Lineage
-from tiercheck.policy.opening import Reach, anew
-from tiercheck.policy.recovery import Plan, Source, plan
+from tiercheck.policy.recovery import opening
+from tiercheck.policy.recovery.agreement import NO_MARK, agreed, reach
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
+from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.opening import Reach, anew
+from tiercheck.policy.recovery.plan import Plan, Source, plan
 
 BASES_MAX = 3
 """What admission counts on for a rank in its first tier."""

@@ -10,14 +10,14 @@ from functools import partial
 from tests.simulation.tiers import Node, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
 from tiercheck.policy import watermark as marks
-from tiercheck.policy.agreement import NO_MARK, needs_agreement
 from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.guard import checked_deletions
-from tiercheck.policy.lineage import Lineage, strangers
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.peers import Place, peer_of
 from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.policies import kept_by
+from tiercheck.policy.recovery.agreement import NO_MARK, needs_agreement
+from tiercheck.policy.recovery.lineage import Lineage, strangers
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
 

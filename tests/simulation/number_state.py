@@ -26,7 +26,7 @@ from tiercheck.format.host_state import pack
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.record_names import gradient_name, host_name
+from tiercheck.streams.records.record_names import gradient_name, host_name
 from tiercheck.streams.state import MakeRuns, Rebuilt
 from tiercheck.types import Fidelity
 

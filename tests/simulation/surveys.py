@@ -10,9 +10,9 @@ from tests.simulation.movers import Movers
 from tests.simulation.tiers import Tier
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import Key, LineageKey, ShardKey
-from tiercheck.policy.consensus import RecoveryPoint
-from tiercheck.policy.lineage import Branch
-from tiercheck.policy.recovery import Plan, Source, plan
+from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.plan import Plan, Source, plan
 from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.restorer import behind
 from tiercheck.recovery.survey import Survey

@@ -10,13 +10,14 @@ import pytest
 from tests.simulation.cluster import Cluster
 from tests.simulation.test_policies_under_failures import MODES, cluster_of, crash_again_and_again, run
 from tiercheck.keys import CommitKey, Key
-from tiercheck.policy import opening, watermark
-from tiercheck.policy.agreement import NO_MARK, agreed
-from tiercheck.policy.consensus import Readable, RecoveryPoint
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy import watermark
 from tiercheck.policy.observation import Observation, Role
-from tiercheck.policy.opening import Anew, Reach
-from tiercheck.policy.recovery import Source
+from tiercheck.policy.recovery import opening
+from tiercheck.policy.recovery.agreement import NO_MARK, agreed
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
+from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.opening import Anew, Reach
+from tiercheck.policy.recovery.plan import Source
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 from tiercheck.recovery.past import Past
 

@@ -22,7 +22,7 @@ from tests.unit.recovery.test_restorer import CONFIG, Cluster
 from tiercheck.errors import RecoveryError, TierCheckError, TierError, Transient, Unauthorized
 from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.keys import LineageKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.recovery import survey
 from tiercheck.recovery.copies import Copies
 from tiercheck.replication import lineage_records, records

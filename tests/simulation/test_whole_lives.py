@@ -13,7 +13,7 @@ import pytest
 from tests.simulation import virtual_time
 from tests.simulation.life import Cluster, Process
 from tests.simulation.number_state import NumberState
-from tiercheck.policy.agreement import agreed
+from tiercheck.policy.recovery.agreement import agreed
 
 LAST = 40
 REPOSITORY = Path(__file__).absolute().parents[2]

@@ -22,7 +22,7 @@ LIGHT = (
     "import tiercheck",
     "from tiercheck import errors, Capabilities, CheckpointConfig, Fidelity, Hierarchy, Survives, Tier, TierDriver",
     "import tiercheck; tiercheck.__version__; dir(tiercheck)",
-    "import tiercheck.policy.consensus, tiercheck.policy.commit, tiercheck.policy.watermark",
+    "import tiercheck.policy.recovery.consensus, tiercheck.policy.commit, tiercheck.policy.watermark",
     "import tiercheck.format.container, tiercheck.replication.mover",
     "import tiercheck.cli.commands",
     "from tiercheck.tiers.registry import make_driver; make_driver('shm://x'); make_driver('nvme:///x')",

@@ -20,7 +20,7 @@ from tests.jobs import Job, uninterrupted
 from tests.training import Training, memory, recovered
 from tiercheck.errors import TierCheckError
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.streams.base import BaseCapture
+from tiercheck.streams.records.base import BaseCapture
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
 from tiercheck.tiers.driver import TierDriver
 

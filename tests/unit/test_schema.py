@@ -32,7 +32,7 @@ from tiercheck.agent.protocol.messages import (
 from tiercheck.errors import NotFound
 from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey
 from tiercheck.policy.commit import CommitRecord, Marker
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.replication.records import HEAD_NBYTES, seal, unseal

@@ -16,7 +16,7 @@ from tiercheck.agent.server.neighbours import kept_for_neighbours, namespace_ope
 from tiercheck.agent.server.service import Agent
 from tiercheck.errors import CapacityExceeded, NotFound, Unauthorized
 from tiercheck.keys import JobKey, LineageKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.records import seal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver

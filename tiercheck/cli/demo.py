@@ -40,7 +40,7 @@ def demo(
 
     check_requirements()
     from tiercheck.demo.failure import Failure
-    from tiercheck.demo.report import render
+    from tiercheck.demo.results.report import render
     from tiercheck.demo.run import DemoOptions, run_demo
 
     console = Console(stderr=as_json)

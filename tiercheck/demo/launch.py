@@ -17,8 +17,8 @@ from typing import Self
 
 import psutil
 
-from tiercheck.demo.progress import RankProgress, progress_path, read_progress
 from tiercheck.demo.settings import RANKS, TrainingSettings
+from tiercheck.demo.training.progress import RankProgress, progress_path, read_progress
 from tiercheck.errors import TierCheckError
 
 __all__ = ["Deadlines", "TrainerFailure", "Trainers"]
@@ -55,7 +55,7 @@ class Trainers:
         settings_file = self.folder / "settings.json"
         self.settings.save(settings_file)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        command += ["--max-restarts=0", "-m", "tiercheck.demo.trainer"]
+        command += ["--max-restarts=0", "-m", "tiercheck.demo.training.trainer"]
         command += [f"--settings={settings_file}", f"--progress={self.folder}"]
         with self.log.open("wb") as log:
             self._agent = psutil.Popen(

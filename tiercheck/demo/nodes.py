@@ -21,8 +21,8 @@ import psutil
 
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.server.neighbours import kept_for_neighbours, shm_name
-from tiercheck.demo.model_size import parameter_count
 from tiercheck.demo.settings import RANKS, TrainingSettings
+from tiercheck.demo.training.model_size import parameter_count
 from tiercheck.errors import ConfigurationError, NotFound, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver

@@ -12,16 +12,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tiercheck.demo.compare import Interrupted, compare, mean_losses
 from tiercheck.demo.failure import Failure, FailurePlan, plan_failure
 from tiercheck.demo.launch import Trainers
-from tiercheck.demo.model_size import parameter_count
-from tiercheck.demo.plot import plot_losses
-from tiercheck.demo.progress import RankProgress
-from tiercheck.demo.recovery_view import availability_table, plan_table
-from tiercheck.demo.report import DemoResult
+from tiercheck.demo.results.compare import Interrupted, compare, mean_losses
+from tiercheck.demo.results.plot import plot_losses
+from tiercheck.demo.results.recovery_view import availability_table, plan_table
+from tiercheck.demo.results.report import DemoResult
 from tiercheck.demo.settings import SEED_MAX, TrainingSettings
-from tiercheck.demo.text import check_length, load_corpus
+from tiercheck.demo.training.model_size import parameter_count
+from tiercheck.demo.training.progress import RankProgress
+from tiercheck.demo.training.text import check_length, load_corpus
 from tiercheck.demo.workspace import Workspace
 from tiercheck.errors import ConfigurationError, RecoveryError
 from tiercheck.streams.codecs import codec

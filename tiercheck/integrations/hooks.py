@@ -18,7 +18,7 @@ from tiercheck.policy.policies import Policies
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
-from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.tensors.provider import StateProvider
 
 __all__ = ["Hooks", "StepHooks", "attach_hooks", "attached"]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.streams.beside import Beside, End
+from tiercheck.streams.tensors.beside import Beside, End
 
 __all__ = ["Iterations", "Provider", "refuse_forgotten_scheduler"]
 

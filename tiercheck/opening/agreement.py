@@ -12,9 +12,9 @@ from tiercheck import keys, schema
 from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
-from tiercheck.policy.agreement import NO_MARK, Span, agreed, needs_agreement
-from tiercheck.policy.opening import Reach, anew, superseded_at_opening
-from tiercheck.policy.recovery import Source
+from tiercheck.policy.recovery.agreement import NO_MARK, Span, agreed, needs_agreement
+from tiercheck.policy.recovery.opening import Reach, anew, superseded_at_opening
+from tiercheck.policy.recovery.plan import Source
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.mover import MoverHandle

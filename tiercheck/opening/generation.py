@@ -10,7 +10,7 @@ from typing import Any
 from tiercheck import schema
 from tiercheck.errors import GroupError, RecoveryError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.generation import (

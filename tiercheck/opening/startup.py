@@ -32,8 +32,8 @@ from tiercheck.opening.announcement import (
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
-from tiercheck.policy.agreement import way_to_mark
 from tiercheck.policy.compose.cadence import CadencePolicy, Progress
 from tiercheck.policy.compose.pacing import Copying, PacingPolicy
 from tiercheck.policy.compose.placement import Candidate, PlacementPolicy
 from tiercheck.policy.compose.retention import Committed, Keep, RetentionPolicy
 from tiercheck.policy.observation import Observation, Role
+from tiercheck.policy.recovery.agreement import way_to_mark
 from tiercheck.types import Survives, shown
 
 __all__ = [

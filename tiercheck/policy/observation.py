@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey, Stream
-from tiercheck.policy.lineage import Lineage
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.types import Survives
 
 __all__ = ["Contents", "Observation", "Role", "lasting"]
@@ -155,8 +155,8 @@ class Observation:
     lineage: Lineage
     """The job's own past. What lies outside of it is another future, which nobody needs."""
     mark: int | None = None
-    """Without a shared tier, the version that the ranks agreed on last (:mod:`tiercheck.policy.agreement`); ``None``:
-    this rank was not told."""
+    """Without a shared tier, the version that the ranks agreed on last (:mod:`tiercheck.policy.recovery.agreement`);
+    ``None``: this rank was not told."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:

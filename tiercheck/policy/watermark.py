@@ -10,8 +10,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
   its own; and what other ranks have left in this node's memory, or in its neighbour's.
 
-If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.agreement`): each rank keeps its own way
-to the mark, and everything newer, in every tier.
+If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
+its own way to the mark, and everything newer, in every tier.
 
 A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart. So a
 volatile tier keeps the newest two snapshots, and the newest two of every Nth version, which a shared tier is given. A
@@ -28,14 +28,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
-from tiercheck.policy.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
-from tiercheck.policy.consensus import Readable, RecoveryPoint
 from tiercheck.policy.guard import Refusal, ask_retention
 from tiercheck.policy.metrics import metrics_of, to_report
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement, Transfer
+from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 
 __all__ = ["BASES_IN_VOLATILE_TIERS", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from tiercheck.errors import Corruption, NotFound, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
-from tiercheck.policy.recovery import Source, Unreachable
+from tiercheck.policy.recovery.plan import Source, Unreachable
 from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["Copies", "Failed", "OutOfReach", "Unusable"]

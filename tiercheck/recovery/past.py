@@ -16,10 +16,10 @@ from functools import cached_property
 
 from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.keys import LineageKey, Stream
-from tiercheck.policy.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.lineage import Branch, Lineage, bearing, strangers
 from tiercheck.policy.observation import Role
-from tiercheck.policy.recovery import Availability, Plan, Source, availability, plan
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
+from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing, strangers
+from tiercheck.policy.recovery.plan import Availability, Plan, Source, availability, plan
 from tiercheck.recovery.survey import Survey
 
 __all__ = ["Past", "Points"]

@@ -47,9 +47,9 @@ from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, R
 from tiercheck.format import container
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
-from tiercheck.policy.consensus import RecoveryPoint
-from tiercheck.policy.lineage import Lineage
-from tiercheck.policy.recovery import Plan, Source, Unreachable, batches, grouped, plan
+from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.policy.recovery.plan import Plan, Source, Unreachable, batches, grouped, plan
 from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.replication.asking import asked_twice
 from tiercheck.streams.state import Record, Run, StateReader, Undecodable, ill_formed_is_corrupt

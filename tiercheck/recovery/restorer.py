@@ -19,8 +19,8 @@ from typing import Any
 from tiercheck import schema
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.policy.consensus import RecoveryPoint
-from tiercheck.policy.recovery import Availability, Source
+from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.policy.recovery.plan import Availability, Source
 from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
@@ -107,7 +107,7 @@ class Restored:
     """The generation of the version that was recovered: the newest one of any rank's; 0 for none."""
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
-    (:mod:`tiercheck.streams.gradient_encoder`)."""
+    (:mod:`tiercheck.streams.records.gradient_encoder`)."""
     sound: frozenset[Source] = frozenset()
     """This rank's copies, less those that were found damaged."""
     in_memory: bool = False

@@ -18,8 +18,8 @@ from tiercheck import keys
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey
-from tiercheck.policy.lineage import Branch
-from tiercheck.policy.recovery import Source
+from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.plan import Source
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import SetAside, read_branches
 

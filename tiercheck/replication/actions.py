@@ -19,13 +19,13 @@ from tiercheck.format.container import HeaderTooLarge
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import CommitRecord, Marker
-from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.placement import Transfer
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.replication.backoff import CONCERNS_THE_TIER, TIER_AWAY_AFTER, Action, SourceError, TierBackoff
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.records import metric_record, read_record, seal
-from tiercheck.streams.merge import Contents, as_stored, merge
+from tiercheck.streams.records.merge import Contents, as_stored, merge
 from tiercheck.types import ByteRange, Payload, PutMode
 
 __all__ = ["COMMITTING", "COPYING", "DELETING", "MARKING", "REPORTING", "Actions"]
@@ -304,6 +304,6 @@ def _record_of(key: Key) -> CommitKey | None:
 
 
 def _reencoded(shard: container.Shard, codec: str) -> Contents:
-    from tiercheck.streams.reencode import reencoded  # brings NumPy, which few movers need
+    from tiercheck.streams.records.reencode import reencoded  # brings NumPy, which few movers need
 
     return reencoded(shard, codec)

@@ -27,7 +27,7 @@ from tiercheck import keys
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey, generation_prefix
-from tiercheck.policy.lineage import Branch, Lineage, strangers
+from tiercheck.policy.recovery.lineage import Branch, Lineage, strangers
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import read_branch
 from tiercheck.replication.records import read_record, seal

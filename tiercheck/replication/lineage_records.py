@@ -9,7 +9,7 @@ from tiercheck import keys
 from tiercheck.errors import Corruption, NotFound
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import LineageKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.asking import asked_twice
 from tiercheck.replication.records import read_record
 

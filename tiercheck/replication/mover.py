@@ -24,14 +24,14 @@ from typing import Protocol
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import Key, LineageKey
-from tiercheck.policy.agreement import Span, needs_agreement, reach
 from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.guard import checked_deletions
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import PacingPolicy, Unpaced
+from tiercheck.policy.recovery.agreement import Span, needs_agreement, reach
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
@@ -102,7 +102,8 @@ class MoverHandle(Protocol):
     async def make_room(self) -> None: ...
 
     async def agree(self, mark: int) -> None:
-        """The ranks agree on this mark (:mod:`tiercheck.policy.agreement`). :attr:`status` is fresh after that."""
+        """The ranks agree on this mark (:mod:`tiercheck.policy.recovery.agreement`). :attr:`status` is fresh after
+        that."""
         ...
 
     async def room_for_base(self, deadline_s: float) -> None: ...

@@ -23,8 +23,8 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.damage import Copy
-from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.replication.backoff import Action, TierBackoff
 from tiercheck.runtime.backoff import Backoff
 

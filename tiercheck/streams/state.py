@@ -1,8 +1,8 @@
 """One rank's training state as the core knows it: what recording takes from it, and recovery gives back to it.
 
 The core (opening, recording, recovery) sees keys, shards and lengths. What is a tensor, and of which framework, only an
-implementation knows: :class:`~tiercheck.streams.tensor_state.TensorState` is the one of torch. A simulation brings a
-smaller one. All methods that touch the live state are called in the trainer's thread.
+implementation knows: :class:`~tiercheck.streams.tensors.tensor_state.TensorState` is the one of torch. A simulation
+brings a smaller one. All methods that touch the live state are called in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StateCapture(Protocol):
 
 class StateStream(Protocol):
     """What one rank records of every iteration, and of the state where a base is due: see
-    :class:`~tiercheck.streams.iteration.IterationStream`."""
+    :class:`~tiercheck.streams.records.iteration.IterationStream`."""
 
     token: str
     doubts: Doubts
@@ -176,7 +176,7 @@ class Rebuilt:
     """What was replayed, for :meth:`StateReader.reached`."""
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
-    (:mod:`tiercheck.streams.gradient_encoder`)."""
+    (:mod:`tiercheck.streams.records.gradient_encoder`)."""
 
 
 class StateReader(Protocol):

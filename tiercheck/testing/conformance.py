@@ -19,14 +19,15 @@ Needs pytest and pytest-asyncio.
 from __future__ import annotations
 
 import tiercheck.testing.plugin  # noqa: F401  (registers the kit's assertions for rewriting, before the imports below)
-from tiercheck.testing.kit_elsewhere import ElsewhereTests
-from tiercheck.testing.kit_limits import LimitTests
-from tiercheck.testing.kit_objects import BAD_KEYS, GOOD_KEYS, ObjectTests
-from tiercheck.testing.kit_reservations import ReservationTests
-from tiercheck.testing.kit_writers import WriterTests
+from tiercheck.testing.driver_kit.elsewhere import ElsewhereTests
+from tiercheck.testing.driver_kit.limits import LimitTests
+from tiercheck.testing.driver_kit.objects import BAD_KEYS, GOOD_KEYS, ObjectTests
+from tiercheck.testing.driver_kit.reservations import ReservationTests
+from tiercheck.testing.driver_kit.writers import WriterTests
 
 __all__ = ["BAD_KEYS", "GOOD_KEYS", "TierDriverTests"]
 
 
 class TierDriverTests(ObjectTests, WriterTests, ElsewhereTests, ReservationTests, LimitTests):
-    """The whole kit: subclass it, give the methods of :class:`~tiercheck.testing.kit.TierKit`, name it ``Test...``."""
+    """The whole kit: subclass it, give the methods of :class:`~tiercheck.testing.driver_kit.base.TierKit`, name it
+    ``Test...``."""

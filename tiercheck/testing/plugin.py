@@ -33,16 +33,17 @@ FILLED = "tiercheck.filled"
 REWRITTEN = (
     "certify",
     "codecs",
-    "kit",
-    "kit_elsewhere",
-    "kit_limits",
-    "kit_objects",
-    "kit_reservations",
-    "kit_writers",
+    "driver_kit.base",
+    "driver_kit.elsewhere",
+    "driver_kit.limits",
+    "driver_kit.objects",
+    "driver_kit.reservations",
+    "driver_kit.writers",
+    "gradients",
     "optimizers",
     "stateful",
 )
-KIT_MODULES = "tiercheck.testing.kit_"
+KIT_MODULES = "tiercheck.testing.driver_kit."
 
 # Before anything imports them: a failing assertion of the kit shows its values in the author's own test run.
 pytest.register_assert_rewrite(*(f"tiercheck.testing.{name}" for name in REWRITTEN))

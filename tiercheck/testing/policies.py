@@ -33,7 +33,6 @@ from tiercheck.policy.guard import (
     checked_deletions,
     refuse_uncovered,
 )
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import (
@@ -50,6 +49,7 @@ from tiercheck.policy.policies import (
     Progress,
     RetentionPolicy,
 )
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import Retention
 from tiercheck.replication.named_policies import combined, policy_texts
 from tiercheck.types import Survives

@@ -14,8 +14,8 @@ from pathlib import Path
 from tiercheck.errors import Transient
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
+from tiercheck.tiers.posix.directories.object_files import CONTROL
 from tiercheck.tiers.posix.files import try_lock
-from tiercheck.tiers.posix.object_files import CONTROL
 from tiercheck.tiers.registry import TierURL, make_driver
 from tiercheck.tiers.shm.namespaces import SHM, namespace_path, namespaces, open_alive
 

@@ -24,7 +24,7 @@ from benchmarks.pairs import Pair
 from benchmarks.report import ratio_text, rounded
 from benchmarks.training import SetUp
 from tiercheck import kernels
-from tiercheck.demo.progress import RankProgress, Step
+from tiercheck.demo.training.progress import RankProgress, Step
 from tiercheck.streams.codecs import codec_names
 
 TINY = SetUp(width=32, layers=1, heads=2, seed=3, sequence=32, micro_batch=1)

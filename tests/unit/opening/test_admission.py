@@ -15,9 +15,9 @@ from tiercheck.errors import CapacityExceeded
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, Key, ShardKey, Stream, parse
 from tiercheck.opening.admission import Demand, bases_at_most, differentials_at_most
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver

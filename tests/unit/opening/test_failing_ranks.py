@@ -20,7 +20,7 @@ from tiercheck.errors import JobConflict, RecoveryError, SaveError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import LineageKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.generation import open_generation
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.testing.faults import FaultPlan, FaultyDriver

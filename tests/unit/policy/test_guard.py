@@ -11,7 +11,6 @@ import pytest
 from tests.unit.policy.test_placement import base, batch, committed, seen, single
 from tiercheck.errors import ConfigurationError
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
-from tiercheck.policy.agreement import agreed, reach
 from tiercheck.policy.guard import (
     ask_cadence,
     ask_pacing,
@@ -20,7 +19,6 @@ from tiercheck.policy.guard import (
     checked_deletions,
     refuse_uncovered,
 )
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.policies import (
     BasesOnly,
@@ -36,6 +34,8 @@ from tiercheck.policy.policies import (
     Progress,
     RetentionPolicy,
 )
+from tiercheck.policy.recovery.agreement import agreed, reach
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.types import Survives
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.unit.policy.test_placement import base, batch, committed, seen
 from tiercheck.keys import CommitKey, Key, MetricKey
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.metrics import metrics_of, to_report
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.policies import KeepBest, KeepLast, Metric
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import Retention
 
 SHARED: list[Key] = [

@@ -9,12 +9,12 @@ import pytest
 from tiercheck import schema
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.commit import Marker, superseded, to_commit, to_mark
-from tiercheck.policy.consensus import RecoveryPoint
-from tiercheck.policy.lineage import Branch, Lineage
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepEvery, KeepLast
-from tiercheck.policy.recovery import Plan, Source, Unreachable, availability, plan
+from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.plan import Plan, Source, Unreachable, availability, plan
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 

@@ -26,9 +26,9 @@ from tiercheck.errors import (
 )
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import LineageKey, ShardKey
-from tiercheck.policy.lineage import Branch, Lineage, strangers
 from tiercheck.policy.observation import Role
-from tiercheck.policy.recovery import Source
+from tiercheck.policy.recovery.lineage import Branch, Lineage, strangers
+from tiercheck.policy.recovery.plan import Source
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.survey import Survey
 from tiercheck.replication.records import seal

@@ -250,7 +250,7 @@ async def test_a_batch_whose_header_is_too_large_becomes_several_objects(
 
 
 async def merged_header_nbytes(keys: list[ShardKey]) -> int:
-    from tiercheck.streams.merge import as_stored, merge
+    from tiercheck.streams.records.merge import as_stored, merge
 
     found = [as_stored(container.parse(b"".join(map(bytes, shard(key))))) for key in keys]
     header, *_ = merge(found, ShardKey.differential(1, keys[0].first, keys[-1].last, 0))

@@ -14,7 +14,7 @@ import pytest
 from tiercheck.errors import JobConflict, Unsupported
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ClaimKey, LineageKey
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.replication.generation import open_generation, record_generation
 from tiercheck.replication.lineage_records import read_branches
 from tiercheck.testing.faults import FaultPlan, FaultyDriver

@@ -14,7 +14,7 @@ from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, Job
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey
-from tiercheck.policy.lineage import Branch, Lineage
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.replication.records import seal
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver

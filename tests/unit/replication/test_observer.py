@@ -14,8 +14,8 @@ from tests.moving import base, capture, mover_of, shard
 from tiercheck import keys
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
-from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.policies import KeepEvery, KeepLast
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.watermark import Retention
 from tiercheck.replication.backoff import TierBackoff
 from tiercheck.replication.observer import Observer

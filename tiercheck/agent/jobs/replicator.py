@@ -16,8 +16,8 @@ from tiercheck.agent.jobs.states import FINAL, Event, State, life
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.policy.lineage import Lineage
 from tiercheck.policy.observation import Contents, Role
+from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover, MoverStatus
 from tiercheck.runtime.backoff import Backoff

@@ -30,7 +30,7 @@ from tiercheck.errors import (
 from tiercheck.format import host_state
 from tiercheck.format.host_state import Limits
 from tiercheck.keys import VERSION_MAX
-from tiercheck.policy.agreement import NO_MARK
+from tiercheck.policy.recovery.agreement import NO_MARK
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.schema import Count, Generation, Text
 from tiercheck.schema import Rank as RankNumber
@@ -185,7 +185,7 @@ class Look(JobRequest):
 
 @dataclass(frozen=True)
 class Agree(JobRequest):
-    """The ranks agree on a mark (:mod:`tiercheck.policy.agreement`)."""
+    """The ranks agree on a mark (:mod:`tiercheck.policy.recovery.agreement`)."""
 
     grace_s: ClassVar[float] = TIERS_S
 

@@ -13,7 +13,7 @@ or by a block in the DeepSpeed JSON, when ``attach(engine)`` is enough::
 
 A version is DeepSpeed's ``global_steps``. It is published before ``engine.step()`` returns, or, with ``stateful`` or
 ``after_step``, at the end of its iteration: when the loop calls ``checkpointer.end_iteration()``, or else when the next
-forward pass of training begins (:mod:`tiercheck.streams.beside`).
+forward pass of training begins (:mod:`tiercheck.streams.tensors.beside`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
 from tiercheck.policy.policies import Policies
 from tiercheck.runtime.group import Group, TorchGroup
-from tiercheck.streams.beside import Beside, End
+from tiercheck.streams.tensors.beside import Beside, End
 
 try:
     from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider

@@ -1,6 +1,6 @@
 """The training state of a DeepSpeed engine: ZeRO stages 0 to 3, in fp32, bf16 and fp16, pipelines included.
 
-:class:`DeepSpeedProvider` is a :class:`~tiercheck.streams.provider.StateProvider`. What is peculiar to it:
+:class:`DeepSpeedProvider` is a :class:`~tiercheck.streams.tensors.provider.StateProvider`. What is peculiar to it:
 
 - The inner optimizer's public step hooks see every update, but one iteration may call ``step`` several
   times (:mod:`tiercheck.integrations.deepspeed.layouts`). A pre-hook asks :meth:`~DeepSpeedProvider.visited_in_hook`
@@ -29,9 +29,9 @@ from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
 from tiercheck.integrations.deepspeed.layouts import Layout, Master, layout_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.support import refuse_unsupported
-from tiercheck.streams.beside import Beside, End
-from tiercheck.streams.module_tensors import ModuleTensors
-from tiercheck.streams.provider import (
+from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
     StateProvider,
@@ -42,7 +42,7 @@ from tiercheck.streams.provider import (
     plain_options,
     set_options,
 )
-from tiercheck.streams.storable import to_plain
+from tiercheck.streams.tensors.storable import to_plain
 
 __all__ = ["DeepSpeedProvider", "supported"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.errors import Mismatch, SaveError
-from tiercheck.streams.storable import to_plain
+from tiercheck.streams.tensors.storable import to_plain
 
 __all__ = ["EngineScheduler"]
 

@@ -5,7 +5,7 @@ them up in the order of the ranks. So all ranks get the same bits, and zeros whe
 ``codec="nonzero"`` the differentials hold the sum without loss, and so small, whatever clipping does to it afterwards.
 
 Source: Deep Gradient Compression (Lin et al., 2018), section 3; of error feedback, see
-:mod:`tiercheck.streams.gradient_encoder`.
+:mod:`tiercheck.streams.records.gradient_encoder`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiercheck import kernels
 from tiercheck.errors import ConfigurationError, Mismatch
 from tiercheck.format import host_state
 from tiercheck.streams.codecs import DTYPES, codec, decode, decode_sparse
-from tiercheck.streams.tensors import array_of, dtype_name, tensor_of
+from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
 from tiercheck.types import Fidelity
 
 if TYPE_CHECKING:

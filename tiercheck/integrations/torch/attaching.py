@@ -13,7 +13,7 @@ A version is published at the end of its iteration, with everything as of then: 
 or else when the next forward pass of training begins. A failure before that costs the iteration, which is trained again
 to the same bits. Without ``end_iteration`` the random generators, and whatever of ``stateful`` batches are drawn from,
 are saved as of the end of ``optimizer.step()``, before the next batch is drawn from them
-(:mod:`tiercheck.streams.beside`).
+(:mod:`tiercheck.streams.tensors.beside`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.policy.policies import Policies
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
-from tiercheck.streams.beside import Beside
+from tiercheck.streams.tensors.beside import Beside
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
 

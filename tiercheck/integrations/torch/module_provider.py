@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tiercheck.errors import UnsupportedSetup
-from tiercheck.streams.beside import Beside, End
-from tiercheck.streams.module_tensors import ModuleTensors
-from tiercheck.streams.provider import (
+from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
     copy_into,

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiercheck.streams.codecs import Encoding, fidelity_of
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.provider import Identity
+from tiercheck.streams.tensors.provider import Identity
 from tiercheck.types import Fidelity
 
 __all__ = ["Tally", "reached"]

@@ -16,8 +16,8 @@ from tiercheck.kernels import SparseGradient
 from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
-from tiercheck.streams.provider import StateProvider
 from tiercheck.streams.replay.runs import Gradient, Step
+from tiercheck.streams.tensors.provider import StateProvider
 
 __all__ = ["InPlace", "kernel_for"]
 

@@ -22,12 +22,12 @@ import torch
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
 from tiercheck.runtime.runtime import Scheduler
-from tiercheck.streams.differential import Differential
-from tiercheck.streams.provider import StateProvider
+from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.runs import Gradient, Run, Step, check_fits, decode_run
 from tiercheck.streams.state import MakeRuns
+from tiercheck.streams.tensors.provider import StateProvider
 
 __all__ = ["SPARSE_STEPS_AT_ONCE", "STEPS_AT_ONCE", "Replayed", "Replayer", "replay", "replay_runs", "threads_granted"]
 

@@ -24,7 +24,7 @@ from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
 from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.codecs import Encoding, codec_of
-from tiercheck.streams.differential import Differential
+from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.state import Undecodable
 

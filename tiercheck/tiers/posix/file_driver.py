@@ -1,4 +1,4 @@
-"""The asynchronous face of an :class:`~tiercheck.tiers.posix.directory.ObjectDirectory`.
+"""The asynchronous face of an :class:`~tiercheck.tiers.posix.directories.local.ObjectDirectory`.
 
 File calls block, so they run in a few threads of the driver's own. A cancelled call waits for its thread
 before it lets go: afterwards no buffer of the caller's is in use.
@@ -19,7 +19,7 @@ from typing import TypeVar
 from tiercheck.errors import Closed, Unsupported
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.posix.directory import ObjectDirectory
+from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.files import map_os_errors
 from tiercheck.tiers.posix.mounts import is_local, mount_of
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.errors import Transient, Unsupported
+from tiercheck.tiers.posix.directories.object_files import CONTROL, HOST
+from tiercheck.tiers.posix.directories.remembering import RememberingDirectory
+from tiercheck.tiers.posix.directories.shared import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.posix.mounts import mount_of, traits_of
-from tiercheck.tiers.posix.object_files import CONTROL, HOST
-from tiercheck.tiers.posix.remembering_directory import RememberingDirectory
-from tiercheck.tiers.posix.shared_directory import SharedDirectory, create_plain, temporary_name
 from tiercheck.tiers.posix.striping import Striper, StripingFailed, parse_stripe_count, parse_stripe_size
 from tiercheck.tiers.posix.transfer import Blocks
 from tiercheck.tiers.url import TierURL, directory_of
@@ -44,8 +44,8 @@ class LustreDriver(FileDriver):
 
     A put returns once the file and its names are on the servers' disks. After that, every other client's ``get``,
     ``stat`` and ``list`` sees it, also if the mount remembers names (FUSE, NFS): see
-    :mod:`tiercheck.tiers.posix.remembering_directory`. Objects are read, never mapped: a mapping kills its process with
-    SIGBUS when the network goes.
+    :mod:`tiercheck.tiers.posix.directories.remembering`. Objects are read, never mapped: a mapping kills its
+    process with SIGBUS when the network goes.
 
     Conditional puts need flock across nodes (Lustre: ``-o flock``); ``capabilities.conditional_put`` says whether
     it is there. As with every lock of a network file system, a client that is cut off in the middle of an ``UPDATE``

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiercheck.errors import Unsupported
 from tiercheck.tiers.posix.direct import ALIGNMENT, direct_obstacle
-from tiercheck.tiers.posix.directory import ObjectDirectory
+from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.posix.mounts import mount_of, traits_of
 from tiercheck.tiers.posix.transfer import Blocks, Sequential

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from tiercheck.errors import CapacityExceeded
 from tiercheck.tiers.posix.direct import address_of
+from tiercheck.tiers.posix.directories.object_files import payload_bytes
 from tiercheck.tiers.posix.files import write_buffers
-from tiercheck.tiers.posix.object_files import payload_bytes
 from tiercheck.tiers.shm.mapped_region import MappedRegion, MappedRegionCache
 from tiercheck.tiers.shm.numa import Locality
 from tiercheck.tiers.shm.pinning import CudaPinning

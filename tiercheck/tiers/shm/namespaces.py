@@ -21,8 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, NotFound, Transient, Unauthorized, Unsupported
+from tiercheck.tiers.posix.directories.object_files import CONTROL
 from tiercheck.tiers.posix.files import closed_on_error, locked, map_os_errors, try_lock, unlock_and_close
-from tiercheck.tiers.posix.object_files import CONTROL
 
 __all__ = [
     "SHM",

@@ -2,7 +2,7 @@
 
 Fresh pages of a tmpfs cost an allocation and a clearing each, so filling a new file is many times slower than
 filling one whose pages are there already. What is overwritten or deleted therefore goes to a pool, and the
-next writer takes its file from there. Beside what :mod:`tiercheck.tiers.posix.directory` keeps::
+next writer takes its file from there. Beside what :mod:`tiercheck.tiers.posix.directories.local` keeps::
 
     pool/      files for reuse; free space, as far as anybody outside is concerned
     charged    bytes of the objects and temporary files, and of the pool (:class:`.PoolAccounting`)
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Transient
-from tiercheck.tiers.posix.directory import ObjectDirectory
+from tiercheck.tiers.posix.directories.local import ObjectDirectory
+from tiercheck.tiers.posix.directories.object_files import CONTROL, Temporary, not_found
 from tiercheck.tiers.posix.files import try_lock, unlock_and_close
-from tiercheck.tiers.posix.object_files import CONTROL, Temporary, not_found
 from tiercheck.tiers.shm.hugepages import back_with_huge_pages
 from tiercheck.tiers.shm.pool import ANY, NOBODY, SPARE_BYTES_MIN, PoolAccounting, SegmentPool, Selection, whole_pages
 from tiercheck.types import ObjectInfo, PutMode

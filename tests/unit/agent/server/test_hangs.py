@@ -17,7 +17,7 @@ from tiercheck.agent.client.trainer_lock import TrainerLock
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import DeadlineExceeded
 from tiercheck.keys import LineageKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.records import seal
 from tiercheck.tiers.posix.nvme import NvmeDriver
 

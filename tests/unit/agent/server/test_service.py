@@ -33,7 +33,7 @@ from tiercheck.agent.server.service import Agent
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, JobKey, LineageKey, ShardKey
-from tiercheck.policy.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.records import seal, unseal

@@ -18,7 +18,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
-from tiercheck.streams.base import BaseCapture
+from tiercheck.streams.records.base import BaseCapture
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
 

@@ -16,7 +16,7 @@ from tests.recorded import Trainer, fresh, gradients_of, state_of
 from tests.replaying import one_by_one, replayed_runs
 from tiercheck.errors import Corruption
 from tiercheck.kernels import SparseGradient
-from tiercheck.streams.differential import Differential
+from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay import replay as replaying
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import kernel_for

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tiercheck.errors import TierError, Unauthorized
-from tiercheck.tiers.posix import beneath, directory, lustre
+from tiercheck.tiers.posix import beneath, lustre
 from tiercheck.tiers.posix.beneath import Beneath
+from tiercheck.tiers.posix.directories import local
 from tiercheck.tiers.posix.file_driver import FileDriver
 from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.tiers.posix.mounts import Traits
@@ -114,7 +115,7 @@ class TestLinks:
     ) -> None:
         """Looked at, then swapped, then deleted: the descriptor still is the directory's."""
         before = snapshot(outside)
-        looked = directory.ObjectDirectory.look_up
+        looked = local.ObjectDirectory.look_up
 
         def swap() -> None:
             if not (root / "v").is_symlink():
@@ -127,15 +128,15 @@ class TestLinks:
                 swap()
             return status
 
-        def looked_up_then_swapped(self: directory.ObjectDirectory, path: str) -> os.stat_result:
+        def looked_up_then_swapped(self: local.ObjectDirectory, path: str) -> os.stat_result:
             status = looked(self, path)
             swap()
             return status
 
         async with make() as driver:
             await driver.put("v/secret", [b"ours"])
-            monkeypatch.setattr(directory, "status_of", status_then_swapped)
-            monkeypatch.setattr(directory.ObjectDirectory, "look_up", looked_up_then_swapped)
+            monkeypatch.setattr(local, "status_of", status_then_swapped)
+            monkeypatch.setattr(local.ObjectDirectory, "look_up", looked_up_then_swapped)
             with contextlib.suppress(TierError):  # refused is as good
                 await driver.delete(["v/secret"])
         assert snapshot(outside) == before

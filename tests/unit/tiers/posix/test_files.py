@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 
 from tiercheck.errors import TierError
-from tiercheck.tiers.posix.directory import ObjectDirectory
+from tiercheck.tiers.posix.directories.local import ObjectDirectory
+from tiercheck.tiers.posix.directories.remembering import RememberingDirectory
+from tiercheck.tiers.posix.directories.shared import SharedDirectory
 from tiercheck.tiers.posix.mounts import Traits
-from tiercheck.tiers.posix.remembering_directory import RememberingDirectory
-from tiercheck.tiers.posix.shared_directory import SharedDirectory
 from tiercheck.tiers.posix.striping import Striper
 from tiercheck.tiers.shm.pool import SPARE_BYTES_MIN
 from tiercheck.tiers.shm.segments import SegmentDirectory

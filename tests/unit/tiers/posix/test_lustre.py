@@ -21,13 +21,14 @@ from tiercheck.errors import (
     Transient,
     Unsupported,
 )
-from tiercheck.tiers.posix import lustre, remembering_directory, striping
+from tiercheck.tiers.posix import lustre, striping
 from tiercheck.tiers.posix.beneath import Beneath, status_of
+from tiercheck.tiers.posix.directories import remembering
+from tiercheck.tiers.posix.directories.object_files import CONTROL, Temporary
+from tiercheck.tiers.posix.directories.shared import SharedDirectory, parse_temporary_name, temporary_name
 from tiercheck.tiers.posix.files import try_lock
 from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.tiers.posix.mounts import Mount, Traits, mount_of, parse_mounts, traits_of
-from tiercheck.tiers.posix.object_files import CONTROL, Temporary
-from tiercheck.tiers.posix.shared_directory import SharedDirectory, parse_temporary_name, temporary_name
 from tiercheck.tiers.posix.striping import ALL, parse_stripe_count, parse_stripe_size, stripes_for
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import ObjectInfo, PutMode, Survives
@@ -452,7 +453,7 @@ class TestMountsThatRemember:
     @pytest.fixture(autouse=True)
     def remembers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lustre, "traits_of", lambda mount: Traits(False, True, True))
-        monkeypatch.setattr(remembering_directory, "STALE_PAUSE_S", 0.0001)
+        monkeypatch.setattr(remembering, "STALE_PAUSE_S", 0.0001)
 
     @pytest.mark.parametrize("old_answers", [0, 1, 2, 7])
     async def test_an_old_answer_is_not_taken(
@@ -470,7 +471,7 @@ class TestMountsThatRemember:
                 return status_of(folder, name)
 
             info = await driver.put("v/a", [b"newer"])
-            monkeypatch.setattr(remembering_directory, "status_of", remembered)
+            monkeypatch.setattr(remembering, "status_of", remembered)
             for call in (lambda: driver.stat("v/a"), lambda: listed(driver), lambda: driver.get("v/a")):
                 left[0] = old_answers
                 found = await call()
@@ -480,13 +481,13 @@ class TestMountsThatRemember:
     async def test_one_that_never_forgets_is_told_apart_from_an_answer(
         self, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(remembering_directory, "STALE_S_MAX", 0.01)
+        monkeypatch.setattr(remembering, "STALE_S_MAX", 0.01)
         async with LustreDriver(root) as driver:
             await driver.put("a", [b"old"])
             old = (root / "a").lstat()
             await driver.put("a", [b"newer"])
             monkeypatch.setattr(
-                remembering_directory,
+                remembering,
                 "status_of",
                 lambda folder, name: old if name == "a" else status_of(folder, name),
             )
@@ -543,7 +544,7 @@ class TestMountsThatRemember:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     fsync(fd)  # of a directory: the object has its name
                     return
-                with mock.patch.object(remembering_directory, "status_of", side_effect=status_of) as looked:
+                with mock.patch.object(remembering, "status_of", side_effect=status_of) as looked:
                     assert [info.key for info in second.directory.scan()] == ["b"]
                     second.directory.held_bytes()
                     second.directory.reclaim()

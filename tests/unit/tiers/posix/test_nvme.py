@@ -26,7 +26,8 @@ from tiercheck.errors import (
     Unauthorized,
     Unsupported,
 )
-from tiercheck.tiers.posix import directory, files
+from tiercheck.tiers.posix import files
+from tiercheck.tiers.posix.directories import local
 from tiercheck.tiers.posix.files import unlock
 from tiercheck.tiers.posix.mounts import Mount
 from tiercheck.tiers.posix.nvme import NvmeDriver
@@ -268,7 +269,7 @@ class TestDebris:
         async with NvmeDriver(root) as driver:
             given_up = []
             temporary = driver.directory.create_temporary(1, lambda: None)
-            module = os if gone_before == "open" else directory
+            module = os if gone_before == "open" else local
             call = getattr(module, gone_before)
 
             def give_up_first(first: object, *arguments: object, **options: object) -> object:
@@ -398,7 +399,7 @@ class TestWithoutLocks:
     async def test_of_two_that_create_one_object_one_wins(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The other one comes between this one's look and its name."""
         async with NvmeDriver(root) as driver, NvmeDriver(root) as elsewhere:
-            check, theirs = directory.check_condition, []
+            check, theirs = local.check_condition, []
 
             def checked(mode: PutMode, key: str, current: os.stat_result | None) -> None:
                 check(mode, key, current)
@@ -406,7 +407,7 @@ class TestWithoutLocks:
                     theirs.append(key)
                     theirs.append(elsewhere.directory.store(key, [b"theirs"], PutMode.CREATE, lambda: None))
 
-            monkeypatch.setattr(directory, "check_condition", checked)
+            monkeypatch.setattr(local, "check_condition", checked)
             with pytest.raises(AlreadyExists):
                 await driver.put("g/claim", [b"mine"], mode=PutMode.CREATE)
             assert bytes(await driver.get("g/claim")) == b"theirs"

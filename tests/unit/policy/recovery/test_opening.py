@@ -1,0 +1,56 @@
+"""What is deleted when a generation opens."""
+
+from dataclasses import replace
+
+from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Role
+from tiercheck.policy.recovery.agreement import NO_MARK
+from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.opening import Anew, Reach, anew, superseded_at_opening
+from tiercheck.policy.recovery.plan import Source
+from tiercheck.types import Survives
+
+ROLES = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)]
+LINEAGE = Lineage.of([Branch(1, 0, 0, 2, "a" * 16), Branch(2, 1, 3, 2, "b" * 16)])
+
+
+def of_rank_0(held: set[tuple[int, ShardKey]], damaged: set[tuple[int, ShardKey]], versions: list[int]) -> set[Source]:
+    """What rank 0 deletes of ``held`` and ``damaged``: pairs of a tier and a shard there."""
+    sound = [Source(*each) for each in held]
+    seen = [*sound, *(Source(*each) for each in damaged)]
+    return set(superseded_at_opening(seen, 0, ROLES, LINEAGE, versions, sound, []))
+
+
+def differentials(generation: int, first: int, last: int) -> set[tuple[int, ShardKey]]:
+    """One a version, in memory."""
+    return {(0, ShardKey.differential(generation, each, each, 0)) for each in range(first, last + 1)}
+
+
+def test_what_each_nodes_failure_would_leave_stays_within_reach() -> None:
+    """No version is held twice by all. Without rank 0's node the newest is 2, without rank 1's it is 0."""
+    lineage = Lineage.of([Branch(1, 0, 0, 2, "a" * 16)])
+    memory = [ShardKey.base(1, base, 0) for base in (0, 2, 4)]
+    held = [[Source(0, replace(key, rank=rank)) for key in memory] for rank in (0, 1)]
+    held[0].append(Source(1, ShardKey.base(1, 2, 0)))
+    held[1].append(Source(1, ShardKey.base(1, 0, 1)))
+    known = anew([Reach.of(each, ROLES, lineage) for each in held], 4)
+    assert known == Anew(NO_MARK, (4, 0, 2))
+    for rank, each in enumerate(held):
+        gone = superseded_at_opening(each, rank, ROLES, lineage, known.versions, each, [])
+        assert [(source.tier, source.key.first) for source in gone] == [(0, 2)], "two bases leave room for another one"
+
+
+def test_a_version_that_a_kept_base_leads_to_needs_no_base_of_its_own() -> None:
+    """Two bases leave room for another one. A snapshot of the older one leads to version 3 as well."""
+    oldest, newest = (0, ShardKey.base(1, 0, 0)), (0, ShardKey.base(2, 6, 0))
+    snapshot, between = (0, ShardKey.snapshot(1, 0, 3, 0)), (0, ShardKey.base(2, 3, 0))
+    assert of_rank_0({oldest, snapshot, between, newest}, set(), [6, 0, 3]) == {Source(*between)}
+    assert of_rank_0({oldest, snapshot, between, newest}, set(), [6, 3]) == {Source(*oldest), Source(*snapshot)}
+
+
+def test_a_damaged_base_takes_the_room_of_no_sound_one() -> None:
+    """The neighbour's copy is the one that was read. In memory, 5 leads to version 7 as well, and 2 to version 4."""
+    damaged = (0, ShardKey.base(2, 7, 0))
+    sound = {(0, ShardKey.base(2, 2, 0)), (0, ShardKey.base(2, 5, 0)), (1, ShardKey.base(2, 7, 0))}
+    sound |= differentials(2, 3, 7)
+    assert of_rank_0(sound, {damaged}, [7, 4]) == {Source(*damaged)}

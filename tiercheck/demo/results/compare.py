@@ -1,0 +1,170 @@
+"""From the progress of both runs to what they show: which bits agree, what was lost, what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import TypeVar
+
+from tiercheck.demo.failure import Failure, FailurePlan
+from tiercheck.demo.results.recovery_view import count_sources
+from tiercheck.demo.results.report import DemoResult
+from tiercheck.demo.settings import TrainingSettings
+from tiercheck.demo.training.progress import RankProgress, Step
+from tiercheck.errors import RecoveryError
+from tiercheck.types import Fidelity
+
+__all__ = ["Interrupted", "compare", "mean_losses"]
+
+T = TypeVar("T")
+
+WARM_UP_STEPS = 3
+"""The first steps of a process are slow for reasons of their own: allocations, caches."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The two lives of the run with the failure, one entry a rank in each."""
+
+    first: Sequence[RankProgress]
+    second: Sequence[RankProgress]
+    restart_s: float
+    """From the start of the new processes to the first step that all of them finished."""
+    bytes_per_tier: Mapping[str, int]
+    """At the moment of the failure, before any memory was lost."""
+
+
+def compare(
+    kind: Failure,
+    settings: TrainingSettings,
+    failure: FailurePlan,
+    reference: Sequence[RankProgress],
+    interrupted: Interrupted,
+    *,
+    plot: Path,
+) -> DemoResult:
+    """Compare the two runs, whose progress holds one entry a rank.
+
+    Raises:
+        RecoveryError: the ranks of the restarted run disagree on the version they recovered, or the text changed
+            under the runs, so that their losses cannot be compared.
+    """
+    first, second = interrupted.first, interrupted.second
+    recovered = [rank.recovered for rank in second]
+    resumed_at = same("resumed at", [rank.started["version"] for rank in second])
+    # A rank whose newest base was lost starts from an older one, and replays more to come to the same version.
+    anchor = min(recovery["anchor"] for recovery in recovered)
+    replayed = max(recovery["replayed"] for recovery in recovered)
+    same("corpus", [rank.started["corpus"] for rank in chain(reference, first, second)])
+    failed_at = min(rank.version for rank in first)
+    difference = first_difference(reference, first, second)
+    baseline_s, step_s = comparable_step_seconds(reference, first, second)
+    return DemoResult(
+        failure=kind,
+        seed=settings.seed,
+        zero=settings.zero,
+        dtype=settings.dtype,
+        codec=settings.codec,
+        steps=settings.steps,
+        parameters=reference[0].started["parameters"],
+        failed_at=failed_at,
+        resumed_at=resumed_at,
+        anchor=anchor,
+        replayed=replayed,
+        steps_lost=max(0, failed_at - resumed_at),
+        nodes_lost=failure.nodes_lost,
+        sources=count_sources(recovered),
+        fidelity=Fidelity.worst(*(Fidelity(recovery["fidelity"]) for recovery in recovered)),
+        recover_s=max(recovery["seconds"] for recovery in recovered),
+        restart_s=interrupted.restart_s,
+        rerun_s=(failed_at - anchor) * step_s,
+        step_s=step_s,
+        baseline_step_s=baseline_s,
+        overhead=step_s / baseline_s - 1,
+        stall_share=stall_share(first, second),
+        bytes_per_tier=interrupted.bytes_per_tier,
+        loss_bit_identical=difference is None,
+        params_bit_identical=[rank.finished["digest"] for rank in reference]
+        == [rank.finished["digest"] for rank in second],
+        first_difference=difference,
+        losses=mean_losses(resumed_losses(first, second, resumed_at)),
+        stall_step_s=median_stall_s([*first, *second]),
+        drain_s=max(rank.finished["drain_s"] for rank in second),
+        plot=str(plot),
+    )
+
+
+def same(label: str, values: Sequence[T]) -> T:
+    """The value that all of them are."""
+    if any(value != values[0] for value in values):
+        raise RecoveryError(f"the ranks disagree on {label}: {', '.join(map(str, values))}")
+    return values[0]
+
+
+def first_difference(
+    reference: Sequence[RankProgress], first: Sequence[RankProgress], second: Sequence[RankProgress]
+) -> int | None:
+    """The first version at which some rank's loss, in either life of the interrupted run, is not the reference's.
+
+    Raises:
+        RecoveryError: the restarted run did not train every version up to the last.
+    """
+    differing: list[int] = []
+    for truth, *lives in zip(reference, first, second, strict=True):
+        expected = {step.version: step.loss for step in truth.steps}
+        resumed = [step.version for step in lives[-1].steps]
+        wanted = list(range(lives[-1].started["version"] + 1, truth.version + 1))
+        if resumed != wanted:
+            raise RecoveryError(f"the restarted run trained the versions {resumed}, not {wanted}")
+        differing += [step.version for life in lives for step in life.steps if expected.get(step.version) != step.loss]
+    return min(differing, default=None)
+
+
+def comparable_step_seconds(
+    reference: Sequence[RankProgress], first: Sequence[RankProgress], second: Sequence[RankProgress]
+) -> tuple[float, float]:
+    """Median seconds a step without and with checkpoints, over the versions that both runs trained warm."""
+    with_checkpoints = [step for rank in chain(first, second) for step in rank.steps[WARM_UP_STEPS:]]
+    without = [step for rank in reference for step in rank.steps[WARM_UP_STEPS:]]
+    shared = {step.version for step in with_checkpoints} & {step.version for step in without}
+    if not shared:
+        raise RecoveryError("the runs are too short to compare the time of their steps")
+    return (
+        median(step.seconds for step in without if step.version in shared),
+        median(step.seconds for step in with_checkpoints if step.version in shared),
+    )
+
+
+def stall_share(*lives: Sequence[RankProgress]) -> float:
+    """The worst rank's stalled seconds over the seconds of its steps."""
+    shares: list[float] = []
+    for rank in zip(*lives, strict=True):
+        steps = [life.steps for life in rank if life.steps]
+        seconds = sum(step.seconds for life in steps for step in life)
+        shares.append(sum(life[-1].stall_s for life in steps) / seconds)
+    return max(shares)
+
+
+def median_stall_s(lives: Sequence[RankProgress]) -> float:
+    """The median, over all warm steps of all ranks, of the seconds that checkpointing stalled the step."""
+    return median(
+        after.stall_s - before.stall_s for life in lives for before, after in pairwise(life.steps[WARM_UP_STEPS - 1 :])
+    )
+
+
+def resumed_losses(first: Sequence[RankProgress], second: Sequence[RankProgress], resumed_at: int) -> list[list[Step]]:
+    """Per rank, the steps that count: those of the first life up to the recovered version, then the second's."""
+    return [
+        [step for step in before.steps if step.version <= resumed_at] + after.steps
+        for before, after in zip(first, second, strict=True)
+    ]
+
+
+def mean_losses(ranks: Sequence[Sequence[Step]]) -> dict[int, float]:
+    """By version, the mean loss of the ranks; a version that some rank was killed before reporting is left out."""
+    by_rank = [{step.version: step.loss_value for step in steps} for steps in ranks]
+    shared = sorted(set.intersection(*(set(losses) for losses in by_rank)))
+    return {version: fmean(losses[version] for losses in by_rank) for version in shared}

@@ -1,0 +1,102 @@
+"""The version at which all ranks can meet: the recovery point.
+
+It is the newest version that *every* rank can reach, each from an anchor of its own: a base and an unbroken run of
+differentials after it, or a base and the snapshot that was made for it. The ranks need no base in common. If a base,
+differential or snapshot of a rank failed, the rank has made a base of its own since, at a version of which the others
+have no base. A minimum of the ranks' maxima would be cheaper and wrong: it can name a version that some rank has
+already purged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from tiercheck.keys import ShardKey, Stream
+from tiercheck.policy.recovery.lineage import Lineage
+
+__all__ = ["Readable", "RecoveryPoint", "decide"]
+
+
+@dataclass(frozen=True)
+class RecoveryPoint:
+    """One rank's way to the version at which all ranks meet. ``last`` is the same on every rank. The other fields are
+    the rank's own."""
+
+    generation: int
+    """The generation of the shards that lead there. The opening base of a generation is the version at which it left
+    its parent, so a rank may reach that version in either generation."""
+    anchor: int
+    """The rank's newest base that leads to ``last``."""
+    last: int
+    """The version at which the ranks meet."""
+    by_snapshot: bool = False
+    """A snapshot leads from ``anchor`` to ``last``, instead of differentials."""
+
+    @property
+    def replayed(self) -> int:
+        """The number of differentials to replay."""
+        return 0 if self.by_snapshot else self.last - self.anchor
+
+
+@dataclass(frozen=True)
+class Readable:
+    """What one rank can read: ``(generation, version)`` of bases and of single differentials, and ``(generation, base,
+    version)`` of snapshots."""
+
+    bases: frozenset[tuple[int, int]]
+    differentials: frozenset[tuple[int, int]]
+    snapshots: frozenset[tuple[int, int, int]] = frozenset()
+
+    @classmethod
+    def of(cls, shards: Iterable[ShardKey]) -> Readable:
+        bases: set[tuple[int, int]] = set()
+        differentials: set[tuple[int, int]] = set()
+        snapshots: set[tuple[int, int, int]] = set()
+        for shard in shards:
+            if shard.stream is Stream.SNAPSHOT:
+                snapshots.add((shard.generation, shard.first - 1, shard.last))
+            else:
+                versions = bases if shard.stream is Stream.BASE else differentials
+                versions.update((shard.generation, version) for version in shard.versions)
+        return cls(frozenset(bases), frozenset(differentials), frozenset(snapshots))
+
+    def points(self) -> dict[tuple[int, int], RecoveryPoint]:
+        """The rank's way to each ``(generation, version)`` that it can reach, from the newest base. Differentials are
+        preferred to a snapshot, since they may be exact."""
+        ways: dict[tuple[int, int], RecoveryPoint] = {}
+        for generation, anchor in self.bases:
+            last = anchor
+            ways[generation, last] = RecoveryPoint(generation, anchor, last)
+            # The next base is an anchor itself.
+            while (generation, last + 1) in self.differentials and (generation, last + 1) not in self.bases:
+                last += 1
+                ways[generation, last] = RecoveryPoint(generation, anchor, last)
+        for generation, anchor, last in sorted(self.snapshots, reverse=True):
+            if (generation, anchor) in self.bases:
+                ways.setdefault((generation, last), RecoveryPoint(generation, anchor, last, by_snapshot=True))
+        return ways
+
+    def possible(self, lineage: Lineage) -> dict[int, list[RecoveryPoint]]:
+        """The rank's ways to each version of the job's own past that it can reach, the best first: differentials are
+        preferred to a snapshot, then the newest generation."""
+        ways: dict[int, list[RecoveryPoint]] = {}
+        for point in sorted(self.points().values(), key=lambda point: (point.by_snapshot, -point.generation)):
+            if lineage.admits(point.generation, point.last):
+                ways.setdefault(point.last, []).append(point)
+        return ways
+
+    def ways(self, lineage: Lineage) -> dict[int, RecoveryPoint]:
+        """The best of :meth:`possible` to each version."""
+        return {version: ways[0] for version, ways in self.possible(lineage).items()}
+
+
+def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
+    """The way of each rank, in rank order, to the newest version that every rank can reach; ``None`` if there is none.
+
+    In the job's own past a version is one state, whatever generation wrote it.
+    """
+    ways = [rank.ways(lineage) for rank in ranks]
+    common = reduce(frozenset.intersection, (frozenset(each) for each in ways))
+    return tuple(each[max(common)] for each in ways) if common else None

@@ -1,0 +1,199 @@
+"""The base stream: now and then, a rank's full state.
+
+A base v is the state after iteration v. Its tensors are
+
+- ``master/NAME``: what the optimizer updates,
+- ``state/NAME/KEY``: the optimizer's tensors for it,
+- ``extra/NAME``: what no optimizer updates: persistent buffers, frozen parameters,
+- ``residual/NAME``: where training uses compressed gradients with error feedback, what of the master's gradients it
+  has not used yet (:mod:`tiercheck.streams.records.gradient_encoder`),
+
+and its objects ``identity``, ``optimizer`` (options of the parameter groups, and state that is no tensor) and
+``host``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tiercheck import schema
+from tiercheck.errors import Corruption
+from tiercheck.format.container import (
+    PackedObject,
+    Shard,
+    ShardMetadata,
+    ShardWriter,
+    TensorSpec,
+    checksum_of,
+    header_room,
+    shard_nbytes,
+)
+from tiercheck.format.host_state import pack
+from tiercheck.keys import ShardKey
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in
+from tiercheck.streams.tensors.provider import Identity, StateProvider
+from tiercheck.streams.tensors.writes import Watch
+
+__all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
+
+
+@dataclass(frozen=True)
+class BaseState:
+    """What a base holds, decoded. Tensors lie over the shard's memory: copy before writing to them."""
+
+    identity: Identity
+    masters: Mapping[str, torch.Tensor]
+    optimizer_state: Mapping[str, Mapping[str, Any]]
+    extras: Mapping[str, torch.Tensor]
+    hyperparameters: list[dict[str, Any]]
+    host_state: Mapping[str, Any]
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class BaseCapture:
+    """A base on its way into the first tier's memory.
+
+    Made right after iteration v. What the next forward pass may change (buffers, host state) is taken at
+    once; masters, optimizer state and residuals stand still until the next step, so :meth:`copy` may take them during
+    the next forward and backward pass, on another thread, and must have returned before that step.
+
+    ``host_state`` is the provider's where it is not given. ``expected`` has the checksums of the masters at the end of
+    the iteration (:func:`~tiercheck.streams.tensors.writes.contents`): :meth:`finish` compares them with the copy's.
+    """
+
+    def __init__(
+        self,
+        provider: StateProvider,
+        key: ShardKey,
+        world_size: int,
+        residuals: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        *,
+        token: str = "",
+        host_state: Mapping[str, Any] | None = None,
+        expected: Mapping[str, str] | None = None,
+    ) -> None:
+        self._metadata = ShardMetadata.of(key, world_size, token)
+        tensors, values = _tensors(provider)
+        tensors.update({f"residual/{name}": tensor for name, tensor in residuals.items()})
+        self._at_once = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("extra/")}
+        self._later = {name: tensor for name, tensor in tensors.items() if not name.startswith("extra/")}
+        held = {
+            "identity": schema.plain(provider.identity()),
+            "optimizer": {"hyperparameters": provider.hyperparameters(), "values": values},
+            "host": provider.host_state() if host_state is None else host_state,
+        }
+        self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
+        self._watch = Watch(lambda: self._later)
+        self.disturbed = False
+        """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
+        self._expected = {f"master/{name}": content for name, content in (expected or {}).items()}
+        self._compared: dict[str, memoryview] = {}
+        self.unexpected: tuple[str, ...] = ()
+        """After :meth:`finish`: the masters whose content is not the expected one, so that somebody wrote to them after
+        the step."""
+        self._writer: ShardWriter | None = None
+        self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
+
+    @property
+    def nbytes_max(self) -> int:
+        """Bytes to reserve for the shard."""
+        return shard_nbytes(self._specs.values(), {name: len(each.data) for name, each in self._objects.items()})
+
+    def copy(self, memory: memoryview) -> None:
+        """Copy the state into ``memory``. Blocking; call it once. The state may change from its return on."""
+        writer = ShardWriter(memory, header_room(self._specs.values(), self._objects))
+        for name, tensor in {**self._at_once, **self._later}.items():
+            spec = self._specs[name]
+            slot = writer.slot(name, spec.dtype, spec.shape)
+            tensor_in(slot, spec.dtype, spec.shape, what=name).copy_(tensor)
+            if name in self._expected:
+                self._compared[name] = slot
+        self.disturbed = bool(self._watch.written())
+        self._writer = writer
+
+    def finish(self) -> int:
+        """Close the shard; returns its length in bytes. Not before :meth:`copy` has returned."""
+        if self._writer is None:
+            raise ValueError("a base is finished after it was copied")
+        for name, value in self._objects.items():
+            self._writer.add_object(name, value)
+        checksums = {name: checksum_of(slot) for name, slot in self._compared.items()}
+        self.unexpected = tuple(
+            name.removeprefix("master/") for name, found in checksums.items() if found != self._expected[name]
+        )
+        nbytes = self._writer.finish(self._metadata, checksums=checksums)
+        self._compared.clear()
+        self._writer = None  # the tier reuses the memory only when nobody has a view of it
+        return nbytes
+
+
+def base_nbytes(provider: StateProvider, residuals: Mapping[str, torch.Tensor] = MappingProxyType({})) -> int:
+    """About how many bytes the tensors of a base take, for checking a tier's space ahead. Before the first step
+    an optimizer may hold no state yet: then two tensors a master (Adam's moments) are assumed."""
+    tensors, _ = _tensors(provider)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *residuals.values()))
+    if not provider.optimizer_state():
+        nbytes += 2 * sum(tensor.numel() * tensor.element_size() for tensor in provider.masters().values())
+    return nbytes
+
+
+def read_base(shard: Shard, *, tier: str) -> BaseState:
+    """Decode a base. Errors: ``Corruption`` where a checksum or the layout is wrong."""
+    where = str(shard.metadata.key)
+    masters: dict[str, torch.Tensor] = {}
+    extras: dict[str, torch.Tensor] = {}
+    residuals: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for name in shard.names:
+        kind, _, rest = name.partition("/")
+        entry = shard.entry(name)
+        tensor = tensor_in(memoryview(entry.data), entry.dtype, entry.shape, what=f"tensor {name} of {where}")
+        if kind == "master":
+            masters[rest] = tensor
+        elif kind == "extra":
+            extras[rest] = tensor
+        elif kind == "residual":
+            residuals[rest] = tensor
+        elif kind == "state" and "/" in rest:
+            master, _, key = rest.rpartition("/")
+            state.setdefault(master, {})[key] = tensor
+        else:
+            raise Corruption(f"a base has no tensor {name!r}", tier=tier, key=where)
+    try:
+        optimizer: Any = shard.object("optimizer")
+        identity: Any = shard.object("identity")
+        host_state: Any = shard.object("host")
+        Doubts.of(host_state)
+        for master, values in optimizer["values"].items():
+            state.setdefault(master, {}).update(values)
+        return BaseState(
+            identity=schema.read(Identity, identity),
+            masters=masters,
+            optimizer_state=state,
+            extras=extras,
+            hyperparameters=optimizer["hyperparameters"],
+            host_state=host_state,
+            residuals=residuals,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corruption(f"the base's objects lack {error}", tier=tier, key=where) from error
+
+
+def _tensors(provider: StateProvider) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """The state's tensors by their name in the shard, live, and the optimizer's values that are none."""
+    tensors = {f"master/{name}": tensor for name, tensor in provider.masters().items()}
+    values: dict[str, dict[str, Any]] = {}
+    for name, state in provider.optimizer_state().items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"state/{name}/{key}"] = value
+            else:
+                values.setdefault(name, {})[key] = value
+    tensors.update({f"extra/{name}": tensor for name, tensor in provider.extras().items()})
+    return tensors, values

@@ -1,0 +1,312 @@
+"""The differential stream: every iteration, the gradients that took the optimizer from version v-1 to v.
+
+A shard of the stream holds one version, or a batch of consecutive ones; names carry the version, so that a
+batch is the concatenation of its records. Of version v there are
+
+- ``V/gradient/NAME`` (and ``#PART`` where the codec stores several): the gradient of a master, encoded,
+- ``V/buffer/NAME``: a persistent buffer that has changed since it was last recorded,
+
+and the objects ``V/record`` (whether the step was skipped, the options each parameter group stepped with, how
+each gradient is encoded) and ``V/host`` (the host state at the end of iteration v).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from tiercheck.errors import Corruption, SaveError, TierError
+from tiercheck.format.container import (
+    Shard,
+    ShardMetadata,
+    ShardWriter,
+    TensorEntry,
+    TensorSpec,
+    checksum_of,
+    header_room,
+    shard_nbytes,
+)
+from tiercheck.format.header import round_up
+from tiercheck.kernels import SparseGradient
+from tiercheck.keys import ShardKey
+from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.gradient_encoder import GradientEncoder, scratch
+from tiercheck.streams.records.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
+from tiercheck.streams.records.record_names import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
+from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in, tensor_of
+from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.types import Fidelity
+
+__all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
+
+
+@dataclass(frozen=True)
+class Differential:
+    """One version's record, decoded on demand. Errors of all methods: ``Corruption``."""
+
+    version: int
+    skipped: bool
+    hyperparameters: list[dict[str, Any]]
+    """Per parameter group, the options the step ran with."""
+    host_state: Mapping[str, Any]
+    _encodings: Mapping[str, Mapping[str, Any]]
+    _shard: Shard
+
+    @property
+    def codecs(self) -> frozenset[str]:
+        return frozenset(encoding["codec"] for encoding in self._encodings.values())
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The worst of its gradients; one that the optimizer stepped with as it was decoded is exact."""
+        return Fidelity.worst(*(fidelity_of(encoding) for encoding in self._encodings.values()))
+
+    @property
+    def encodings(self) -> Mapping[str, Mapping[str, Any]]:
+        """By master, how its gradient is encoded: the plain values of an ``Encoding``."""
+        return self._encodings
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by master; perhaps read-only views of the shard."""
+        return {name: self.gradient(name) for name in self._encodings}
+
+    def gradient(self, master: str, *, threads: int = 1) -> torch.Tensor:
+        """One of them, decoded by at most ``threads`` threads."""
+        encoding = self._encodings[master]
+        return tensor_of(decode(encoding, self._parts(master), threads=threads), encoding["dtype"])
+
+    def sparse_gradient(self, master: str, *, threads: int = 1) -> SparseGradient | None:
+        """The same without its zeros; ``None`` where it is stored densely."""
+        encoding = self._encodings[master]
+        return decode_sparse(encoding, self._parts(master), threads=threads)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers recorded at this version."""
+        prefix = buffer_prefix(self.version)
+        found: dict[str, torch.Tensor] = {}
+        for name in self._shard.names:
+            if name.startswith(prefix):
+                entry = self._shard.entry(name)
+                found[name.removeprefix(prefix)] = tensor_in(
+                    memoryview(entry.data), entry.dtype, entry.shape, what=name
+                )
+        return found
+
+    def is_whole(self) -> bool:
+        """Whether every byte of its shard is one that was written."""
+        try:
+            self._shard.verify()
+        except Corruption:
+            return False
+        return True
+
+    def buffer_specs(self) -> list[TensorSpec]:
+        """Of :meth:`buffers`, by the buffers' own names, without reading them."""
+        prefix = buffer_prefix(self.version)
+        specs = [spec for spec in self._shard.specs if spec.name.startswith(prefix)]
+        return [TensorSpec(spec.name.removeprefix(prefix), spec.dtype, spec.shape) for spec in specs]
+
+    def _parts(self, master: str) -> dict[str, TensorEntry]:
+        return gradient_parts(self._shard, self.version, master, self._encodings[master]["parts"])
+
+
+class DifferentialCapture(IterationCapture):
+    """Differential v on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
+
+    def __init__(self, stream: DifferentialStream, key: ShardKey, memory: memoryview, header_nbytes: int) -> None:
+        self._stream = stream
+        self._key = key
+        self._writer = ShardWriter(memory, header_nbytes)
+        self._hyperparameters = stream.provider.hyperparameters()
+        self._encodings: dict[str, dict[str, Any]] = {}
+        self._checksums: dict[str, str] = {}
+
+    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
+
+        Where training uses the compressed gradients, each is written to: it becomes what the tier's memory decodes to.
+        That is done for all of them even where that memory does not suffice, since the step follows in any case.
+        Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
+        """
+        for name, gradient in gradients.items():
+            self._check(name, gradient)
+        failures: list[TierError] = []
+        for name, gradient in gradients.items():
+            self._encode(name, gradient, failures)
+        if failures:
+            raise failures[0]
+
+    def _encode(self, name: str, gradient: torch.Tensor, failures: list[TierError]) -> None:
+        written: dict[str, memoryview] = {}
+        version, slot = self._key.first, partial(self._slot, name, written, failures)
+        encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
+        self._encodings[name] = encoding.to_object()
+        # Now, while the parts are in the cache: at the end of the step they would be read from memory.
+        for suffix, memory in written.items():
+            checksum = encoding.checksums.get(suffix) or checksum_of(memory)
+            self._checksums[gradient_name(version, name, suffix)] = checksum
+
+    def _slot(
+        self,
+        name: str,
+        written: dict[str, memoryview],
+        failures: list[TierError],
+        suffix: str,
+        dtype: str,
+        shape: tuple[int, ...],
+    ) -> memoryview:
+        """The tier's memory for a part, which is noted; where that does not suffice, memory of no consequence."""
+        try:
+            memory = self._writer.slot(gradient_name(self._key.first, name, suffix), dtype, shape)
+        except TierError as error:
+            failures.append(error)
+            return scratch(suffix, dtype, shape)
+        written[suffix] = memory
+        return memory
+
+    def _check(self, name: str, gradient: torch.Tensor) -> None:
+        spec = self._stream.masters.get(name)
+        if spec is None or spec.shape != tuple(gradient.shape):
+            raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(gradient.shape)}")
+        if name in self._encodings:
+            raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
+
+    def finish(self, *, skipped: bool) -> int:
+        """Add the host state as of now, and close the shard; returns its length in bytes."""
+        version = self._key.first
+        for name, tensor in self._stream.changed_buffers().items():
+            dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
+            memory = self._writer.slot(buffer_prefix(version) + name, dtype, shape)
+            tensor_in(memory, dtype, shape, what=name).copy_(tensor)
+        record = {
+            "skipped": skipped,
+            "hyperparameters": self._hyperparameters,
+            "gradients": self._encodings,
+        }
+        self._writer.add_object(record_name(version), record)
+        self._writer.add_object(host_name(version), self._stream.packed_host_state())
+        nbytes = self._writer.finish(
+            ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
+            checksums=self._checksums,
+        )
+        del self._writer  # the tier reuses the memory only when nobody has a view of it
+        return nbytes
+
+
+class DifferentialStream(IterationStream):
+    """What one rank's differentials have in common: the codec, the room they take, what was recorded last.
+
+    ``train_on_compressed``, ``encode_threads``: see :class:`~tiercheck.config.CheckpointConfig`.
+    Errors: ``ConfigurationError`` for a codec that there is not, that cannot encode a master's dtype, or that does not
+    go with training on the compressed gradient.
+    """
+
+    def __init__(
+        self,
+        provider: StateProvider,
+        codec_name: str,
+        world_size: int,
+        *,
+        train_on_compressed: bool = False,
+        encode_threads: int = 1,
+    ) -> None:
+        self.masters = {
+            name: TensorSpec(name, dtype_name(tensor, name), tuple(tensor.shape))
+            for name, tensor in provider.masters().items()
+        }
+        self.encoder = GradientEncoder(
+            codec(codec_name), self.masters, train_on_compressed=train_on_compressed, threads=encode_threads
+        )
+        gradients = [
+            TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
+            for name, spec in self.masters.items()
+            for part in self.encoder.codec.plan(spec.dtype, spec.shape)
+        ]
+        # The masters never change, so the room of their gradients is worked out once and not at every step.
+        self._gradients = len(gradients)
+        self._gradients_nbytes = shard_nbytes(gradients)
+        self._gradients_header_nbytes = header_room(gradients)
+        super().__init__(provider, world_size)
+
+    def key(self, generation: int, version: int, rank: int) -> ShardKey:
+        return ShardKey.differential(generation, version, version, rank)
+
+    @property
+    def nbytes_max(self) -> int:
+        return self._gradients_nbytes + self._beside_nbytes(self.host_nbytes_max)
+
+    @property
+    def nbytes_expected(self) -> int:
+        return self._gradients_nbytes + self._beside_nbytes(self.host_nbytes, record_nbytes=self.host_nbytes)
+
+    def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
+        return DifferentialCapture(self, key, memory, self._gradients_header_nbytes + header_beside(self._buffers()))
+
+    def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:
+        """Training must not depend on what is recorded: where it uses the compressed gradients, it does so all the
+        same."""
+        if self.encoder.train_on_compressed:
+            for name, gradient in gradients.items():
+                self.encoder.encode(name, gradient, seed=version, slot=scratch)
+
+    def mark_recorded(self) -> None:
+        """As ever. Residuals that belong to the chain of differentials begin anew: the base holds what they stand for,
+        and a record of it would count twice."""
+        self.encoder.base_begun()
+        super().mark_recorded()
+
+    def saved_with_bases(self) -> Mapping[str, torch.Tensor]:
+        return self.encoder.saved_with_bases()
+
+    def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        self.encoder.load(residuals)
+
+    def _buffers(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(buffer_prefix(0) + name, dtype_name(tensor, name), tuple(tensor.shape))
+            for name, tensor in self.provider.buffers().items()
+        )
+
+    def _beside_nbytes(self, host_nbytes: int, record_nbytes: int | None = None) -> int:
+        """Bytes, at most, of what a record holds beside the gradients: buffers, two objects, and their header."""
+        buffers = self._buffers()
+        if record_nbytes is None:
+            record_nbytes = RECORD_SPARE_BYTES + 512 * (self._gradients + len(buffers))
+        sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes]
+        return header_beside(buffers) + sum(map(round_up, sizes))
+
+
+def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
+    """The versions in a shard, oldest first. Errors: ``Corruption`` where a checksum or the layout is wrong."""
+    found: list[Differential] = []
+    for version in shard.metadata.key.versions:
+        try:
+            record: Any = shard.object(record_name(version))
+            host_state: Any = shard.object(host_name(version))
+            Doubts.of(host_state)
+            if not isinstance(record["skipped"], bool):
+                raise ValueError("whether the step was skipped")
+            found.append(
+                Differential(
+                    version=version,
+                    skipped=record["skipped"],
+                    hyperparameters=list(record["hyperparameters"]),
+                    host_state=host_state,
+                    _encodings=dict(record["gradients"]),
+                    _shard=shard,
+                )
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corruption(f"the record of version {version} lacks {error}", tier=tier, key=shard.key) from error
+    return found
+
+
+@lru_cache(maxsize=8)
+def header_beside(buffers: tuple[TensorSpec, ...]) -> int:
+    """The header's room for these and a record's two objects. Asked for at each version, of the same buffers."""
+    return header_room(buffers, (record_name(0), host_name(0)))

@@ -1,0 +1,184 @@
+"""What is recorded of every iteration: a differential, or a snapshot. This is what the recorder knows of either."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from tiercheck.format import host_state
+from tiercheck.format.container import PackedObject, Shard
+from tiercheck.keys import ShardKey
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.base import BaseCapture, base_nbytes
+from tiercheck.streams.tensors.as_bytes import array_of
+from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.writes import Watch, contents
+
+__all__ = ["RECORD_SPARE_BYTES", "IterationCapture", "IterationStream"]
+
+HOST_SPARE_BYTES, RECORD_SPARE_BYTES = 64 << 10, 32 << 10
+"""Room for an object of a record to grow since the last one. Keep it small: reserved bytes that are not used are
+allocated anew for each record. The sum must stay too small for the tier to make a file of it
+(:mod:`tiercheck.tiers.shm.mapping`)."""
+HOST_STEP_BYTES = 4 << 10
+"""The room grows in such steps, so that what was reserved like the last record mostly suffices."""
+
+
+class IterationCapture(abc.ABC):
+    """One version on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
+
+    @abc.abstractmethod
+    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients (by master, in the master's shape) of the coming step, or of a part of it. They are free
+        on return. Errors: ``SaveError``; ``TierError``."""
+
+    @abc.abstractmethod
+    def finish(self, *, skipped: bool) -> int:
+        """The step is done, or was skipped: add what is as of now, and close the shard; returns its length in bytes."""
+
+
+class IterationStream(abc.ABC):
+    """What one rank's records have in common: the room they take, and what changed since the last one."""
+
+    supersedes = False
+    """Whether each record holds what those before it held since the base. Then it needs that base:
+    :meth:`set_reference_base`."""
+
+    def __init__(self, provider: StateProvider, world_size: int) -> None:
+        self.provider = provider
+        self.world_size = world_size
+        self.token = ""
+        """Of the generation that records: it is opened after this was made."""
+        self.host_nbytes = 0
+        """The length of the last host state."""
+        self.doubts = Doubts()
+        """What was seen that the versions from here on may not hold."""
+        self.contents: dict[str, str] | None = None
+        """A checksum of all bits of each master as of the last look, where a base is due."""
+        self._recorded: dict[str, str] = {}
+        self._frozen = Watch(provider.frozen)
+        self._masters = Watch(provider.masters)
+        self.packed_host_state()
+        self.mark_recorded()
+
+    @abc.abstractmethod
+    def key(self, generation: int, version: int, rank: int) -> ShardKey:
+        """The key of this version's record."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes_max(self) -> int:
+        """Bytes to reserve for one record: its published part is shorter."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes_expected(self) -> int:
+        """About the bytes that one record keeps, at most, once it is published."""
+
+    @abc.abstractmethod
+    def begin(self, key: ShardKey, memory: memoryview) -> IterationCapture:
+        """Start a record in ``memory``, of at least :attr:`nbytes_max` bytes, before the step."""
+
+    def base(self, key: ShardKey) -> BaseCapture:
+        """The whole state, on its way into the first tier's memory."""
+        return BaseCapture(
+            self.provider,
+            key,
+            self.world_size,
+            self.saved_with_bases(),
+            token=self.token,
+            host_state=self.host_state(),
+            expected=self.contents,
+        )
+
+    @property
+    def base_nbytes(self) -> int:
+        """About the bytes of a base."""
+        return base_nbytes(self.provider, self.saved_with_bases()) + self.host_nbytes
+
+    def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027  most need not know
+        """The coming step of ``version`` is not recorded."""
+
+    def set_reference_base(self, base: Shard | None) -> None:  # noqa: B027  most do not
+        """Records from here on are changes since this base, the newest one, whose memory may be kept."""
+
+    def saved_with_bases(self) -> Mapping[str, torch.Tensor]:
+        """Tensors beside the provider's that belong to the state."""
+        return {}
+
+    def load(self, residuals: Mapping[str, torch.Tensor]) -> None:  # noqa: B027  most have none
+        """Put back what :meth:`saved_with_bases` had returned."""
+
+    @property
+    def host_nbytes_max(self) -> int:
+        """Room for the next host state, which may grow from one version to the next."""
+        return HOST_SPARE_BYTES + 2 * -(-self.host_nbytes // HOST_STEP_BYTES) * HOST_STEP_BYTES
+
+    def host_state(self) -> dict[str, Any]:
+        """The provider's, as of now, with the doubts there are."""
+        return self.doubts.saved_in(self.provider.host_state())
+
+    def packed_host_state(self) -> PackedObject:
+        """Errors: :class:`tiercheck.format.host_state.Unstorable`, naming the path of what cannot be stored."""
+        packed = host_state.pack(self.host_state(), name="host state")
+        self.host_nbytes = len(packed)
+        return PackedObject(packed)
+
+    def mark_recorded(self) -> None:
+        """The state as it is now is in a base: only what changes from here on matters."""
+        self._recorded = {name: content_of(tensor) for name, tensor in self.provider.buffers().items()}
+        self._frozen.mark()
+
+    def frozen_changed(self) -> bool:
+        """Whether a parameter that no optimizer updates was written to since the last base: then a base is due,
+        for records do not hold it. Told as :class:`~tiercheck.streams.tensors.writes.Watch` does."""
+        return bool(self._frozen.written())
+
+    def mark_stepped(self, *, every_bit: bool = False) -> None:
+        """The masters are as the optimizer's step, or a recovery, left them. ``every_bit``: :meth:`masters_rewritten`
+        is going to be asked."""
+        self._masters.mark()
+        self.contents = contents(self.provider.masters()) if every_bit and not self.supersedes else None
+
+    def mark_published(self) -> None:
+        """A version is published that holds what the masters were when :meth:`masters_written` looked last."""
+        self._masters.mark_seen()
+
+    def masters_rewritten(self) -> tuple[str, ...]:
+        """The masters of which any bit has changed since :meth:`mark_stepped`; none where it was not to look at every
+        bit. :attr:`contents` is then as of now."""
+        if self.contents is None:
+            return ()
+        before, self.contents = self.contents, contents(self.provider.masters())
+        return tuple(name for name, content in self.contents.items() if content != before.get(name))
+
+    def masters_written(self) -> bool:
+        """Whether anything but the optimizer has written to a master since then: then no replay of gradients leads to
+        what it holds. Told as in :meth:`frozen_changed`."""
+        return bool(self._masters.written())
+
+    def written(self) -> tuple[str, ...]:
+        """The names of all that was written to since :meth:`mark_stepped` or, if no optimizer updates it, the last
+        base."""
+        return self._masters.written() + self._frozen.written()
+
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that differ from what was recorded; they count as recorded then, unless a record supersedes those
+        before it, and has to hold them itself."""
+        changed: dict[str, torch.Tensor] = {}
+        for name, tensor in self.provider.buffers().items():
+            content = content_of(tensor)
+            if self._recorded.get(name) != content:
+                changed[name] = tensor
+                if not self.supersedes:
+                    self._recorded[name] = content
+        return changed
+
+
+def content_of(tensor: torch.Tensor) -> str:
+    """A digest of the tensor's content."""
+    return str(xxhash.xxh3_128_hexdigest(array_of(tensor).data))

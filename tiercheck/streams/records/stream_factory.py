@@ -1,0 +1,40 @@
+"""Which stream a configuration asks for."""
+
+from __future__ import annotations
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.streams.codecs.registry import refuse_unknown
+from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.iteration import IterationStream
+from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, SnapshotStream
+from tiercheck.streams.tensors.provider import StateProvider
+
+__all__ = ["stream_of"]
+
+
+def stream_of(
+    provider: StateProvider,
+    codec_name: str,
+    world_size: int,
+    *,
+    train_on_compressed: bool = False,
+    encode_threads: int = 1,
+) -> IterationStream:
+    """What is recorded of every iteration. The arguments are those of :class:`~tiercheck.config.CheckpointConfig`.
+
+    Errors: ``ConfigurationError`` for a name that neither differentials nor snapshots have, and as for the streams.
+    """
+    if codec_name in SNAPSHOT_CODECS:
+        if train_on_compressed:
+            raise ConfigurationError(
+                f"train_on_compressed=True needs a codec of gradients, such as 'sparse'; {codec_name!r} holds none"
+            )
+        return SnapshotStream(provider, codec_name, world_size, encode_threads=encode_threads)
+    refuse_unknown(codec_name, SNAPSHOT_CODECS)
+    return DifferentialStream(
+        provider,
+        codec_name,
+        world_size,
+        train_on_compressed=train_on_compressed,
+        encode_threads=encode_threads,
+    )

@@ -1,0 +1,189 @@
+"""Where the state of a rank comes from and goes back to.
+
+A provider is the only thing that knows how a framework lays out its training state. The streams read it
+through this protocol, and recovery writes it back through the same. Tensors are handed out *live*: what
+:meth:`StateProvider.masters` returns is the memory the optimizer updates, so a capture must be done before
+the next step, and a replay in place needs no copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tiercheck.errors import Mismatch
+from tiercheck.streams.replay.libraries import library_of
+from tiercheck.streams.tensors.storable import PLAIN, to_plain
+
+__all__ = ["Identity", "OptimizerIdentity", "StateProvider"]
+
+
+@dataclass(frozen=True)
+class OptimizerIdentity:
+    """What must be equal for a replay to be bit for bit the original step.
+
+    ``implementation`` is ``single_tensor``, ``foreach`` or ``fused`` for torch's Adam and AdamW, and
+    ``called`` for any other, which is replayed by calling it.
+    """
+
+    kind: str
+    implementation: str
+    torch_version: str
+    instruction_set: str
+    device: str
+    library: str = ""
+    """Where the optimizer is not torch's own: whose it is, and a digest of its code
+    (:mod:`tiercheck.streams.replay.libraries`)."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerIdentity:
+        kind: type = type(optimizer)
+        return cls(
+            kind=f"{kind.__module__}.{kind.__qualname__}",
+            implementation=implementation_of(optimizer, device),
+            torch_version=str(torch.__version__),
+            instruction_set=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device),
+            device=device.type,
+            library=library_of(kind),
+        )
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must agree on with the job that loads it."""
+
+    framework: str
+    """The layout of the state, such as ``torch`` or ``deepspeed-zero1-bf16``."""
+    world_size: int
+    model: str
+    """A digest of the names, shapes and dtypes of this rank's tensors."""
+    model_summary: str
+    """The same in words, for the message that refuses another model."""
+    optimizer: OptimizerIdentity
+
+
+class StateProvider(Protocol):
+    """One rank's training state."""
+
+    def identity(self) -> Identity:
+        """What this rank trains, and how."""
+
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        """The tensors the optimizer updates, live, by a name that is stable across restarts.
+
+        Under ZeRO these are the rank's full-precision partitions; names are unique within the rank.
+        """
+
+    def group_of(self) -> Mapping[str, int]:
+        """The index of each master's parameter group."""
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Per master, the optimizer's tensors for it (``exp_avg``, ``step``...), live; empty before the first step."""
+
+    def extras(self) -> Mapping[str, torch.Tensor]:
+        """Tensors of the module that no optimizer updates: persistent buffers and frozen parameters, live."""
+
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        """The parameters that no optimizer updates alone, live."""
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The persistent buffers alone, live: any forward pass may change them."""
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Per parameter group, its options as plain values (``lr``, ``betas``, ``weight_decay``...)."""
+
+    def host_state(self) -> dict[str, Any]:
+        """Everything else that the next iteration depends on: RNGs, schedulers, scalers, data position.
+
+        Plain values, ``bytes`` and NumPy arrays only, as of the *end* of the current iteration.
+        """
+
+    def load(
+        self,
+        *,
+        masters: Mapping[str, torch.Tensor],
+        optimizer_state: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[str, torch.Tensor],
+        hyperparameters: list[dict[str, Any]],
+    ) -> None:
+        """Make the given values (copied) the rank's state. :meth:`refresh` must follow."""
+
+    def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
+        """Run the optimizer's own step on the masters with these gradients and options. A master without a
+        gradient is left out, as the optimizer leaves out a parameter whose ``grad`` is ``None``."""
+
+    def refresh(self) -> None:
+        """Rebuild what derives from the masters (low-precision copies, gathered parameters). Collective."""
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what :meth:`host_state` returned."""
+
+
+def implementation_of(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """How torch's Adam and AdamW run on ``device``: the three differ in their last bits. ``called`` for others."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return "called"
+    chosen: set[str] = set()
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            chosen.add("fused")
+        elif group.get("foreach") or (group.get("foreach") is None and device.type != "cpu"):
+            chosen.add("foreach")
+        else:
+            chosen.add("single_tensor")
+    return chosen.pop() if len(chosen) == 1 else "called"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Sixteen hexadecimal digits that differ where the lines do."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's options without its parameters; tensors (a capturable ``lr``) as numbers."""
+    return {
+        key: value if type(value) in PLAIN else to_plain(value, key) for key, value in group.items() if key != "params"
+    }
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Put options back into a parameter group, into the tensor where the group holds one."""
+    for key, value in options.items():
+        current = group.get(key)
+        if isinstance(current, torch.Tensor):
+            current.fill_(float(np.asarray(value)))
+        else:
+            group[key] = value
+
+
+def check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Errors: ``Mismatch`` where the names or the shapes differ."""
+    if targets.keys() != sources.keys():
+        differing = ", ".join(sorted(targets.keys() ^ sources.keys())[:5])
+        raise Mismatch(f"the checkpoint and the job hold different tensors, among them {differing}")
+    for name, target in targets.items():
+        if target.shape != sources[name].shape:
+            raise Mismatch(
+                f"{name} is {tuple(sources[name].shape)} in the checkpoint and {tuple(target.shape)} in the job"
+            )
+
+
+def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Copy each source into the target of its name. Errors: those of :func:`check_shapes`, before any is copied."""
+    check_shapes(targets, sources)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(sources[name])

@@ -1,0 +1,124 @@
+"""The training state of a provider whose tensors are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiercheck import kernels
+from tiercheck.config import CheckpointConfig
+from tiercheck.format.container import Shard
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.base import BaseState, read_base
+from tiercheck.streams.records.differential import Differential, read_differentials
+from tiercheck.streams.records.expected import Expected
+from tiercheck.streams.records.gradient_encoder import forget_sent
+from tiercheck.streams.records.snapshot import advanced
+from tiercheck.streams.records.stream_factory import stream_of
+from tiercheck.streams.replay.fidelity import reached
+from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
+from tiercheck.streams.replay.runs import Run, check_fits, decode_run
+from tiercheck.streams.state import MakeRuns, Rebuilt, StateStream
+from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.types import Fidelity
+
+__all__ = ["TensorReader", "TensorState"]
+
+
+class TensorState:
+    """See :class:`~tiercheck.streams.state.TrainingState`."""
+
+    def __init__(self, provider: StateProvider, config: CheckpointConfig) -> None:
+        self._provider = provider
+        self._config = config
+
+    def prepare(self) -> None:
+        kernels.warm_up()
+
+    def stream(self, world_size: int) -> StateStream:
+        return stream_of(
+            self._provider,
+            self._config.codec,
+            world_size,
+            train_on_compressed=self._config.train_on_compressed,
+            encode_threads=self._config.encode_threads,
+        )
+
+    def reader(self) -> TensorReader:
+        return TensorReader(self._provider, exact=self._config.exact_replay)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return self._provider.hyperparameters()
+
+    def host_state(self) -> dict[str, Any]:
+        return self._provider.host_state()
+
+    def refresh(self) -> None:
+        self._provider.refresh()
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        self._provider.restore_host_state(state)
+
+
+class TensorReader:
+    """See :class:`~tiercheck.streams.state.StateReader`. ``threads``, ``exact``: as of
+    :func:`~tiercheck.streams.replay.replay.replay_runs`."""
+
+    steps_at_once = STEPS_AT_ONCE
+
+    def __init__(self, provider: StateProvider, *, threads: int | None = None, exact: bool = True) -> None:
+        self.threads = threads_granted(threads)
+        self._provider = provider
+        self._exact = exact
+        self._expected: Expected | None = None
+
+    def expect(self) -> None:
+        self._expected = self._expected or Expected.of(self._provider)
+
+    def base(self, shard: Shard, *, tier: str, places: str) -> BaseState:
+        base = read_base(shard, tier=tier)
+        if self._expected is not None:
+            self._expected.check_identity(base, places)
+            self._expected.check_base(base)
+        return base
+
+    def led_on(self, base: BaseState, shard: Shard, *, tier: str) -> BaseState:
+        state = advanced(base, shard, tier=tier, threads=self.threads)
+        if self._expected is not None:
+            self._expected.check_base(state)
+        return state
+
+    def records(self, shard: Shard, base: BaseState, *, tier: str) -> list[Differential]:
+        found = read_differentials(shard, tier=tier)
+        for each in found:
+            check_fits(each, base.masters, len(base.hyperparameters))
+            if self._expected is not None:
+                self._expected.check_differential(each)
+        return found
+
+    def run(self, records: Sequence[Differential], *, threads: int) -> Run:
+        return decode_run(records, threads=threads)
+
+    async def rebuild(self, base: BaseState, start: BaseState, make: MakeRuns, scheduler: Scheduler) -> Rebuilt:
+        residuals = {name: residual.clone() for name, residual in base.residuals.items()}
+
+        def forget(run: Run) -> None:
+            """Take out of the residuals what a run has sent."""
+            for step in run.steps:
+                forget_sent(residuals, step.gradients)
+
+        self._provider.load(
+            masters=start.masters,
+            optimizer_state=start.optimizer_state,
+            extras=start.extras,
+            hyperparameters=start.hyperparameters,
+        )
+        replayed = await replay_runs(
+            self._provider, make, scheduler, threads=self.threads, exact=self._exact, before=forget
+        )
+        host_state = start.host_state if replayed.host_state is None else replayed.host_state
+        return Rebuilt(host_state, replayed.tally, residuals)
+
+    def reached(self, base: BaseState, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+        return reached(base.identity, self._provider.identity(), rebuilt.tally, Doubts.of(rebuilt.host_state))

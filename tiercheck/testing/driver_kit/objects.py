@@ -1,0 +1,360 @@
+"""The conformance kit on objects one by one: opening and closing, putting and getting, keys, listing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Mapping
+
+import pytest
+
+from tiercheck.errors import Closed, NotFound, Unsupported
+from tiercheck.keys import ShardKey
+from tiercheck.testing.driver_kit.base import TierKit
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import ByteRange
+
+__all__ = ["BAD_KEYS", "GOOD_KEYS", "ObjectTests"]
+
+BAD_KEYS = (
+    "", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "a/./b", "a\0b", "a\nb", "a\\b", "a\x7f", "a\ud800",
+    "k" * 256, "/".join(["k" * 100] * 6),
+)  # fmt: skip
+GOOD_KEYS = (
+    "a",
+    "a b",
+    "a.b",
+    "a/b.c/d",
+    "é/ü",
+    "日本語",
+    "%2e%2e",
+    "a?b=c",
+    "a#b",
+    "~",
+    "-",
+    "k" * 255,
+    ".hidden",
+    "a:b",
+)
+
+
+KEY_BYTES_NEEDED = len(str(ShardKey.differential(1, 1, 2, 0)))
+"""What the longest of TierCheck's own keys takes."""
+
+
+class ObjectTests(TierKit):
+    """One client, one call at a time."""
+
+    # Opening and closing.
+
+    async def test_calls_outside_of_open_and_close_raise_closed(self) -> None:
+        driver = await self.make_driver()
+        await self.check_closed(driver)
+        async with driver:
+            await driver.put("a", [b"x"])
+            with pytest.raises(RuntimeError):
+                await driver.open()
+            assert await self.content(driver, "a") == b"x"
+        await driver.close()
+        await self.check_closed(driver)
+
+    async def check_closed(self, driver: TierDriver) -> None:
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: driver.put("a", [b""]),
+            lambda: driver.get("a"),
+            lambda: driver.stat("a"),
+            lambda: self.keys(driver),
+            lambda: driver.delete(["a"]),
+            driver.usage,
+        ]
+        if driver.capabilities.mappable:
+            calls.append(lambda: driver.reserve("a", 1))
+        for call in calls:
+            with pytest.raises(Closed):
+                await call()
+
+    async def test_objects_stay_when_the_driver_closes(self) -> None:
+        driver = await self.make_driver()
+        async with driver:
+            info = await driver.put("a/b", [b"content"])
+        async with await self.second_client(driver) as second:
+            assert await self.content(second, "a/b") == b"content"
+            assert await second.stat("a/b") == info
+
+    async def test_the_url_names_the_tier(self, driver: TierDriver) -> None:
+        assert "://" in driver.url
+        with pytest.raises(NotFound) as caught:
+            await driver.get("absent/object")
+        assert (caught.value.tier, caught.value.key) == (driver.url, "absent/object")
+
+    # Putting and getting.
+
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            [],
+            [b""],
+            [b"x"],
+            [b"", b"ab", b"", bytearray(b"cde"), memoryview(b"fgh")[1:]],
+            [bytes([n % 256]) for n in range(2500)],
+            [bytes(range(256)) * 4096, b"tail"],
+        ],
+        ids=["no buffer", "empty", "1 byte", "mixed", "2500 buffers", "1 MiB"],
+    )
+    async def test_what_is_put_is_what_is_there(
+        self, driver: TierDriver, payload: list[bytes | bytearray | memoryview]
+    ) -> None:
+        expected = b"".join(payload)
+        info = await driver.put("some/object", payload)
+        assert (info.key, info.nbytes) == ("some/object", len(expected))
+        assert info.etag
+        assert await self.raw_get(driver, "some/object") == expected
+        assert await self.content(driver, "some/object") == expected
+        assert await driver.stat("some/object") == info
+        assert [found async for found in driver.list()] == [self.as_listed(driver, info)]
+
+    async def test_what_others_put_is_read(self, driver: TierDriver) -> None:
+        await self.raw_put(driver, "from/outside", b"raw")
+        assert await self.content(driver, "from/outside") == b"raw"
+        assert (await driver.stat("from/outside")).nbytes == 3
+        assert await self.keys(driver) == ["from/outside"]
+
+    async def test_a_large_object_goes_round(self, driver: TierDriver) -> None:
+        content = random.Random(1).randbytes(self.large_nbytes)
+        cuts = [0, 1, 4097, self.large_nbytes // 2, self.large_nbytes]
+        await driver.put("large", [content[a:b] for a, b in itertools.pairwise(cuts)])
+        assert await self.raw_get(driver, "large") == content
+        into = bytearray(self.large_nbytes + 5)
+        filled = await driver.get("large", into=memoryview(into))
+        assert filled.nbytes == self.large_nbytes
+        assert into == content + bytes(5)
+
+    @pytest.mark.certifies("ranged_get")
+    async def test_ranges(self, driver: TierDriver) -> None:
+        await driver.put("a", [b"0123456789"])
+        if not driver.capabilities.ranged_get:
+            with pytest.raises(Unsupported):
+                await driver.get("a", range=ByteRange(0, 1))
+            return
+        for start, stop in [(0, 10), (0, 0), (10, 10), (3, 7), (9, 10)]:
+            expected = b"0123456789"[start:stop]
+            assert bytes(await driver.get("a", range=ByteRange(start, stop))) == expected
+            into = bytearray(b"." * 12)
+            found = await driver.get("a", range=ByteRange(start, stop), into=memoryview(into)[1:])
+            assert bytes(found) == expected
+            assert into == b"." + expected + b"." * (11 - len(expected))
+        for start, stop in [(0, 11), (10, 11), (11, 12), (11, 11)]:
+            with pytest.raises(ValueError):
+                await driver.get("a", range=ByteRange(start, stop))
+
+    @pytest.mark.certifies("ranged_get")
+    async def test_ranges_of_a_large_object(self, driver: TierDriver) -> None:
+        content = random.Random(4).randbytes(self.large_nbytes)
+        await driver.put("large", [content])
+        cuts = [0, 1, 4096, self.large_nbytes // 3, self.large_nbytes - 4097, self.large_nbytes]
+        wanted = [ByteRange(start, stop) for start, stop in itertools.combinations(cuts, 2)]
+        if not driver.capabilities.ranged_get:
+            for each in wanted:
+                with pytest.raises(Unsupported):
+                    await driver.get("large", range=each)
+            return
+        found = await asyncio.gather(*(driver.get("large", range=each) for each in wanted))
+        for each, part in zip(wanted, found, strict=True):
+            assert bytes(part) == content[each.start : each.stop], each
+
+    async def test_into_must_be_large_enough(self, driver: TierDriver) -> None:
+        await driver.put("a", [b"0123456789"])
+        into = bytearray(9)
+        with pytest.raises(ValueError):
+            await driver.get("a", into=memoryview(into))
+        assert into == bytes(9)
+
+    async def test_what_get_returns_is_read_only(self, driver: TierDriver) -> None:
+        await driver.put("a", [b"0123456789"])
+        found = await driver.get("a")
+        assert (found.readonly, found.format, found.contiguous, found.ndim) == (True, "B", True, 1)
+
+    async def test_absent_objects(self, driver: TierDriver) -> None:
+        await driver.put("a/b", [b"x"])
+        for key in ("b", "a/c", "a", "a/b/c"):
+            for call in (driver.get, driver.stat):
+                with pytest.raises(NotFound):
+                    await call(key)
+            await driver.delete([key])
+        with pytest.raises(NotFound):
+            await driver.get("b", into=memoryview(bytearray(4)))
+        assert await self.keys(driver) == ["a/b"]
+
+    async def test_overwriting_changes_content_and_etag(self, driver: TierDriver) -> None:
+        etags = set()
+        for content in (b"one", b"two", b"", b"three" * 1000, b"two", b"two"):
+            info = await driver.put("a", [content])
+            etags.add(info.etag)
+            assert await self.raw_get(driver, "a") == content
+            assert await self.content(driver, "a") == content
+            assert await driver.stat("a") == info
+        assert len(etags) == 6
+
+    async def test_an_etag_does_not_return_with_the_key(self, driver: TierDriver) -> None:
+        etags = set()
+        for _ in range(10):
+            etags.add((await driver.put("a", [b"same"])).etag)
+            await driver.delete(["a"])
+        assert len(etags) == 10
+
+    # Keys.
+
+    @pytest.mark.parametrize("key", BAD_KEYS, ids=ascii)
+    async def test_unsafe_keys_are_refused(self, driver: TierDriver, key: str) -> None:
+        with pytest.raises(ValueError):
+            await driver.put(key, [b"x"])
+        with pytest.raises(ValueError):
+            await driver.get(key)
+        with pytest.raises(ValueError):
+            await driver.stat(key)
+        await driver.put("a", [b"kept"])
+        with pytest.raises(ValueError):
+            await driver.delete(["a", key])
+        assert await self.keys(driver) == ["a"], "a bad key is refused before anything is touched"
+        if driver.capabilities.mappable:
+            with pytest.raises(ValueError):
+                await driver.reserve(key, 1)
+
+    async def test_odd_but_safe_keys_are_taken_as_they_are(self, driver: TierDriver) -> None:
+        for key in GOOD_KEYS:
+            if key != "a":  # beside "a/b.c/d" it is the next test's
+                await driver.put(key, [key.encode()])
+        for key in set(GOOD_KEYS) - {"a"}:
+            assert await self.content(driver, key) == key.encode()
+        assert await self.keys(driver) == sorted(set(GOOD_KEYS) - {"a"}, key=str.encode)
+
+    @pytest.mark.certifies("key_bytes_max")
+    async def test_keys_of_the_longest_length_are_taken_and_longer_ones_refused(self, driver: TierDriver) -> None:
+        longest = driver.capabilities.key_bytes_max
+        assert longest >= KEY_BYTES_NEEDED, "TierCheck's own keys must fit"
+        key = "/".join(["k" * 99] * (longest // 100 + 1))[:longest].removesuffix("/")
+        key += "k" * (longest - len(key))
+        await driver.put(key, [b"x"])
+        assert await self.content(driver, key) == b"x"
+        assert await self.keys(driver) == [key]
+        with pytest.raises(ValueError):
+            await driver.put(key + "k", [b"x"])
+        await driver.delete([key])
+        assert await self.keys(driver) == []
+
+    async def test_keys_above_and_below_each_other(self, driver: TierDriver) -> None:
+        """Either the tier holds both, or it refuses the second as unsupported and keeps the first."""
+        for first, second in (("a", "a/b"), ("x/y/z", "x/y"), ("p", "p/q/r")):
+            await driver.put(first, [b"first"])
+            try:
+                await driver.put(second, [b"second"])
+            except Unsupported:
+                assert await self.content(driver, second) is None
+            else:
+                assert await self.content(driver, second) == b"second"
+            assert await self.content(driver, first) == b"first"
+
+    # Listing, deleting, counting.
+
+    async def test_list_is_in_byte_order_and_filtered_by_prefix(self, driver: TierDriver) -> None:
+        keys = ["a-b", "a/b", "a/b-c", "a/b0", "a/é", "a0", "aé", "b/c/d", "B", "b.c", "z"]
+        for key in random.Random(2).sample(keys, len(keys)):
+            await driver.put(key, [key.encode()])
+        ordered = sorted(keys, key=str.encode)
+        prefixes = [
+            "",
+            "a",
+            "a/",
+            "a/b",
+            "a/b-",
+            "b",
+            "b/c",
+            "b/c/",
+            "b/c/d",
+            "b/c/d/",
+            "nothing",
+            "é",
+            "/",
+            "..",
+            "a//",
+        ]
+        for prefix in prefixes:
+            assert await self.keys(driver, prefix) == [key for key in ordered if key.startswith(prefix)], prefix
+        assert [found.nbytes async for found in driver.list()] == [len(key.encode()) for key in ordered]
+
+    async def test_list_is_complete_over_many_pages(self, driver: TierDriver) -> None:
+        keys = [f"many/{n % 7}/{n:05d}" for n in range(1100)]
+        for start in range(0, len(keys), 50):
+            await asyncio.gather(*(driver.put(key, [b"."]) for key in keys[start : start + 50]))
+        assert await self.keys(driver, "many/") == sorted(keys)
+        assert await self.keys(driver, "many/3/") == sorted(key for key in keys if key.startswith("many/3/"))
+
+    async def test_list_shows_what_stays_while_others_come_and_go(self, driver: TierDriver) -> None:
+        staying = [f"d/{n:03d}" for n in range(0, 60, 2)]
+        for key in staying:
+            await driver.put(key, [b"stays"])
+
+        async def churn() -> None:
+            for n in range(1, 60, 2):
+                await driver.put(f"d/{n:03d}", [b"goes"])
+                await driver.put(staying[n // 2], [b"stays"])
+                await driver.delete([f"d/{n:03d}"])
+
+        churning = asyncio.create_task(churn())
+        while not churning.done():
+            found = await self.keys(driver, "d/")
+            assert found == sorted(set(found))
+            assert set(staying) <= set(found)
+            await asyncio.sleep(0)  # a driver that never waits would not let the others come and go
+        await churning
+
+    async def test_delete(self, driver: TierDriver) -> None:
+        for key in ("a/b/c", "a/b/d", "e"):
+            await driver.put(key, [b"x"])
+        await driver.delete([])
+        await driver.delete(["a/b/c", "absent", "a/absent", "a/b/c"])
+        assert await self.raw_get(driver, "a/b/c") is None
+        assert await self.keys(driver) == ["a/b/d", "e"]
+        await driver.delete(key for key in ("a/b/d", "e"))
+        assert await self.keys(driver) == []
+        await driver.put("a/b", [b"a key where others lay below"])
+        assert await self.keys(driver) == ["a/b"]
+
+    async def test_usage_grows_and_shrinks(self, driver: TierDriver) -> None:
+        nbytes = 1 << 20
+        before = (await driver.usage()).used_bytes
+        await driver.put("a", [bytes(nbytes)])
+        await driver.put("b", [bytes(nbytes)])
+        usage = await driver.usage()
+        assert usage.used_bytes - before >= 2 * nbytes
+        assert usage.limit_bytes is None or usage.limit_bytes >= usage.used_bytes
+        await driver.put("a", [b"x"])
+        assert nbytes <= (await driver.usage()).used_bytes - before < 2 * nbytes
+        await driver.delete(["a", "b"])
+        assert (await driver.usage()).used_bytes == before
+
+    # What it says of itself.
+
+    async def test_facts_are_short_texts(self) -> None:
+        driver = await self.make_driver()
+        check_texts(driver.facts())
+        async with driver:
+            check_texts(driver.facts())
+            assert "://" in driver.url
+        check_texts(driver.facts())
+
+    async def test_preparing_is_a_hint(self, driver: TierDriver) -> None:
+        await driver.prepare_reservations([(4096, 2), (self.large_nbytes, 1), (0, 1)])
+        await driver.prepare_reservations([(4096, 2)])
+        assert await self.keys(driver) == []
+        await driver.put("a", [b"x"])
+        assert await self.content(driver, "a") == b"x"
+
+
+def check_texts(facts: Mapping[str, str]) -> None:
+    for name, value in facts.items():
+        assert isinstance(name, str)
+        assert isinstance(value, str)
+        assert name
+        assert "\n" not in name + value
