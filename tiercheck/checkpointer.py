@@ -87,7 +87,7 @@ class Checkpointer:
 
     @property
     def recovery(self) -> Recovery | None:
-        """What was restored when this checkpointer was made; ``None`` where the tiers held nothing."""
+        """What was restored when this checkpointer was made; ``None`` if the tiers held nothing."""
         return self._job.recovery
 
     @property

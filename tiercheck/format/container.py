@@ -184,7 +184,7 @@ class ShardWriter:
     def slot(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
         """The writable bytes of the next tensor; fill them before ``finish``.
 
-        Errors: ``ValueError`` for a name that is reserved or there twice; ``CapacityExceeded`` where the
+        Errors: ``ValueError`` for a name that is reserved or there twice; ``CapacityExceeded`` if the
         reservation ends first. Either leaves the writer as it was.
         """
         return self._place(tensor_spec(name, dtype, shape))
@@ -213,7 +213,7 @@ class ShardWriter:
 
         Checksums of tensors (XXH3-64, 16 hexadecimal digits, by name) are taken on trust from ``checksums``,
         and computed where it has none. The length bytes, without which nothing parses, are written last.
-        Errors: ``ValueError`` where the header passes its room, or a checksum is of no tensor; the shard can
+        Errors: ``ValueError`` if the header passes its room, or a checksum is of no tensor; the shard can
         then still be finished properly.
         """
         self._check_open()
@@ -406,7 +406,7 @@ class Layout:
         self._paddings = 0
 
     def gap_before(self, spec: TensorSpec) -> int:
-        """Bytes of padding that ``spec`` needs in front of it; ``ValueError`` where its name is taken."""
+        """Bytes of padding that ``spec`` needs in front of it; ``ValueError`` if its name is taken."""
         if spec.name in self._names:
             raise ValueError(f"the shard has {spec.name!r} already; names are unique in a shard")
         aligned = spec.name.startswith(OBJECT_PREFIX) or not spec.nbytes
@@ -466,7 +466,7 @@ def packed_object(name: str, value: object) -> PackedObject:
 
 
 def bytes_of(data: Buffer) -> memoryview:
-    """``data`` as a flat view of bytes, without a copy; ``ValueError`` where it is not C-contiguous."""
+    """``data`` as a flat view of bytes, without a copy; ``ValueError`` if it is not C-contiguous."""
     view = memoryview(data)
     if not view.c_contiguous:
         raise ValueError("a tensor's data must be C-contiguous")

@@ -127,7 +127,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype (a key of :data:`DTYPES`) and shape of a tensor; ``ValueError`` where one is impossible."""
+    """Name, dtype (a key of :data:`DTYPES`) and shape of a tensor; ``ValueError`` if one is impossible."""
 
     name: str
     dtype: str
@@ -260,8 +260,8 @@ class HeaderTooLarge(ValueError):
 def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes: int | None = None) -> bytes:
     """The header for tensors that lie contiguously at ``extents``: length bytes, JSON, spaces, checksum.
 
-    It takes ``nbytes`` (default: the next multiple of ``ALIGNMENT``). Errors: ``ValueError`` where that is too
-    little, or where the header passes a limit that readers set.
+    It takes ``nbytes`` (default: the next multiple of ``ALIGNMENT``). Errors: ``ValueError`` if that is too
+    little, or if the header passes a limit that readers set.
     """
     text = header_json(metadata, extents).encode("ascii")
     needed = LENGTH_NBYTES + len(text)
@@ -362,7 +362,7 @@ def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
 
 
 def header_length(buffer: memoryview) -> int:
-    """Bytes before the first tensor, from the first eight bytes of a file; ``ValueError`` where impossible."""
+    """Bytes before the first tensor, from the first eight bytes of a file; ``ValueError`` if impossible."""
     if len(buffer) < LENGTH_NBYTES:
         raise ValueError(f"it has {len(buffer)} bytes, too few for a header")
     nbytes = LENGTH_NBYTES + int.from_bytes(buffer[:LENGTH_NBYTES], "little")

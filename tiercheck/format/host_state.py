@@ -336,7 +336,7 @@ def restore_set(items: list[object]) -> set[object]:
 
 
 def check_hashes(keys: Iterable[object]) -> None:
-    """Errors: ``ValueError`` where so many keys have the same hash that a table of them would take for ever."""
+    """Errors: ``ValueError`` if so many keys have the same hash that a table of them would take for ever."""
     _, count = max(Counter(map(hash, keys)).items(), key=lambda each: each[1], default=(0, 0))
     if count > SAME_HASHES_MAX:
         raise ValueError(f"{count} of the keys have the same hash; at most {SAME_HASHES_MAX} may")

@@ -74,7 +74,7 @@ class Demand:
         return self.bases * self.base_nbytes + self.records * self.record_nbytes + self.record_nbytes_max
 
     def check(self, limit_bytes: int, config: CheckpointConfig, *, tier: str) -> None:
-        """Errors: ``CapacityExceeded`` where a tier of ``limit_bytes`` cannot hold this."""
+        """Errors: ``CapacityExceeded`` if a tier of ``limit_bytes`` cannot hold this."""
         if self.nbytes > limit_bytes:
             raise CapacityExceeded(
                 f"the first tier must hold {self.bases} bases of {bytes_text(self.base_nbytes)} and {self.records} "
@@ -94,7 +94,7 @@ class Demand:
 
 
 def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> None:
-    """Errors: ``ConfigurationError`` where ranks may go on after failed saves, and nothing tells one rank which bases
+    """Errors: ``ConfigurationError`` if ranks may go on after failed saves, and nothing tells one rank which bases
     the others still have: it would delete the last one that all of them share."""
     if config.on_save_error == "warn" and world_size > 1 and not shared:
         raise ConfigurationError(

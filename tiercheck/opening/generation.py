@@ -33,7 +33,7 @@ async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restor
     """The generation that begins with what was restored, recorded in every rank's tiers; later in those that cannot be
     written to just now, if each rank's memory has served the recovery. ``token`` draws its name.
 
-    Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` where one number after the other is occupied.
+    Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied.
     """
     taken = restored.past.taken + (UNSEEN if restored.past.away else 0)
     for _ in range(NUMBERS_TRIED):
@@ -69,7 +69,7 @@ async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restor
 
 async def take_back(ranks: Ranks, tiers: OpenHierarchy, branch: Branch) -> None:
     """Take the generation back, of which nobody has moved or trained anything: first what ranks captured, then, once
-    all have, its records. Where that fails it stays, and is superseded by the next one."""
+    all have, its records. If that fails it stays, and is superseded by the next one."""
     doing = f"taking back generation {branch.generation}"
     try:
         await ranks.gather(doing, lambda: ranks.call(withdraw_captures(tiers, branch, ranks.rank), doing))

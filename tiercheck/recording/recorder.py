@@ -60,7 +60,7 @@ class _Recording:
 class Recorder:
     """Captures the versions of one rank and one generation, from ``version`` on.
 
-    Only training's thread runs its coroutines. They suspend it only where there is something to wait for.
+    Only training's thread runs its coroutines. They suspend it only if there is something to wait for.
     """
 
     def __init__(

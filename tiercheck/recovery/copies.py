@@ -61,7 +61,7 @@ class Copies:
     silent: set[int] = field(default_factory=set)
     """Tiers that have not answered in time."""
     troubled: dict[Source, TierError] = field(default_factory=dict)
-    """Copies that could not be read just now, and why. They are used where there are no others."""
+    """Copies that could not be read just now, and why. They are used if there are no others."""
     _pauses: int = 0
 
     def usable(self, own: Collection[Source]) -> set[Source]:
@@ -93,9 +93,9 @@ class Copies:
     def pause(
         self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable], left_s: float
     ) -> float:
-        """How long to wait before the next try; 0 where there is a way without the copies in trouble, or no way at all.
+        """How long to wait before the next try; 0 if there is a way without the copies in trouble, or no way at all.
 
-        After a pause each of them is worth another try. Errors: ``OutOfReach`` where no time is left.
+        After a pause each of them is worth another try. Errors: ``OutOfReach`` if no time is left.
         """
         usable = self.usable(own)
         answering = [source for source in usable if source not in self.troubled]
@@ -117,7 +117,7 @@ class Copies:
     def is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
         """Whether other tiers hold all that is in the source."""
         key = source.key
-        if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even where it spans them
+        if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even if it spans them
             return any(each.key == key and each.tier != source.tier for each in self.usable(own) - self.troubled.keys())
         others = [
             each.key

@@ -197,7 +197,7 @@ class Past:
                     )
 
     def check_form(self, points: Points | None) -> None:
-        """Errors: ``Mismatch`` where whole copies that this job cannot use lead to a newer version than ``points``."""
+        """Errors: ``Mismatch`` if whole copies that this job cannot use lead to a newer version than ``points``."""
         if not any(self._unusable.values()):
             return
         sources = [survey.sources | self._unusable.get(rank, {}).keys() for rank, survey in enumerate(self.surveys)]
@@ -240,10 +240,10 @@ class Past:
             )
 
     def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = ()) -> None:
-        """The ranks cannot meet anywhere. That is fine where nothing was trained yet; else the user must say so.
+        """The ranks cannot meet anywhere. That is fine if nothing was trained yet; else the user must say so.
         ``failed``: this rank's copies that cannot be used, and why, for the message.
 
-        Errors: ``RecoveryError`` naming what was found where; with ``restart`` only where it may come back.
+        Errors: ``RecoveryError`` naming what was found where; with ``restart`` only if it may come back.
         """
         evidence = self._evidence()
         if not evidence:

@@ -9,7 +9,7 @@ of its part. There are three ways to know:
 - Verify while replaying, and go back to the base where a copy is damaged. Nothing is read twice, but a recovery that
   ends in an error leaves a state behind that never was.
 - Verify everything and keep what fits, then replay, reading the rest again. That is what is done here. The second
-  read costs nothing where a tier maps its objects (shared memory), and little where the page cache has them; it is
+  read costs nothing if a tier maps its objects (shared memory), and little if the page cache has them; it is
   made while the versions before are being replayed.
 
 What is in memory beside the base and the live state is bounded by two *batches*, whatever the chain's length: a batch
@@ -19,16 +19,16 @@ replay begins with them, and a chain of two batches is read once.
 
 A copy may still go bad between the two reads. Every byte is therefore verified again in the second, and must be of
 the same shard as in the first. A copy that fails is quarantined, and other sources of the versions that are still due
-are taken. Only where there is none is the part :class:`Lost`: then the ranks agree to load the base again, and to
+are taken. Only if there is none is the part :class:`Lost`: then the ranks agree to load the base again, and to
 replay up to an older version, :mod:`tiercheck.recovery.restorer`.
 
 Only damage (``Corruption``) and an object that is not there, asked for twice, cost a copy; and its form does, where the
 checksums hold and this job cannot use it (``Unusable``): nothing older is restored in its place. Every other error may
-pass: other copies are read meanwhile, where there are any, and else this one is tried again with growing pauses until
+pass: other copies are read meanwhile, if there are any, and else this one is tried again with growing pauses until
 the deadline. Then the recovery is refused, naming tier, rank and error: the copy may be whole, so nothing older is
 restored in its place.
 
-Reads have deadlines. An object that another tier holds too may take half of the time that is left; where nothing has
+Reads have deadlines. An object that another tier holds too may take half of the time that is left; if nothing has
 come by then, its tier counts as silent, and is asked only for what no other one has.
 """
 
@@ -78,7 +78,7 @@ class Part:
     base: Any
     """Over memory that is kept as long as this is."""
     start: Any
-    """What is loaded: the base, or where a snapshot leads from it to the point, the state that comes of the two."""
+    """What is loaded: the base, or if a snapshot leads from it to the point, the state that comes of the two."""
 
     @property
     def point(self) -> RecoveryPoint:
@@ -120,9 +120,9 @@ class Reader:
 
     async def runs(self, part: Part, own: Collection[Source], *, threads: int) -> AsyncGenerator[Run, None]:
         """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
-        decoded when it is asked for, by at most ``threads`` threads. None where a snapshot stands for them.
+        decoded when it is asked for, by at most ``threads`` threads. None if a snapshot stands for them.
 
-        Errors: ``Lost`` where the last copy of a version has gone bad since it was verified; ``OutOfReach``;
+        Errors: ``Lost`` if the last copy of a version has gone bad since it was verified; ``OutOfReach``;
         ``DeadlineExceeded``.
         """
         if part.point.by_snapshot:
@@ -168,7 +168,7 @@ class Reader:
         return bool(others)
 
     async def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
-        """Read and verify all that the rank needs to get to ``point``; ``None`` where some version has no good copy
+        """Read and verify all that the rank needs to get to ``point``; ``None`` if some version has no good copy
         left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
         until = asyncio.get_running_loop().time() + self.deadline_s
         while True:
@@ -307,12 +307,12 @@ class Reader:
         return [each for each in found if isinstance(each, container.Shard)]
 
     def differentials(self, source: Source, shard: container.Shard, base: Any) -> Sequence[Record]:
-        """Errors: ``Corruption``; ``Unusable`` where there is one that is not of the base's state."""
+        """Errors: ``Corruption``; ``Unusable`` if there is one that is not of the base's state."""
         with self._form(source, shard):
             return self.state.records(shard, base, tier=self.copies.name(source))
 
     async def _get(self, source: Source, own: Collection[Source], until: float) -> memoryview:
-        """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` where nothing came in the
+        """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` if nothing came in the
         time left, or in half of it where the object can be had elsewhere."""
         held = self._held.get(source)
         if held is not None:

@@ -219,8 +219,8 @@ class Restorer:
         return points
 
     async def _ask_absent(self) -> None:
-        """Look again into the tiers that are away, until the deadline; where nothing tells of a past, only those whose
-        errors pass by themselves: where nothing listens, most likely the address is wrong."""
+        """Look again into the tiers that are away, until the deadline; if nothing tells of a past, only those whose
+        errors pass by themselves: if nothing listens, most likely the address is wrong."""
         evidence = any(survey.generations or survey.recorded for survey in self._found.surveys)
         absent = [tier for tier, _ in self._found.surveys[self.ranks.rank].away]
         for rank, tier, error in self._found.away:
@@ -251,7 +251,7 @@ class Restorer:
         return self._found.surveys[self.ranks.rank].sources
 
     async def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
-        """Read and verify this rank's part; ``None`` where some rank cannot."""
+        """Read and verify this rank's part; ``None`` if some rank cannot."""
         parts: list[Part] = []
 
         async def attempt() -> bool:
@@ -268,7 +268,7 @@ class Restorer:
         return part
 
     async def _rebuild(self, reader: Reader, part: Part) -> Rebuilt | None:
-        """Load the base and replay; ``None`` where some rank could not: then the state is at no version."""
+        """Load the base and replay; ``None`` if some rank could not: then the state is at no version."""
         done: list[Rebuilt] = []
 
         async def attempt() -> bool:
@@ -293,7 +293,7 @@ class Restorer:
         return done[0] if await self._together(reader, "the replay", attempt) else None
 
     async def _together(self, reader: Reader, what: str, attempt: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether every rank succeeded. Where one did not, copies that failed are forgotten everywhere."""
+        """Whether every rank succeeded. If one did not, copies that failed are forgotten everywhere."""
 
         async def produce() -> Any:
             succeeded, whole = await attempt(), reader.copies.unusable

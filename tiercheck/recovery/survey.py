@@ -88,7 +88,7 @@ class Survey:
 async def survey(
     tiers: Sequence[OpenTier], rank: int, *, retry_s: float, answer_s: float, insist: bool = True
 ) -> Survey:
-    """Look into all of the tiers at once. One that fails is tried again for ``retry_s`` (unless ``insist``, only where
+    """Look into all of the tiers at once. One that fails is tried again for ``retry_s`` (unless ``insist``, only if
     something listens); one that says nothing for ``answer_s`` counts as away."""
     looks = await asyncio.gather(
         *(patiently(partial(look_into, tier, rank), tier, retry_s, answer_s, insist) for tier in tiers)
@@ -109,7 +109,7 @@ async def survey(
 
 
 async def look_into(tier: OpenTier, rank: int) -> Looked:
-    """What lies in the tier. Errors: ``TierError`` where it cannot be listed, or a record cannot be asked for."""
+    """What lies in the tier. Errors: ``TierError`` if it cannot be listed, or a record cannot be asked for."""
     looked = Looked()
     records: dict[LineageKey, int] = {}
     others: dict[int, ShardKey] = {}

@@ -1,7 +1,7 @@
 """Opening a generation: the record that fences every older process of the job out.
 
-Of two jobs that ask for one generation at the same time at most one may get it. Where the tier takes conditional
-puts, the record itself decides: it is created, once. Where it does not (most fsspec file systems, some object
+Of two jobs that ask for one generation at the same time at most one may get it. If the tier takes conditional
+puts, the record itself decides: it is created, once. If it does not (most fsspec file systems, some object
 stores), a **claim** decides:
 
 1. put the claim, an object under a name that nobody else uses (:class:`tiercheck.keys.ClaimKey`);
@@ -69,8 +69,8 @@ async def open_generation(
     """Record the generation in each of this rank's tiers, and before it those of its ``past`` that a tier lacks.
 
     Every rank does so, and in a shared tier all write the same record. ``may_wait``: a tier behind the first one that
-    fails is left for later. Any other one is asked again for ``retry_s`` where its error may pass. Errors:
-    ``JobConflict`` where another job opened a generation of this number at the same time; ``TierError``.
+    fails is left for later. Any other one is asked again for ``retry_s`` if its error may pass. Errors:
+    ``JobConflict`` if another job opened a generation of this number at the same time; ``TierError``.
     """
     later: dict[str, str] = {}
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
@@ -91,7 +91,7 @@ async def open_generation(
 async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
     """Have the generation recorded in a tier, and its ancestors, before anything else is put there. Idempotent.
 
-    A damaged record of it is replaced. Errors: ``JobConflict`` where another job has opened this number, or has gone on
+    A damaged record of it is replaced. Errors: ``JobConflict`` if another job has opened this number, or has gone on
     there from an older version than ``lineage`` did; ``TierError``.
     """
     key = LineageKey(branch.generation)
@@ -144,7 +144,7 @@ async def _captured(tier: OpenTier, generation: int) -> bool:
 
 
 async def _put_record(tier: OpenTier, branch: Branch) -> None:
-    """Errors: ``JobConflict``; ``Corruption`` where something else lies there; ``Unsupported`` where it is a directory;
+    """Errors: ``JobConflict``; ``Corruption`` if something else lies there; ``Unsupported`` if it is a directory;
     ``TierError``."""
     if tier.capabilities.conditional_put:
         await _create(tier, branch)

@@ -30,7 +30,7 @@ async def read_branches(
     tier: OpenTier, listed: dict[LineageKey, int] | None = None
 ) -> tuple[list[Branch], list[SetAside]]:
     """The lineage records of a tier (``listed``: those, and their lengths), and those that cannot be used, which are
-    logged. Errors: ``TierError`` where the tier cannot be asked."""
+    logged. Errors: ``TierError`` if the tier cannot be asked."""
     if listed is None:
         found = [(keys.parse(info.key), info.nbytes) async for info in tier.driver.list("lineage/")]
         listed = {key: nbytes for key, nbytes in found if isinstance(key, LineageKey)}

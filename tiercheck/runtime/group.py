@@ -36,7 +36,7 @@ class Group(Protocol):
         """Every rank's ``message``, in rank order. Blocks until all ranks have called.
 
         Errors: ``DeadlineExceeded`` (naming ``what`` and the late ranks) after ``deadline_s`` seconds;
-        ``PeerLost`` where a rank's connection breaks.
+        ``PeerLost`` if a rank's connection breaks.
         """
         ...
 

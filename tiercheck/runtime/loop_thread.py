@@ -55,7 +55,7 @@ class LoopThread:
     def close(self) -> None:
         """Cancel what still runs, and stop. Idempotent.
 
-        Errors: ``DeadlineExceeded`` where a call to the operating system, such as one to a hung file system, does not
+        Errors: ``DeadlineExceeded`` if a call to the operating system, such as one to a hung file system, does not
         return; its thread stays, and the loop with it.
         """
         if self._closed:

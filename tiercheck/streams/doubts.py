@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["KEY", "NAMES_MAX", "Doubts"]
 
 KEY = "doubts"
-"""In the host state. Absent where there are none."""
+"""In the host state. Absent if there are none."""
 NAMES_MAX = 16
 """Of each kind so many are named; a version's host state stays small."""
 
@@ -52,7 +52,7 @@ class Doubts:
 
     @classmethod
     def of(cls, host_state: Mapping[str, Any]) -> Doubts:
-        """What a version's host state says. Errors: ``ValueError`` where that is malformed."""
+        """What a version's host state says. Errors: ``ValueError`` if that is malformed."""
         found = host_state.get(KEY, {}) if isinstance(host_state, Mapping) else None
         if not isinstance(found, Mapping) or found.keys() - {"late", "unseen", "moved"}:
             raise ValueError("the doubts of a version are malformed")
@@ -63,7 +63,7 @@ class Doubts:
         return cls(**{kind: tuple(names) for kind, names in found.items()})
 
     def notes(self, *, replayed: bool) -> list[str]:
-        """Why a recovery of the version is approximate, in words; empty where it is not.
+        """Why a recovery of the version is approximate, in words; empty if it is not.
 
         ``replayed``: whether differentials led to the version, or it was read as a base."""
         notes: list[str] = []

@@ -100,7 +100,7 @@ class StateCapture(Protocol):
 
 
 class StateStream(Protocol):
-    """What one rank records of every iteration, and of the state where a base is due: see
+    """What one rank records of every iteration, and of the state if a base is due: see
     :class:`~tiercheck.streams.records.iteration.IterationStream`."""
 
     token: str

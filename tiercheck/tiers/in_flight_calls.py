@@ -21,7 +21,7 @@ class InFlightCalls:
         self._here = 0
 
     def __enter__(self) -> None:
-        """Errors: ``Closed`` where none is admitted."""
+        """Errors: ``Closed`` if none is admitted."""
         with self._changed:
             if not self._admits:
                 raise Closed("the driver is not open")
@@ -37,7 +37,7 @@ class InFlightCalls:
             self._admits = True
 
     def refuse(self) -> None:
-        """Admit no more, and wait for those that are here. Errors: ``Transient`` where one does not end."""
+        """Admit no more, and wait for those that are here. Errors: ``Transient`` if one does not end."""
         with self._changed:
             self._admits = False
             if not self._changed.wait_for(lambda: not self._here, STAY_S_MAX):

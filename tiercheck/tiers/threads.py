@@ -40,7 +40,7 @@ class Threads:
 
         helping: list[Future[None]] = []
         try:
-            # Those that were begun are known even where the next one cannot be.
+            # Those that were begun are known even if the next one cannot be.
             helping.extend(self._helpers().submit(drain) for _ in range(min(self.count, len(pieces)) - 1))
             drain()
         finally:

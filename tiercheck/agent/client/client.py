@@ -55,7 +55,7 @@ CONNECT = Backoff(0.05, 1.0)
 class AgentClient:
     """A connection to one node's agent. All methods run on one event loop.
 
-    Made by :func:`ensure_agent`, or by :func:`connect_agent` where none is to be started. Each request may find that
+    Made by :func:`ensure_agent`, or by :func:`connect_agent` if none is to be started. Each request may find that
     the agent has died: then it is started again (only by a client of :func:`ensure_agent`) and asked again.
     """
 
@@ -74,7 +74,7 @@ class AgentClient:
         return self._hello
 
     async def request(self, request: Request, kind: type[T], *, again: bool = True) -> T:
-        """The agent's reply. Where the agent dies meanwhile it is started again, and asked again with what is left of
+        """The agent's reply. If the agent dies meanwhile it is started again, and asked again with what is left of
         the deadline (``again``). Errors: the request's own; ``DeadlineExceeded``; ``ConfigurationError``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + (request.deadline_s or request.look_s)
@@ -90,7 +90,7 @@ class AgentClient:
                         raise
 
     async def tell(self, request: Request) -> None:
-        """Send what wants no reply; where the agent is gone it is lost. Errors: ``Transient``."""
+        """Send what wants no reply; if the agent is gone it is lost. Errors: ``Transient``."""
         if self._connection is not None:
             with self._speaking():
                 await self._connection.tell(request)
@@ -135,7 +135,7 @@ class AgentClient:
     async def stop(self, *, drain: bool = True, deadline_s: float | None = None) -> None:
         """End the agent, and wait until it has ended. ``drain``: first bring everything to its tiers.
 
-        Errors: ``DeadlineExceeded`` where it still runs after ``deadline_s`` (``None``: what it may take by its own
+        Errors: ``DeadlineExceeded`` if it still runs after ``deadline_s`` (``None``: what it may take by its own
         settings).
         """
         if deadline_s is None:
@@ -159,7 +159,7 @@ class AgentClient:
         await self.close()
 
     async def connect(self, deadline_s: float = START_S_MAX) -> None:
-        """Errors: ``DeadlineExceeded``, ``ConfigurationError`` where no agent can be had; ``Transient`` where none runs
+        """Errors: ``DeadlineExceeded``, ``ConfigurationError`` if no agent can be had; ``Transient`` if none runs
         and none is to be started."""
         with self._speaking():
             await self._connected(deadline_s)
@@ -240,7 +240,7 @@ async def ensure_agent(
     abandon_s: float | None = None,
     deadline_s: float = START_S_MAX,
 ) -> AgentClient:
-    """A client of the agent named ``node`` on this machine, which is started, detached, where none runs.
+    """A client of the agent named ``node`` on this machine, which is started, detached, if none runs.
 
     Of many processes that call this at once one starts it. What is given besides the name holds for an agent that is
     started; one that runs already keeps its own settings. Errors: ``ConfigurationError`` or ``DeadlineExceeded``, with
@@ -259,7 +259,7 @@ async def ensure_agent(
 
 
 async def connect_agent(node: str, *, deadline_s: float = 10.0) -> AgentClient:
-    """A client of an agent that runs. Errors: ``Transient`` where none does."""
+    """A client of an agent that runs. Errors: ``Transient`` if none does."""
     return await _client(node, None, deadline_s)
 
 

@@ -68,7 +68,7 @@ class Connection:
     async def hello(self, deadline_s: float) -> HelloReply:
         """Who the agent is. Both sides speak the newest protocol in common from then on.
 
-        Errors: as :meth:`request`; ``ConfigurationError`` where there is none.
+        Errors: as :meth:`request`; ``ConfigurationError`` if there is none.
         """
         reply = await self.request(Hello(deadline_s, PROTOCOLS), HelloReply)
         self._protocol = PROTOCOLS.common(reply.protocols)
@@ -130,7 +130,7 @@ class Connection:
         return waiting.result()
 
     def _check(self) -> None:
-        """Errors: :class:`AgentGone` where this agent is no more, or another one is in its place."""
+        """Errors: :class:`AgentGone` if this agent is no more, or another one is in its place."""
         if not self.lives:
             raise AgentGone(f"the agent of node {self._run.node!r} has ended before it answered")
 

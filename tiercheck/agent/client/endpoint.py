@@ -48,7 +48,7 @@ class RankEndpoint:
 def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | None]:
     """``HOST:PORT`` and public key of the peer server that keeps the objects of ``rank``; ``ranks`` in rank order.
 
-    Errors: ``ConfigurationError`` where all ranks are on one node, or nobody but its own machine can reach the peer.
+    Errors: ``ConfigurationError`` if all ranks are on one node, or nobody but its own machine can reach the peer.
     """
     own = ranks[rank]
     peer = peer_of(rank, [Place(each.node, each.domain) for each in ranks])

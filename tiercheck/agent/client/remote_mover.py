@@ -68,7 +68,7 @@ class RemoteMover:
     async def register(self, deadline_s: float | None = None) -> None:
         """Write the replication job down in the first tier and have the agent take it up. Idempotent.
 
-        Errors: ``ConfigurationError`` for a hierarchy that the agent cannot open; ``JobConflict`` where a newer
+        Errors: ``ConfigurationError`` for a hierarchy that the agent cannot open; ``JobConflict`` if a newer
         generation is registered, whose record stays; ``TierError``; ``DeadlineExceeded``.
         """
         deadline_s = min(LOOK_S, self._deadline_s) if deadline_s is None else deadline_s
@@ -85,7 +85,7 @@ class RemoteMover:
     async def withdraw(self, deadline_s: float = LOOK_S) -> None:
         """Nothing is left to move: the agent forgets the replication job.
 
-        Errors: ``JobConflict`` where a newer generation is registered, which stays; ``TierError``;
+        Errors: ``JobConflict`` if a newer generation is registered, which stays; ``TierError``;
         ``DeadlineExceeded``.
         """
         await self._client.withdraw(*self._who, deadline_s=deadline_s)

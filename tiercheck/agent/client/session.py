@@ -1,6 +1,6 @@
 """One rank's dealings with the agent of its node, from the training thread: find it, meet the neighbours, register.
 
-ZeroMQ is imported only where a job has an agent.
+ZeroMQ is imported only if a job has an agent.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AgentSession:
         then an agent that dies is replaced: the neighbours look for it, too.
 
         ``TIERCHECK_AGENT_NODE`` is the agent's name; ``TIERCHECK_KEYS`` the directory of keys without which an agent
-        that is started serves this user on its own machine only, and ``TIERCHECK_BIND`` where it listens with them.
+        that is started serves this user on its own machine only, and ``TIERCHECK_BIND`` if it listens with them.
         Errors: ``ConfigurationError`` for a hierarchy that another process cannot work with; ``JobConflict`` if another
         process of this node holds the rank, whose mover then goes on; those of the agent's start; ``DeadlineExceeded``
         naming who has not answered.
@@ -116,7 +116,7 @@ class AgentSession:
     def endpoint(self, node: int) -> RankEndpoint:
         """What the other ranks need to know of this one's node, which is number ``node`` of its machine.
 
-        Errors: ``ConfigurationError`` where the agent serves no neighbours.
+        Errors: ``ConfigurationError`` if the agent serves no neighbours.
         """
         hello = self._client.hello
         if hello.peer_endpoint is None:

@@ -120,7 +120,7 @@ def holder(path: Path) -> Trainer | None:
     try:
         if not try_lock(descriptor, shared=True):
             return read(descriptor)
-        # A process that was killed has left the file. It goes where nobody else holds it: who takes it looks again.
+        # A process that was killed has left the file. It goes if nobody else holds it: who takes it looks again.
         if try_lock(descriptor) and is_at(path, descriptor):
             path.unlink()
         unlock(descriptor)

@@ -54,8 +54,8 @@ def as_agent_opens(url: str) -> str:
 
 @asynccontextmanager
 async def first_tier(namespace: str) -> AsyncIterator[TierDriver]:
-    """The first tier of that URL, open. Errors: ``ConfigurationError`` where no other process can see it;
-    ``NotFound`` where it is no more."""
+    """The first tier of that URL, open. Errors: ``ConfigurationError`` if no other process can see it;
+    ``NotFound`` if it is no more."""
     async with make_driver(as_agent_opens(namespace)) as first:
         if first.capabilities.survives < Survives.PROCESS:
             raise ConfigurationError(
@@ -79,7 +79,7 @@ async def read_job(first: TierDriver, rank: int) -> ReplicationJob:
 async def write_job(first: TierDriver, job: ReplicationJob) -> None:
     """Instead of an older generation's, and of what cannot be read. ``first`` takes conditional puts.
 
-    Errors: ``JobConflict`` where a newer generation is registered, whose record stays; ``TierError``.
+    Errors: ``JobConflict`` if a newer generation is registered, whose record stays; ``TierError``.
     """
     key = JobKey(job.rank)
     content = seal(key, job)
@@ -117,7 +117,7 @@ async def remove_job(first: TierDriver, rank: int, generation: int) -> None:
 
 
 async def check_newest(first: TierDriver, known: ReplicationJob, new: ReplicationJob) -> None:
-    """Errors: ``JobConflict`` where ``new`` cannot take the place of ``known``."""
+    """Errors: ``JobConflict`` if ``new`` cannot take the place of ``known``."""
     if known.generation > new.generation and await has(first, LineageKey(known.generation)):
         raise superseded(first, new.rank, known.generation, new.generation)
     if known.generation < new.generation and not await has(first, LineageKey(new.generation)):

@@ -77,7 +77,7 @@ class JobRegistry:
         """Take up the replication job that lies in the first tier, instead of an older one. Ends a pause. Idempotent.
 
         Errors: ``NotFound`` without a record of that generation there; ``ConfigurationError`` for one that is meant
-        for another agent or contradicts itself; ``JobConflict`` where a newer generation is registered; ``TierError``.
+        for another agent or contradicts itself; ``JobConflict`` if a newer generation is registered; ``TierError``.
         """
         place = place_of(namespace, rank)
         async with self._alone_with(place), first_tier(namespace) as first:

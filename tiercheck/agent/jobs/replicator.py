@@ -185,16 +185,16 @@ class RankReplicator:
         await self._perform(lambda mover, left_s: _within(left_s, mover.make_room(), what), deadline_s, what)
 
     async def agree(self, deadline_s: float, mark: int) -> None:
-        """Errors: as :meth:`Mover.agree`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        """Errors: as :meth:`Mover.agree`, and ``DeadlineExceeded`` if the tiers cannot be opened."""
         self._mark = mark
         await self._perform(lambda mover, left_s: mover.agree(mark), deadline_s, "telling what the ranks agree on")
 
     async def room_for_base(self, deadline_s: float) -> None:
-        """Errors: as :meth:`Mover.room_for_base`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        """Errors: as :meth:`Mover.room_for_base`, and ``DeadlineExceeded`` if the tiers cannot be opened."""
         await self._perform(lambda mover, left_s: mover.room_for_base(left_s), deadline_s, "making room for a base")
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
-        """Errors: as :meth:`Mover.drain`, and ``DeadlineExceeded`` where the tiers cannot be opened."""
+        """Errors: as :meth:`Mover.drain`, and ``DeadlineExceeded`` if the tiers cannot be opened."""
         await self._perform(
             lambda mover, left_s: mover.drain(left_s, closing=closing), deadline_s, "bringing everything to its tiers"
         )

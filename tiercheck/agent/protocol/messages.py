@@ -78,7 +78,7 @@ DEADLINE_S_MAX = 7 * 86400.0
 KINDS_MAX = 16
 ERROR_CHARACTERS_MAX = 4096
 TIERS_S = 30.0
-"""What listing all tiers may take: even where nothing is to be waited for, they are looked at first."""
+"""What listing all tiers may take: even if nothing is to be waited for, they are looked at first."""
 
 
 Protocol = Annotated[int, Meta(ge=1, le=2**16)]
@@ -98,7 +98,7 @@ class Protocols:
         return self.oldest <= protocol <= self.newest
 
     def common(self, other: Protocols) -> int:
-        """The newest protocol that both speak. Errors: ``ConfigurationError`` where there is none."""
+        """The newest protocol that both speak. Errors: ``ConfigurationError`` if there is none."""
         if max(self.oldest, other.oldest) > (newest := min(self.newest, other.newest)):
             raise ConfigurationError(
                 f"the agent speaks {other}, this TierCheck {self}: end the agent (tiercheck agent --stop), and one of "

@@ -139,7 +139,7 @@ class RunDirectory:
 
 
 def lock_file(path: Path, *, shared: bool = False) -> int | None:
-    """Lock the file without waiting: its descriptor, to be closed; ``None`` where somebody else holds it."""
+    """Lock the file without waiting: its descriptor, to be closed; ``None`` if somebody else holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -104,7 +104,7 @@ def namespace_opener(node: str, *, namespaces_max: int = NAMESPACES_MAX) -> Open
 def make_room(node: str, name: str, namespaces_max: int) -> None:
     """Remove namespaces that hold nothing until there is room for another one, unless ``name`` is there already.
 
-    Errors: ``CapacityExceeded`` where as many hold something.
+    Errors: ``CapacityExceeded`` if as many hold something.
     """
     kept = neighbours_namespaces(node)
     if name in kept:

@@ -39,7 +39,7 @@ def run_agent(settings: AgentSettings, *, ready: Callable[[], None] | None = Non
     SIGTERM (or SIGINT): everything captured is brought to where it belongs, within ``settings.drain_s``; a second one
     ends it at once. A store that does not answer holds up neither: then the process ends with exit status 1, wherever
     its threads are. SIGKILL costs a pause: the next agent goes on with what the tiers hold.
-    Errors: ``JobConflict`` where another agent of this name runs; ``ConfigurationError``. A detached one writes them
+    Errors: ``JobConflict`` if another agent of this name runs; ``ConfigurationError``. A detached one writes them
     to its log.
     """
     log_to(settings)

@@ -86,7 +86,7 @@ LOOK_AGAIN_S = 30.0
 class Agent:
     """One node's agent. ``async with`` starts it: it has taken up every replication job it found, and answers.
 
-    Errors on entering: ``JobConflict`` where another agent of the name runs; ``ConfigurationError``.
+    Errors on entering: ``JobConflict`` if another agent of the name runs; ``ConfigurationError``.
     """
 
     def __init__(self, settings: AgentSettings, *, make_peer_server: MakePeerServer = make_peer_server) -> None:

@@ -66,7 +66,7 @@ class HttpServer:
         return port
 
     async def start(self, port: int = 0) -> None:
-        """Listen (0: at any free port). Errors: ``ConfigurationError`` where the port cannot be had."""
+        """Listen (0: at any free port). Errors: ``ConfigurationError`` if the port cannot be had."""
         try:
             self._server = await asyncio.start_server(self._accept, HOST, port, limit=HEAD_BYTES_MAX)
         except OSError as error:

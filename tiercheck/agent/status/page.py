@@ -135,7 +135,7 @@ def _matrix(tiers: tuple[TierSnapshot, ...]) -> str:
 
 
 def _columns(held: list[_Held]) -> list[int | None]:
-    """The versions to show, oldest first; ``None`` where some are left out."""
+    """The versions to show, oldest first; ``None`` if some are left out."""
     present = {version for each in held for version in (*each.bases, *each.records)}
     if not present:
         return []
@@ -147,7 +147,7 @@ def _columns(held: list[_Held]) -> list[int | None]:
 
 
 def _head(version: int | None, columns: list[int | None], at: int, bases: set[int]) -> str:
-    """A number over every tenth version, and over bases where there is room."""
+    """A number over every tenth version, and over bases if there is room."""
     if version is None:
         return "<th></th>"
     room = len(str(version)) // 2 + 1

@@ -1,6 +1,6 @@
 """Codecs: how a differential's tensors become parts of a shard, and back.
 
-A codec works on NumPy arrays. A dtype is named as safetensors names it; where NumPy lacks one, the array holds its
+A codec works on NumPy arrays. A dtype is named as safetensors names it; if NumPy lacks one, the array holds its
 patterns (``BF16``: uint16, ``F8_*``: uint8). Encoded parts go straight into the memory that the caller's ``slot``
 hands out, which may lie inside a tier. What :meth:`Encoding.to_object` returns describes an encoded tensor well
 enough to decode it; it goes into the shard's msgpack object.
@@ -52,7 +52,7 @@ def decode(description: object, parts: Mapping[str, StoredPart], *, threads: int
 
 
 def decode_sparse(description: object, parts: Mapping[str, StoredPart], *, threads: int = 1) -> SparseGradient | None:
-    """The stored elements of a tensor that is stored sparsely; ``None`` where :func:`decode` is to be used.
+    """The stored elements of a tensor that is stored sparsely; ``None`` if :func:`decode` is to be used.
 
     Errors: as for :func:`decode`.
     """

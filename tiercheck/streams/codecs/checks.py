@@ -50,7 +50,7 @@ def refuse_residual(residual: NDArray[np.float32] | None, name: str) -> None:
 
 
 def flat_array(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The elements in C order, 1-D, contiguous and aligned; a copy only where they are not so already."""
+    """The elements in C order, 1-D, contiguous and aligned; a copy only if they are not so already."""
     check_array(array, dtype)
     return np.require(array, requirements=["C", "A"]).reshape(-1)
 
@@ -72,7 +72,7 @@ def slot_array(slot: Slot, part: Part) -> NDArray[Any]:
 def check_parts(
     encoding: Encoding, parts: Mapping[str, StoredPart], suffixes: tuple[str, ...]
 ) -> tuple[StoredPart, ...]:
-    """The parts that the codec writes, in its order. Errors: ``Corruption`` where others are there."""
+    """The parts that the codec writes, in its order. Errors: ``Corruption`` if others are there."""
     if encoding.parts != suffixes or set(parts) != set(suffixes):
         raise Corruption(
             f"a tensor encoded by {encoding.codec!r} has the parts {list(suffixes)}; its description says "
@@ -82,7 +82,7 @@ def check_parts(
 
 
 def part_array(part: StoredPart, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """The part's content, aligned. Errors: ``Corruption`` where it is not a ``dtype`` of ``shape``."""
+    """The part's content, aligned. Errors: ``Corruption`` if it is not a ``dtype`` of ``shape``."""
     kind = DTYPES[dtype]
     nbytes = math.prod(shape) * kind.itemsize
     if part.dtype != dtype or tuple(part.shape) != shape or memoryview(part.data).nbytes != nbytes:

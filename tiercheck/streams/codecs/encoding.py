@@ -87,7 +87,7 @@ class Encoding:
     (:func:`tiercheck.format.container.checksum_of`). They go into the shard's header, not into the description."""
 
     def to_object(self) -> dict[str, Any]:
-        """Its description in a shard, as plain values. ``trained_on`` is there only where it is true."""
+        """Its description in a shard, as plain values. ``trained_on`` is there only if it is true."""
         shape, parts, scalars = list(self.shape), list(self.parts), dict(self.scalars)
         described = Description(self.codec, self.dtype, shape, parts, scalars, self.trained_on)
         return cast(dict[str, Any], msgspec.to_builtins(described))
@@ -157,7 +157,7 @@ class Codec(abc.ABC):
     def plan(self, dtype: str, shape: Sequence[int]) -> tuple[Part, ...]:
         """Upper bounds of the parts of such a tensor, known before there is one.
 
-        :meth:`encode` writes at most so many parts, and altogether at most so many bytes, also where each is
+        :meth:`encode` writes at most so many parts, and altogether at most so many bytes, also if each is
         rounded up to an alignment; a part's dtype may be another one, of four letters at most.
         Errors: ``ConfigurationError`` for a dtype or size that the codec cannot encode.
         """
@@ -180,7 +180,7 @@ class Codec(abc.ABC):
 
         ``residual`` (1-D, contiguous, writable, of the array's size, in the order of its elements in C) is what earlier
         encodings lost. What is encoded is ``array + residual``, one addition an element in fp32, and ``residual``
-        becomes what this encoding loses of that: its difference to what :meth:`decode` will return, zero where that
+        becomes what this encoding loses of that: its difference to what :meth:`decode` will return, zero if that
         is not finite. Exact codecs lose nothing and take none.
 
         Source of error feedback: Seide et al., *1-bit stochastic gradient descent* (2014); Karimireddy et al., *Error
@@ -199,7 +199,7 @@ class Codec(abc.ABC):
     ) -> SparseGradient | None:
         """The elements of :meth:`decode`'s tensor that are stored, by their flat index, as fp32; the others are zero.
 
-        ``None`` where the tensor is stored densely, or is too large for 32-bit indices: use :meth:`decode`. Errors:
+        ``None`` if the tensor is stored densely, or is too large for 32-bit indices: use :meth:`decode`. Errors:
         ``Corruption``.
         """
         return None

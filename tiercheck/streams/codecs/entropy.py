@@ -46,7 +46,7 @@ class ExactEntropy(Codec):
     A float's exponent byte is stored apart from its sign and mantissa, which do not compress, 256K elements (a frame)
     at a time. The part ``fractions`` is what :func:`tiercheck.kernels.split_exponents` leaves of each frame. The part
     ``exponents`` is each frame's as :func:`tiercheck.kernels.pack_exponents` packs them, behind its length (4 bytes,
-    little endian); where that would not be shorter than the exponents themselves, it is these. Never more bytes than
+    little endian); if that would not be shorter than the exponents themselves, it is these. Never more bytes than
     ``exact`` takes, and as there an fp32 tensor whose values are all exactly bf16 is stored as bf16. What is neither
     fp32 nor bf16 is stored by ``exact``.
     """

@@ -17,7 +17,7 @@ SLICE_ELEMENTS = 1 << 14
 
 
 def to_float32(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """The values, 1-D and contiguous; a copy only where they are not so already."""
+    """The values, 1-D and contiguous; a copy only if they are not so already."""
     flat = flat_array(array, dtype)
     return kernels.widen(flat) if dtype == "BF16" else flat.astype(np.float32, copy=False)
 
@@ -40,7 +40,7 @@ def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
 
 
 def lose_rounding(residual: NDArray[np.float32], decoded: NDArray[np.float32], dtype: str, *, threads: int = 1) -> None:
-    """Add to ``residual`` what ``decoded`` loses on its way into ``dtype``; zero where it is not finite there."""
+    """Add to ``residual`` what ``decoded`` loses on its way into ``dtype``; zero if it is not finite there."""
     if dtype == "BF16":
         kernels.lose_bfloat16(decoded, residual, threads=threads)
     if dtype != "F16":

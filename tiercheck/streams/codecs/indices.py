@@ -73,7 +73,7 @@ class Indices:
         return tensor
 
     def flat(self) -> NDArray[np.uint32] | None:
-        """The indices in the whole tensor; ``None`` where 32 bits do not hold them."""
+        """The indices in the whole tensor; ``None`` if 32 bits do not hold them."""
         if len(self.counts) == 1:
             return self.within
         if self.size > INDEXED_MAX:
@@ -99,7 +99,7 @@ def read_indices(
 ) -> tuple[Indices, NDArray[Any]]:
     """The indices and values that a codec has stored, at most ``capacity``; ``scalars`` are its own.
 
-    Errors: ``Corruption`` where they are not of such a tensor, or do not ascend within it.
+    Errors: ``Corruption`` if they are not of such a tensor, or do not ascend within it.
     """
     size, chunked = math.prod(encoding.shape), "counts" in encoding.parts
     check_description(encoding, FLOATS, (*scalars, *(("chunk_elements",) if chunked else ())))

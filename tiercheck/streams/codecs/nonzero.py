@@ -29,7 +29,7 @@ PLAIN = Exact()
 class Nonzero(Codec):
     """The elements that are not zero, each bit of them, and their indices: for gradients that training has made sparse.
 
-    An element is left out only where all its bits are zero, so that ``-0.0`` and the payloads of NaNs come back. Where
+    An element is left out only if all its bits are zero, so that ``-0.0`` and the payloads of NaNs come back. Where
     indices and values would take more than the tensor itself, it is stored by ``exact``; so is what is no float. Never
     more bytes than ``exact`` takes, and those of the elements' indices while they are few.
     """

@@ -127,7 +127,7 @@ def collect(
 ) -> tuple[Indices, NDArray[np.float32], int]:
     """The elements that reach the threshold, the largest ``capacity`` of them; and how many are not finite.
 
-    One read of the tensor. ``residual`` becomes ``flat + residual``, 0 where that is not finite and not collected.
+    One read of the tensor. ``residual`` becomes ``flat + residual``, 0 if that is not finite and not collected.
     """
     within, survivors = np.empty(capacity, np.uint32), np.empty(capacity, np.float32)
     counts: list[int] = []

@@ -144,7 +144,7 @@ def base_nbytes(provider: StateProvider, residuals: Mapping[str, torch.Tensor] =
 
 
 def read_base(shard: Shard, *, tier: str) -> BaseState:
-    """Decode a base. Errors: ``Corruption`` where a checksum or the layout is wrong."""
+    """Decode a base. Errors: ``Corruption`` if a checksum or the layout is wrong."""
     where = str(shard.metadata.key)
     masters: dict[str, torch.Tensor] = {}
     extras: dict[str, torch.Tensor] = {}

@@ -3,7 +3,7 @@
 A shard of the stream holds one version, or a batch of consecutive ones; names carry the version, so that a
 batch is the concatenation of its records. Of version v there are
 
-- ``V/gradient/NAME`` (and ``#PART`` where the codec stores several): the gradient of a master, encoded,
+- ``V/gradient/NAME`` (and ``#PART`` if the codec stores several): the gradient of a master, encoded,
 - ``V/buffer/NAME``: a persistent buffer that has changed since it was last recorded,
 
 and the objects ``V/record`` (whether the step was skipped, the options each parameter group stepped with, how
@@ -81,7 +81,7 @@ class Differential:
         return tensor_of(decode(encoding, self._parts(master), threads=threads), encoding["dtype"])
 
     def sparse_gradient(self, master: str, *, threads: int = 1) -> SparseGradient | None:
-        """The same without its zeros; ``None`` where it is stored densely."""
+        """The same without its zeros; ``None`` if it is stored densely."""
         encoding = self._encodings[master]
         return decode_sparse(encoding, self._parts(master), threads=threads)
 
@@ -130,7 +130,7 @@ class DifferentialCapture(IterationCapture):
         """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
 
         Where training uses the compressed gradients, each is written to: it becomes what the tier's memory decodes to.
-        That is done for all of them even where that memory does not suffice, since the step follows in any case.
+        That is done for all of them even if that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
         for name, gradient in gradients.items():
@@ -160,7 +160,7 @@ class DifferentialCapture(IterationCapture):
         dtype: str,
         shape: tuple[int, ...],
     ) -> memoryview:
-        """The tier's memory for a part, which is noted; where that does not suffice, memory of no consequence."""
+        """The tier's memory for a part, which is noted; if that does not suffice, memory of no consequence."""
         try:
             memory = self._writer.slot(gradient_name(self._key.first, name, suffix), dtype, shape)
         except TierError as error:
@@ -282,7 +282,7 @@ class DifferentialStream(IterationStream):
 
 
 def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
-    """The versions in a shard, oldest first. Errors: ``Corruption`` where a checksum or the layout is wrong."""
+    """The versions in a shard, oldest first. Errors: ``Corruption`` if a checksum or the layout is wrong."""
     found: list[Differential] = []
     for version in shard.metadata.key.versions:
         try:

@@ -50,7 +50,7 @@ class GradientEncoder:
     optimizer steps with that. Then the residuals belong to the training: they shape every later gradient. Else they
     belong to the chain of differentials, and begin at zero with each base.
 
-    Errors: ``ConfigurationError`` where training on the compressed gradient is asked of a codec that keeps every bit.
+    Errors: ``ConfigurationError`` if training on the compressed gradient is asked of a codec that keeps every bit.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GradientEncoder:
         return MappingProxyType(self._residuals)
 
     def encode(self, name: str, gradient: torch.Tensor, *, seed: int, slot: Slot) -> Encoding:
-        """Encode the gradient of the master ``name`` into memory from ``slot``. Where training uses the compressed
+        """Encode the gradient of the master ``name`` into memory from ``slot``. If training uses the compressed
         gradient, ``gradient`` is then what that memory decodes to, in its own dtype.
 
         Errors: those of :meth:`~tiercheck.streams.codecs.Codec.encode` and of ``slot``; after an error of ``slot`` the
@@ -126,7 +126,7 @@ class GradientEncoder:
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Take over (copied) what :meth:`saved_with_bases` returned; what is missing there starts from zero.
 
-        Errors: ``Mismatch`` where a residual is of another master's size; nothing was changed then.
+        Errors: ``Mismatch`` if a residual is of another master's size; nothing was changed then.
         """
         known = {name: tensor for name, tensor in saved.items() if name in self._residuals}
         for name, tensor in known.items():

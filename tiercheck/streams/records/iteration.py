@@ -58,7 +58,7 @@ class IterationStream(abc.ABC):
         self.doubts = Doubts()
         """What was seen that the versions from here on may not hold."""
         self.contents: dict[str, str] | None = None
-        """A checksum of all bits of each master as of the last look, where a base is due."""
+        """A checksum of all bits of each master as of the last look, if a base is due."""
         self._recorded: dict[str, str] = {}
         self._frozen = Watch(provider.frozen)
         self._masters = Watch(provider.masters)
@@ -149,7 +149,7 @@ class IterationStream(abc.ABC):
         self._masters.mark_seen()
 
     def masters_rewritten(self) -> tuple[str, ...]:
-        """The masters of which any bit has changed since :meth:`mark_stepped`; none where it was not to look at every
+        """The masters of which any bit has changed since :meth:`mark_stepped`; none if it was not to look at every
         bit. :attr:`contents` is then as of now."""
         if self.contents is None:
             return ()

@@ -32,7 +32,7 @@ def stamp(version: int) -> str:
 
 
 def gradient_parts(shard: Shard, version: int, master: str, suffixes: Iterable[str]) -> dict[str, TensorEntry]:
-    """A gradient's parts by suffix, verified. Errors: ``Corruption`` where one is damaged or missing."""
+    """A gradient's parts by suffix, verified. Errors: ``Corruption`` if one is damaged or missing."""
     parts: dict[str, TensorEntry] = {}
     for suffix in suffixes:
         tensor = gradient_name(version, master, suffix)

@@ -106,7 +106,7 @@ class SnapshotStream(IterationStream):
         super().__init__(provider, world_size)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
-        """Errors: ``ValueError`` where there is no base yet."""
+        """Errors: ``ValueError`` if there is no base yet."""
         if self._base is None:
             raise ValueError("a snapshot is a change since a base, and there is none")
         return ShardKey.snapshot(generation, self._base.metadata.key.first, version, rank)
@@ -132,7 +132,7 @@ class SnapshotStream(IterationStream):
         return False
 
     def before(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor of :data:`FLOATS` as the base has it, flat; ``None`` where it has none."""
+        """A tensor of :data:`FLOATS` as the base has it, flat; ``None`` if it has none."""
         if self._base is None or name not in self._base:
             return None
         entry = self._base.entry(name)
@@ -226,7 +226,7 @@ def advanced(base: BaseState, shard: Shard, *, tier: str, threads: int = 1) -> B
     """The state of the version that the snapshot in ``shard`` was made of, given its base's. Verifies what it reads.
 
     Exact where the snapshot stored tensors whole; of the others each element is off by the codec's error of what was
-    encoded. Errors: ``Corruption`` where a checksum or the layout is wrong, or the snapshot is of another state.
+    encoded. Errors: ``Corruption`` if a checksum or the layout is wrong, or the snapshot is of another state.
     """
     where = str(shard.metadata.key)
     try:

@@ -1,6 +1,6 @@
 """What a replay reached: how much of the truth the state it left behind keeps.
 
-The rule is the worst of all that took part. An encoding is exact where its codec keeps every bit, or where the
+The rule is the worst of all that took part. An encoding is exact where its codec keeps every bit, or if the
 optimizer stepped with the very tensor that it decodes to; otherwise it is what its codec declares. The steps are
 exact where the optimizer that replays them is, in implementation, torch version, instruction set, device and, where
 it is not torch's, library and code, the one that took them: what replays is that optimizer, or a kernel that was

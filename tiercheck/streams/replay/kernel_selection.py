@@ -1,7 +1,7 @@
 """Steps replayed by a kernel, in place: whether one can stand for the optimizer over these steps, and its state.
 
-A kernel is taken only where it was certified to give the very bits of the optimizer that took the steps, or where the
-caller asks for less. Where none is, the optimizer is called: so for the first step of a tensor, which makes its state.
+A kernel is taken only if it was certified to give the very bits of the optimizer that took the steps, or if the
+caller asks for less. If none is, the optimizer is called: so for the first step of a tensor, which makes its state.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
     """The kernel that can stand for the optimizer over these steps, or ``None``: call the optimizer.
 
     ``exact=False``: one that is not exact, where it is the faster one: for Adam over sparse gradients. Errors:
-    ``ConfigurationError`` where that cannot be had.
+    ``ConfigurationError`` if that cannot be had.
     """
     identity = provider.identity().optimizer
     optimizer = find_optimizer(identity.kind)

@@ -85,7 +85,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def source_of(function: FunctionType) -> str:
-    """Its source; where there is none (a notebook's cell that is gone), its byte code, which is this Python's."""
+    """Its source; if there is none (a notebook's cell that is gone), its byte code, which is this Python's."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

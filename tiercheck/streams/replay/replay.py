@@ -46,7 +46,7 @@ class Replayed:
 
     tally: Tally
     host_state: Mapping[str, Any] | None
-    """As of the last version; ``None`` where there was none."""
+    """As of the last version; ``None`` if there was none."""
 
 
 def replay(
@@ -54,8 +54,8 @@ def replay(
 ) -> Replayed:
     """Apply the differentials, of consecutive versions, oldest first, to the state the provider holds.
 
-    ``threads``, ``exact``: see :func:`replay_runs`. Errors: ``Corruption`` where one names a master or a group that
-    the state does not have, before anything is changed; or where one cannot be decoded, when those before it may be
+    ``threads``, ``exact``: see :func:`replay_runs`. Errors: ``Corruption`` if one names a master or a group that
+    the state does not have, before anything is changed; or if one cannot be decoded, when those before it may be
     applied.
     """
 

@@ -58,7 +58,7 @@ class Run:
     tally: Tally
 
     def then(self, later: Run) -> Run:
-        """This run and the one right after it as one. Associative. Errors: ``ValueError`` where versions lie between
+        """This run and the one right after it as one. Associative. Errors: ``ValueError`` if versions lie between
         them."""
         if later.first != self.last + 1:
             raise ValueError(f"the run {later.first}..{later.last} does not follow {self.first}..{self.last}")
@@ -141,7 +141,7 @@ def _gradient(differential: Differential, name: str, threads: int) -> Gradient:
 def check_fits(differential: Differential, masters: Mapping[str, torch.Tensor], groups: int) -> None:
     """Whether it is a differential of this state, without decoding it.
 
-    Errors: ``Corruption`` where it names a master or a shape that the state does not have, or lacks the options of one
+    Errors: ``Corruption`` if it names a master or a shape that the state does not have, or lacks the options of one
     of the ``groups`` parameter groups; ``ConfigurationError`` for a codec that this version does not have.
     """
     for name, description in differential.encodings.items():

@@ -53,7 +53,7 @@ def dtype_name(tensor: torch.Tensor, what: str) -> str:
 def tensor_in(memory: memoryview, dtype: str, shape: Sequence[int], *, what: str) -> torch.Tensor:
     """A tensor over ``memory``: of writable memory one to copy into, of read-only memory one only to read.
 
-    Errors: ``Corruption`` naming ``what`` where the dtype is none of torch's, or the lengths differ.
+    Errors: ``Corruption`` naming ``what`` if the dtype is none of torch's, or the lengths differ.
     """
     if dtype not in DTYPES:
         raise Corruption(f"{what} has the dtype {dtype}, which torch lacks")

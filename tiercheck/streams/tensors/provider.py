@@ -170,7 +170,7 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """Errors: ``Mismatch`` where the names or the shapes differ."""
+    """Errors: ``Mismatch`` if the names or the shapes differ."""
     if targets.keys() != sources.keys():
         differing = ", ".join(sorted(targets.keys() ^ sources.keys())[:5])
         raise Mismatch(f"the checkpoint and the job hold different tensors, among them {differing}")

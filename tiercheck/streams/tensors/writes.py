@@ -3,7 +3,7 @@
 torch counts in-place writes to a tensor, but not those through ``.data``, nor those by code that knows its address. So
 some elements of each tensor (:data:`SAMPLES`, spread over it) are compared as well. A write that leaves all of them as
 they were, such as a clamp that few elements need, is not seen by a :class:`Watch`: :func:`contents` tells all bits, and
-is asked where a base is due (:class:`~tiercheck.streams.records.iteration.IterationStream`).
+is asked if a base is due (:class:`~tiercheck.streams.records.iteration.IterationStream`).
 
 A look at a tensor on the host costs 1 to 3 microseconds, whatever its size.
 """

@@ -88,7 +88,7 @@ def check_socket_bind(bind: str, *, with_keys: bool) -> str:
 def check_private_socket(endpoint: str) -> None:
     """Check that nobody but this user can have made the socket, or can reach it.
 
-    Errors: ``Unauthorized``; ``Transient`` where its directory is not there.
+    Errors: ``Unauthorized``; ``Transient`` if its directory is not there.
     """
     directory = Path(endpoint.removeprefix(IPC)).parent
     try:

@@ -61,7 +61,7 @@ T = TypeVar("T")
 class PeerDriver(TierDriver):
     """The client of a :class:`~tiercheck.tiers.peer.PeerServer`, one namespace of it.
 
-    Survives a failure of this node, the one that writes. Not mappable; puts are conditional where asked, atomically
+    Survives a failure of this node, the one that writes. Not mappable; puts are conditional if asked, atomically
     among all clients. A broken transfer goes on where it was, across reconnections, for as long as it moves on at
     least once every ``deadline_s`` seconds. ``CREATE`` and ``UPDATE`` are told apart from their own repetition; only
     where the server itself was restarted between storing and answering is the outcome unknown, which is
@@ -149,7 +149,7 @@ class PeerDriver(TierDriver):
         return self._capabilities
 
     async def open(self) -> None:
-        """Errors: ``Transient`` where the peer does not answer within the deadline (10 s at most);
+        """Errors: ``Transient`` if the peer does not answer within the deadline (10 s at most);
         ``Unauthorized``, which says which key is missing, or that others could have made the peer's socket; what
         opening the namespace there raises.
         """

@@ -62,7 +62,7 @@ class PeerKeys:
     def generate(cls, directory: str | os.PathLike[str], *, owner: str = OWNER) -> Self:
         """Make new keys and write them to ``directory`` (mode 0700, its files 0600), all of them or none.
 
-        Errors: ``ConfigurationError`` where the directory holds keys already, or cannot be written, and for an
+        Errors: ``ConfigurationError`` if the directory holds keys already, or cannot be written, and for an
         ``owner`` that is no plain word.
         """
         place = Path(directory)
@@ -123,13 +123,13 @@ class PeerKeys:
 
     @classmethod
     def from_environment(cls) -> Self | None:
-        """The keys that ``TIERCHECK_KEYS`` names; ``None`` where it is not set. Errors: :meth:`load`'s."""
+        """The keys that ``TIERCHECK_KEYS`` names; ``None`` if it is not set. Errors: :meth:`load`'s."""
         directory = os.environ.get(KEYS_VARIABLE)
         return cls.load(directory) if directory else None
 
 
 def parse_public_key(text: str) -> str:
-    """``text`` where it is a public key; ``ValueError`` otherwise."""
+    """``text`` if it is a public key; ``ValueError`` otherwise."""
     if not _HEX.match(text):
         raise ValueError("a public key is 64 hex digits, as in the file server.public of a directory of keys")
     return text

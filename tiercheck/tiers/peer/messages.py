@@ -216,7 +216,7 @@ class Page:
 
 @dataclass(frozen=True)
 class UsageIs:
-    """``limit_bytes`` counts only where ``limited``."""
+    """``limit_bytes`` counts only if ``limited``."""
 
     used_bytes: Number
     limited: bool
@@ -258,7 +258,7 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class GetState:
-    """``nbytes`` are to come. Where they fit one chunk they are the message's data, and that was all.
+    """``nbytes`` are to come. If they fit one chunk they are the message's data, and that was all.
 
     ``opening`` is another number each time a server opens an object.
     """

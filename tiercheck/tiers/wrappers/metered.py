@@ -45,7 +45,7 @@ class Latency:
         return tuple(zip((*self.bounds_s, float("inf")), itertools.accumulate(self.counts), strict=True))
 
     def quantile_s(self, share: float) -> float:
-        """An upper bound of the time within which ``share`` (0..1) of the calls were done; 0 where there were none."""
+        """An upper bound of the time within which ``share`` (0..1) of the calls were done; 0 if there were none."""
         if not 0 <= share <= 1:
             raise ValueError(f"a quantile lies in 0..1, not at {share}")
         wanted = share * self.count

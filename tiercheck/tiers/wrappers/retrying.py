@@ -53,7 +53,7 @@ class RetryingDriver(WrappingDriver):
     still has its memory, hence was not published.
 
     A conditional put is not blindly repeated, for the try that failed may have done its work, or may still do it.
-    The tier is looked at first. Where the condition still holds, the put is tried again. Where the object is, byte
+    The tier is looked at first. If the condition still holds, the put is tried again. If the object is, byte
     for byte, what was to be put, that is the success it looks like; so a writer that must know whether *it* won puts
     something of its own into the content, such as its name. Otherwise nobody can tell whether the first try came to
     nothing, or was stored and then replaced: that stays ``Transient``. So does any put or publish that fails for good
@@ -132,9 +132,9 @@ class RetryingDriver(WrappingDriver):
         return _RetryingReservation(self, reservation)
 
     async def _outcome(self, key: str, payload: Payload, mode: PutMode, error: Transient) -> ObjectInfo | None:
-        """What a conditional put that failed has led to: the object it made, or ``None`` where it did nothing so far.
+        """What a conditional put that failed has led to: the object it made, or ``None`` if it did nothing so far.
 
-        Errors: ``error`` where another client's object is there, which may have replaced ours.
+        Errors: ``error`` if another client's object is there, which may have replaced ours.
         """
         for _ in range(self.policy.attempts):
             try:
@@ -155,7 +155,7 @@ class RetryingDriver(WrappingDriver):
         raise error
 
     async def _holds(self, key: str, payload: Payload) -> bool:
-        """Whether the object's bytes are those of ``payload``, which is as long; read by the part where possible."""
+        """Whether the object's bytes are those of ``payload``, which is as long; read by the part if possible."""
         whole = None if self.capabilities.ranged_get else await self.get(key)
         step = self.capabilities.part_bytes
         at = 0
@@ -213,7 +213,7 @@ class _Tries:
         """The first failure that does not say what has become of the call."""
 
     async def failed(self, error: TierError) -> None:
-        """Wait before another try, or raise ``error`` where there is none left."""
+        """Wait before another try, or raise ``error`` if there is none left."""
         self._failures += 1
         self._unknown = self._unknown or error
         wait_s = self._policy.backoff.pause_s(self._failures, self._uniform())
@@ -225,7 +225,7 @@ class _Tries:
         await self._sleep(wait_s)
 
     def check_known(self, error: TierError) -> None:
-        """Errors: ``Transient`` where ``error``, which ends the call, cannot speak for a try before it."""
+        """Errors: ``Transient`` if ``error``, which ends the call, cannot speak for a try before it."""
         if self._unknown is not None:
             raise Transient(
                 f"an earlier try may have stored it ({self._unknown.message}), the last one failed: {error.message}",

@@ -46,7 +46,7 @@ class PayloadChunks:
 
 
 def as_bytes(view: memoryview) -> memoryview:
-    """``view`` in format ``B``. Errors: ``TypeError`` where it is not contiguous."""
+    """``view`` in format ``B``. Errors: ``TypeError`` if it is not contiguous."""
     return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
 
 

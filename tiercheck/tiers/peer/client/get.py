@@ -107,7 +107,7 @@ class Getting(Transferring):
         self.pump(caller, now)
 
     def _prepare(self, caller: Caller, state: GetState) -> bool:
-        """Room for an object that is new to us. False where there is none, and the get is over."""
+        """Room for an object that is new to us. False if there is none, and the get is over."""
         self._give_back(caller)
         self._arrived.clear()
         self._lost.clear()

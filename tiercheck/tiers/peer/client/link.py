@@ -114,7 +114,7 @@ class Link:
     async def run(self, operation: Operation) -> object:
         """The operation's result. A cancelled call waits until no buffer of it is in use.
 
-        It also waits for the peer's word that it has no effect to come. Where that does not come within ``ABORT_S``,
+        It also waits for the peer's word that it has no effect to come. If that does not come within ``ABORT_S``,
         its connections are broken, so that nothing of it is sent any more; but what the peer's kernel has received by
         then, an object of a single chunk or the last chunk of a larger one, may still be stored once the peer goes on.
 
@@ -167,7 +167,7 @@ class Link:
 
     def _connect(self, turn: int) -> Connection:
         socket = self._context.socket(zmq.DEALER)
-        # A thread each: encryption, where there is any, is what limits a connection.
+        # A thread each: encryption, if there is any, is what limits a connection.
         socket.setsockopt(zmq.AFFINITY, 1 << turn % self._io_threads)
         socket.setsockopt(zmq.LINGER, 0)
         if self._keys is None and not is_socket(self._settings.peer):

@@ -97,7 +97,7 @@ class Operation(abc.ABC):
     def receive(
         self, caller: Caller, link: int, request_id: int, message: Message, data: Buffer | None, now: float
     ) -> None:
-        """Take an answer. Errors: :class:`BadFrame` where it is none, or one to something that was not asked."""
+        """Take an answer. Errors: :class:`BadFrame` if it is none, or one to something that was not asked."""
 
     def lost(self, caller: Caller, link: int, now: float) -> None:
         """``link`` is gone. The operation is started again on another, if not now then when one comes up."""

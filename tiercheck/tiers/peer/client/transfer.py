@@ -33,7 +33,7 @@ class Transferring(Operation):
         """Chunk to the link and the request that asked for it, or that it went with."""
 
     def start(self, caller: Caller, now: float) -> None:
-        """Ask on every link that carries chunks; on any one where none does."""
+        """Ask on every link that carries chunks; on any one if none does."""
         links = {link for link, _ in self._outstanding.values() if link in caller.links}
         link = caller.next_link()
         if link is None:

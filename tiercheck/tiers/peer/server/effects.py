@@ -52,7 +52,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """An object, or a range of one, that is open for reading. ``content`` is ``None`` where it cannot be mapped.
+    """An object, or a range of one, that is open for reading. ``content`` is ``None`` if it cannot be mapped.
 
     ``copied``: ``content`` is memory of its own, which goes with the reply that it is sent in.
     """
@@ -132,7 +132,7 @@ class OpenObject:
 
 @dataclass(frozen=True)
 class ReadChunk:
-    """Bytes of a source without content; ``NotFound`` where it is no longer the object that was opened."""
+    """Bytes of a source without content; ``NotFound`` if it is no longer the object that was opened."""
 
     source: Source
     wanted: ByteRange

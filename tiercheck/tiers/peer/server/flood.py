@@ -141,9 +141,9 @@ class FloodWatch:
         return sum(self.cut(fd) for fd, each in list(self._connections.items()) if now - each.heard > LATELY_S)
 
     def _received_bytes(self, fd: int) -> int | None:
-        """``None`` where the kernel does not count.
+        """``None`` if the kernel does not count.
 
-        Errors: ``OSError`` where ``fd`` is no connection of ours any more: it may have been closed, and opened as
+        Errors: ``OSError`` if ``fd`` is no connection of ours any more: it may have been closed, and opened as
         another.
         """
         with duplicate(fd) as connection:
@@ -184,7 +184,7 @@ def private_bytes() -> int:
 
 
 def duplicate(fd: int) -> socket.socket:
-    """A socket of our own over what ``fd`` is now. Errors: ``OSError`` where that is no socket, and nothing is left."""
+    """A socket of our own over what ``fd`` is now. Errors: ``OSError`` if that is no socket, and nothing is left."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)

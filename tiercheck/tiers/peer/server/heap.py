@@ -23,7 +23,7 @@ KEPT_BYTES_MAX = 64 << 20
 
 @cache
 def keep_frame_memory() -> bool:
-    """Raise glibc's thresholds for this process, once. False where the C library is another: then nothing is done."""
+    """Raise glibc's thresholds for this process, once. False if the C library is another: then nothing is done."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)

@@ -124,7 +124,7 @@ class PeerServer:
             raise RuntimeError(f"the peer server at {self.endpoint} has stopped: {type(error).__name__}") from error
 
     async def start(self) -> None:
-        """Bind and serve. Errors: ``ConfigurationError`` where the address cannot be bound; ``RuntimeError`` twice."""
+        """Bind and serve. Errors: ``ConfigurationError`` if the address cannot be bound; ``RuntimeError`` twice."""
         if self._running is not None:
             raise RuntimeError("the peer server is running already")
         store = NamespaceStore(self._open_namespace, self._limits, self._may_name)
@@ -310,7 +310,7 @@ class _Running:
 
     def _rest_of_message(self, more: bool) -> list[zmq.Frame]:
         """What follows the sender's name. One frame too many is enough to know what it is: the others are let go of,
-        one by one. Where there are far too many the connection ends, and they are skipped later."""
+        one by one. If there are far too many the connection ends, and they are skipped later."""
         kept: list[zmq.Frame] = []
         fd: int | None = None
         count = nbytes = 0

@@ -224,7 +224,7 @@ class NamespaceStore:
     # Memory.
 
     async def _make_room(self, nbytes: int, key: str) -> None:
-        """Errors: ``CapacityExceeded`` where ``nbytes`` more, or one object more, would be too many."""
+        """Errors: ``CapacityExceeded`` if ``nbytes`` more, or one object more, would be too many."""
         if not await self._objects.fits(1, self._limits.objects, self._objects.most):
             raise CapacityExceeded(
                 f"the peer keeps {self._objects.most} objects, as many as PeerLimits.objects allows", key=key
@@ -307,7 +307,7 @@ class NamespaceStore:
         raise Transient("the object is replaced faster than it can be opened; try again", key=task.key)
 
     async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> Source | None:
-        """``None`` where the object was replaced meanwhile by one that is no longer what was prepared for."""
+        """``None`` if the object was replaced meanwhile by one that is no longer what was prepared for."""
         info = await driver.stat(task.key)
         wanted = ByteRange(0, info.nbytes) if task.wanted is None else task.wanted
         if wanted.stop > info.nbytes:
