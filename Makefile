@@ -1,10 +1,10 @@
 # Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
 # On another Python: make PYTHON=python3.12 test. Some tests alone: make pytest PYTEST_ARGS="-k container -x".
-# What is marked "alone" starts whole jobs, and runs one after the other; the rest runs two at a time.
+# What is marked "alone" starts whole jobs, and runs one after the other; the rest runs three at a time, since much of it waits.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
