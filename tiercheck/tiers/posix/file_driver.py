@@ -20,7 +20,7 @@ from tiercheck.errors import Closed, Unsupported
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
-from tiercheck.tiers.posix.files import map_os_errors
+from tiercheck.tiers.posix.files import close_read, map_os_errors
 from tiercheck.tiers.posix.mounts import is_local, mount_of
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
 
@@ -205,7 +205,7 @@ class FileDriver(TierDriver):
                 return content.toreadonly()
             return self.map_object(fd, nbytes)[wanted.start : wanted.stop]
         finally:
-            os.close(fd)
+            close_read(fd)
 
     def map_object(self, fd: int, nbytes: int) -> memoryview:
         """All of an open object, read-only. It holds the open file, and with it the lock that keeps it as it is."""
@@ -223,7 +223,7 @@ class FileDriver(TierDriver):
             return len(wanted)
         finally:
             self.directory.unlock_object(fd)
-            os.close(fd)
+            close_read(fd)
 
 
 def fresh_memory(nbytes: int) -> memoryview:

@@ -14,6 +14,7 @@ from tiercheck.errors import CapacityExceeded, Corruption, TierError, Transient,
 from tiercheck.types import Payload
 
 __all__ = [
+    "close_read",
     "closed_on_error",
     "fsync_directory",
     "locked",
@@ -143,6 +144,13 @@ def unlock_and_close(fd: int) -> None:
     try:
         unlock(fd)
     finally:
+        os.close(fd)
+
+
+def close_read(fd: int) -> None:
+    """Close a file that was only read. What the system says of that concerns no byte that was read: a network file
+    system may say that the file was replaced meanwhile, each time it is closed."""
+    with suppress(OSError):
         os.close(fd)
 
 

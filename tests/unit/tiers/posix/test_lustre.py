@@ -412,6 +412,26 @@ async def test_an_object_that_is_replaced_while_it_is_read(root: Path, monkeypat
                 await driver.get("a", into=memoryview(bytearray(7)))
 
 
+async def test_what_closing_says_of_a_file_that_was_read_costs_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GlusterFS may say at each close that the file is gone, of one that two clients have put at the same time."""
+    close = os.close
+
+    def gone(fd: int) -> None:
+        was_object = Path(f"/proc/self/fd/{fd}").readlink() == root / "v" / "a"
+        close(fd)
+        if was_object:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    async with LustreDriver(root) as driver:
+        await driver.put("v/a", [b"content"])
+        monkeypatch.setattr(os, "close", gone)
+        into = memoryview(bytearray(7))
+        assert await driver.get("v/a") == b"content"
+        assert await driver.get("v/a", into=into) == b"content"
+
+
 async def test_objects_are_copies_and_no_mappings(root: Path) -> None:
     async with LustreDriver(root) as driver:
         await driver.put("a", [b"x" * (3 * MIB)])

@@ -25,7 +25,7 @@ from tiercheck.errors import Transient
 from tiercheck.tiers.posix.beneath import status_of
 from tiercheck.tiers.posix.directories.object_files import CONTROL, TEMPORARIES, Entry, info_of
 from tiercheck.tiers.posix.directories.shared import SharedDirectory
-from tiercheck.tiers.posix.files import closed_on_error, unlock_and_close
+from tiercheck.tiers.posix.files import close_read, closed_on_error, unlock_and_close
 from tiercheck.types import ObjectInfo, PutMode
 
 __all__ = ["RememberingDirectory"]
@@ -77,7 +77,7 @@ class RememberingDirectory(SharedDirectory):
                 found = info_of(key, os.fstat(fd))
             if found == expected:
                 return fd
-            os.close(fd)
+            close_read(fd)
             return None
 
         with ExitStack() as undo:
