@@ -8,7 +8,7 @@ fails on one rank fails on all. Then the generation is taken back, and everythin
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, GroupError
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.opening.admission import Demand, prepare_memory, refuse_gaps, room_at_the_end
-from tiercheck.opening.agreement import TOLD_S, Agreement, clear_tiers
+from tiercheck.opening.agreement import Agreement, clear_tiers
 from tiercheck.opening.announcement import (
     begun,
     doubtful_tiers,
@@ -247,16 +247,15 @@ class _Startup:
             generation=start.branch.generation,
             version=start.version,
             settle=agreement.settle if agreement else None,
-            begin_together=self.begin_together if start.recovery is None and ranks.world_size > 1 else None,
         )
         cautions = await self.cautions(state, place, start.recovery)
         await recorder.begin()
+        if start.recovery is None and ranks.world_size > 1:
+            # No rank of a job that begins anew goes on before every rank has its first base. A rank without one could
+            # come to nothing, and the next start would have to take the others' versions for a loss.
+            await recorder.finish_base()
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from
-
-    async def begin_together(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Of a job that begins anew: all ranks wait until the first base of each is in its first tier."""
-        await self.ranks.gather("publishing the first base", act, more_s=TOLD_S)
 
     def make_cadence(self, version: int) -> Cadence:
         """The cadence, from the version at which the generation opens."""

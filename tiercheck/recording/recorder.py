@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import GroupError, RecoveryError, SaveError, TierError
+from tiercheck.errors import GroupError, SaveError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import MetricKey
 from tiercheck.policy.placement import Placement
@@ -77,10 +77,8 @@ class Recorder:
         generation: int,
         version: int,
         settle: Callable[[int], Awaitable[None]] | None = None,
-        begin_together: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] | None = None,
     ) -> None:
-        """``settle`` is called on every rank, at the versions at which all ranks make a base. ``begin_together``, of a
-        job that begins anew: does its argument on every rank, and returns when no rank has failed in it."""
+        """``settle`` is called on every rank, at the versions at which all ranks make a base."""
         self.version = version
         """The newest version captured."""
         self.trained = version
@@ -97,7 +95,6 @@ class Recorder:
         self._modes = Modes()
         self._saves = Saves(config, self._modes)
         self._open_record: _OpenRecord | None = None
-        self._begin_together = begin_together
         self._memory = Reservations(hierarchy.first, scheduler, self._make_room, deadline_s=config.deadline_s)
         self._bases = Bases(
             stream,
@@ -272,8 +269,6 @@ class Recorder:
         captured: dict[str, int] = {}
         recorded = False
         try:
-            async with _Recording(self, version):
-                await self._wait_for_first_bases()
             if (opened := self._open_record) is not None:
                 async with _Recording(self, version):
                     nbytes = opened.capture.finish(skipped=skipped)
@@ -303,20 +298,6 @@ class Recorder:
             if self._modes.chain.state is not Chain.WHOLE:
                 await self._bases.finish()
         self._saves.failure = None
-
-    async def _wait_for_first_bases(self) -> None:
-        """A job that begins anew publishes no version before every rank has its first base: a rank without one could
-        come to nothing, and the next start would have to take that for a loss.
-
-        Errors: ``SaveError``; ``GroupError``.
-        """
-        together, self._begin_together = self._begin_together, None
-        if together is None:
-            return
-        try:
-            await together(self._bases.finish)
-        except RecoveryError as error:  # of another rank, in words
-            raise SaveError(str(error)) from error
 
     async def _give_up(self, version: int) -> None:
         self._modes.record.on(RecordEvent.GIVEN_UP)
