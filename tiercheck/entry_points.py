@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -64,6 +65,16 @@ class EntryPointGroup:
                 f"object; the package is broken or half upgraded"
             ) from error
 
+    def unknown(self, name: str, others: Iterable[str] = ()) -> ConfigurationError:
+        """What to raise if nothing is registered under ``name``. ``others``: names that would be known besides."""
+        known = sorted([*self.names(), *others])
+        close = [self.spelling.format(each) for each in difflib.get_close_matches(name, known, 3)]
+        hint = f"did you mean {' or '.join(close)}? Else " if close else ""
+        return ConfigurationError(
+            f"there is no {self.called(name)} (installed are: {', '.join(known) or 'none'}); {hint}install the package "
+            f"that provides it (an entry point {name!r} in the group {self.group!r})"
+        )
+
     def called(self, name: str) -> str:
         """``driver s3://``, or ``codec 'sparse'``."""
         return f"{self.noun} {self.spelling.format(name)}"
@@ -79,13 +90,7 @@ def _find(group: EntryPointGroup, name: str, path: tuple[str, ...]) -> EntryPoin
     if found:
         owners = " and ".join(f"{distribution_of(each)} ({each.value})" for each in found)
         raise ConfigurationError(f"the {group.called(name)} is registered more than once: by {owners}; keep one")
-    known = list(group.names())
-    close = [group.spelling.format(each) for each in difflib.get_close_matches(name, known, 3)]
-    hint = f"did you mean {' or '.join(close)}? Else " if close else ""
-    raise ConfigurationError(
-        f"there is no {group.called(name)} (installed are: {', '.join(known) or 'none'}); {hint}install the package "
-        f"that provides it (an entry point {name!r} in the group {group.group!r})"
-    )
+    raise group.unknown(name)
 
 
 def distribution_of(entry: EntryPoint) -> str:

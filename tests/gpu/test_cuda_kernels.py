@@ -12,7 +12,8 @@ from tests.gpu.machine import Gpu, need_gpu
 
 cupy = need_gpu()
 
-from tests.gpu.inputs import adam_steps, gradient, identical  # noqa: E402  after the skip without a GPU
+# What follows imports CuPy, which was just asked for.
+from tests.gpu.inputs import adam_steps, gradient, identical  # noqa: E402
 from tests.gpu.kernel_tests import CudaKernelTests  # noqa: E402
 from tiercheck.errors import ConfigurationError  # noqa: E402
 from tiercheck.kernels import cuda  # noqa: E402

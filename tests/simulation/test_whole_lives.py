@@ -23,8 +23,8 @@ def at(version: int) -> Callable[[list[Process]], Awaitable[object]]:
     """When the first rank has completed the version."""
 
     async def reached(processes: list[Process]) -> None:
-        while max(process.completed for process in processes) < version:  # noqa: ASYNC110
-            await asyncio.sleep(0.003)  # of virtual time
+        while max(process.completed for process in processes) < version:  # noqa: ASYNC110  the time is virtual
+            await asyncio.sleep(0.003)
 
     return reached
 

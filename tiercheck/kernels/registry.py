@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from tiercheck.errors import ConfigurationError
 
-__all__ = ["KERNELS", "Call", "CudaForm", "Examples", "Kernel", "cuda_sources", "declare", "warm_up"]
+__all__ = ["KERNELS", "Call", "CudaForm", "Examples", "Kernel", "cuda_sources", "declare", "has_numba", "warm_up"]
 
 logger = logging.getLogger(__name__)
 

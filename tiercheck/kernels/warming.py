@@ -22,7 +22,7 @@ def warm_up() -> None:
 
 
 def warm_up_replay() -> None:
-    if importlib.util.find_spec("numba") is None:
+    if not registry.has_numba():
         return
     from tiercheck.kernels.cpu import adam, closed_form, sgd
 

@@ -262,10 +262,7 @@ class _Startup:
         ranks = self.ranks
 
         async def agree(due: bool) -> bool:
-            async def own() -> bool:
-                return due
-
-            return bool((await ranks.gather("whether a base is due", own))[0])
+            return bool((await ranks.gather("whether a base is due", lambda: due))[0])
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 

@@ -35,6 +35,7 @@ class Cadence:
         self._began_s = clock()
         self._asked = version
         self._answer = False
+        self._decided = (version, False)
 
     def may_be_due(self, version: int) -> bool:
         """Whether :meth:`is_due` may say so."""
@@ -59,6 +60,8 @@ class Cadence:
         return due
 
     def _decide(self, version: int) -> bool:
-        due, refusal = ask_cadence(self._policy, Progress(version, self._last_due, self._clock() - self._began_s))
-        self.refusals.note("cadence", [] if refusal is None else [refusal])
-        return due
+        if self._decided[0] != version:
+            due, refusal = ask_cadence(self._policy, Progress(version, self._last_due, self._clock() - self._began_s))
+            self.refusals.note("cadence", [] if refusal is None else [refusal])
+            self._decided = version, due
+        return self._decided[1]

@@ -15,7 +15,7 @@ class Backoff:
     max_s: float
 
     def pause_s(self, failures: int, draw: float = 1.0) -> float:
-        """The pause after so many failures in a row (from 1). ``draw``: 0 to 1, from an even distribution, where many
+        """The pause after so many failures in a row (from 1). ``draw``: 0 to 1, from an even distribution, if many
         clients of one server must not come back together.
 
         Source: M. Brooker, "Exponential Backoff and Jitter" (AWS Architecture Blog, 2015), "full jitter".

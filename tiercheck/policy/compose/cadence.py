@@ -82,20 +82,15 @@ class EveryVersions(CadencePolicy):
         return seen.version % self.n == 0
 
 
-@dataclass(frozen=True)
-class EverySeconds(CadencePolicy):
-    """A base when ``seconds`` have passed since the last one, or after ``versions_max`` versions."""
+class _AskedOfRank0(CadencePolicy):
+    """What the policies that look at more than versions have in common."""
 
-    seconds: float
-    versions_max: int = 50
-    ask_every: int = 10
-    """The versions between two looks at the clock."""
+    versions_max: int
+    """A base is due after so many versions, whatever else."""
+    ask_every: int
+    """The versions between two questions."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float):
-            raise ConfigurationError(f"seconds must be a number, not {self.seconds!r}")
-        if math.isnan(self.seconds) or not 0 < self.seconds <= SECONDS_MAX:
-            raise ConfigurationError(f"seconds must be above 0 and at most {SECONDS_MAX:.0f}, not {self.seconds!r}")
         check_whole("versions_max", self.versions_max, 1, VERSION_MAX)
         check_whole("ask_every", self.ask_every, 1, VERSION_MAX)
 
@@ -106,33 +101,41 @@ class EverySeconds(CadencePolicy):
     @property
     def check_every(self) -> int:
         return self.ask_every
+
+
+@dataclass(frozen=True)
+class EverySeconds(_AskedOfRank0):
+    """A base when ``seconds`` have passed since the last one, or after ``versions_max`` versions. The clock is looked
+    at every ``ask_every`` versions."""
+
+    seconds: float
+    versions_max: int = 50
+    ask_every: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float):
+            raise ConfigurationError(f"seconds must be a number, not {self.seconds!r}")
+        if math.isnan(self.seconds) or not 0 < self.seconds <= SECONDS_MAX:
+            raise ConfigurationError(f"seconds must be above 0 and at most {SECONDS_MAX:.0f}, not {self.seconds!r}")
 
     def due(self, seen: Progress) -> bool:
         return seen.seconds >= self.seconds
 
 
 @dataclass(frozen=True)
-class When(CadencePolicy):
-    """A base when ``function(progress)`` is true on rank 0, or after ``versions_max`` versions."""
+class When(_AskedOfRank0):
+    """A base when ``function(progress)`` is true on rank 0, or after ``versions_max`` versions. The function is called
+    every ``ask_every`` versions."""
 
     function: Callable[[Progress], bool]
     versions_max: int = 50
     ask_every: int = 10
-    """The versions between two calls of the function."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not callable(self.function):
             raise ConfigurationError(f"function must take a Progress and return a bool, not be {self.function!r}")
-        check_whole("versions_max", self.versions_max, 1, VERSION_MAX)
-        check_whole("ask_every", self.ask_every, 1, VERSION_MAX)
-
-    @property
-    def interval(self) -> int:
-        return self.versions_max
-
-    @property
-    def check_every(self) -> int:
-        return self.ask_every
 
     def due(self, seen: Progress) -> bool:
         return self.function(seen)

@@ -140,7 +140,7 @@ def packed_frames(
     patterns: NDArray[Any], rest: NDArray[np.uint8], threads: int
 ) -> tuple[list[NDArray[np.uint8]], str | None]:
     """The exponents of each frame, packed, behind their length; all else goes to ``rest``, whose checksum is returned
-    where one thread wrote it. A frame is hashed while it is in the cache."""
+    if one thread wrote it. A frame is hashed while it is in the cache."""
     split = pieces.split(patterns.size, threads, unit=FRAME_ELEMENTS)
     checksum = RunningChecksum() if len(split) == 1 else None
 

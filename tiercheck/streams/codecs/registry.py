@@ -5,8 +5,7 @@ The codecs of this package are registered in the same way. Nothing is imported b
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 
 from tiercheck.errors import ConfigurationError
@@ -68,15 +67,8 @@ def codec_names(fidelity: Fidelity | None = None) -> list[str]:
     return [each.name for each in wanted]
 
 
-def refuse_unknown(text: str, others: Iterable[str]) -> None:
+def refuse_unknown(text: str, others: Collection[str]) -> None:
     """Errors: ``ConfigurationError`` if ``text`` names no registered codec; the message also lists ``others``."""
     name = parse_text(text)[0].removesuffix(SUFFIX)
-    names = [*registered(), *others]
-    if name in names:
-        return
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ConfigurationError(
-        f"there is no codec {name!r}: choose one of {', '.join(names)}{hint}, or install the package that provides it "
-        f"(an entry point {name!r} in the group {GROUP.group!r})"
-    )
+    if name not in registered() and name not in others:
+        raise GROUP.unknown(name, others)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import AdamStep, reason_not_replayable, replay_fused_adam
 from tiercheck.kernels.gradients import Gradient
+from tiercheck.kernels.registry import has_numba
 from tiercheck.streams.optimizers.optimizer import (
     FUSED,
     SEPARATE,
@@ -92,7 +92,7 @@ class Adam(ReplayableOptimizer[AdamStep]):
 
     def approximation(self) -> tuple[str, Function]:
         """The closed form over runs without a gradient: the same arithmetic whatever torch rounds."""
-        if importlib.util.find_spec("numba") is None:
+        if not has_numba():
             raise ConfigurationError("the closed form needs numba, which is not installed: pip install numba")
         from tiercheck.kernels import accuracy
         from tiercheck.kernels.cpu.closed_form import replay_sparse_adam

@@ -548,7 +548,8 @@ async def test_an_agent_that_comes_back_finds_the_pause(node: Node) -> None:
         async with running(node) as agent:
             (replicator,) = agent.registry
             assert replicator.state == "paused"
-            await asyncio.wait([replicator._living], timeout=0.2)  # type: ignore[list-item]
+            assert replicator._living is not None
+            await asyncio.wait([replicator._living], timeout=0.2)
             assert await held(hierarchy) == []
             lock.release()
             await until(lambda: replicator.status.watermark == 0, "the end of the pause")

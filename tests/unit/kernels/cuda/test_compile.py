@@ -15,6 +15,7 @@ from tests.gpu.machine import need_cupy
 
 need_cupy()
 
+# What follows imports CuPy, which was just asked for.
 from tiercheck.errors import ConfigurationError  # noqa: E402
 from tiercheck.kernels.cuda import module  # noqa: E402
 from tiercheck.kernels.registry import cuda_sources  # noqa: E402

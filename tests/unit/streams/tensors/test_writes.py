@@ -100,7 +100,8 @@ def test_an_iteration_pays_so_many_looks(monkeypatch: pytest.MonkeyPatch, says_e
     checkpointer = training.attach(Hierarchy.of(memory()), base_every=100)
     training.step(1)
     training.step(2)
-    watched = checkpointer._job.recorder._stream._masters  # type: ignore[union-attr]
+    assert checkpointer._job is not None
+    watched = checkpointer._job.recorder._stream._masters
     monkeypatch.setattr(watched, "_tensors", lambda of=watched._tensors: seen.append(1) or of())
     training.step(3)
     checkpointer.abort()
