@@ -17,6 +17,7 @@ import torch
 from deepspeed_compressed import compressed
 from deepspeed_edges import EDGES
 from deepspeed_harness import CASES, deepspeed
+from deepspeed_pipeline import meetings
 from deepspeed_replay import check_case
 from deepspeed_resume import resumes
 
@@ -28,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60))
     replays: dict[str, Check] = {name: lambda case=case: check_case(case) for name, case in CASES.items()}
-    attached = resumes(directory)
+    attached = {**resumes(directory), **meetings(directory)}
     lossy = compressed(directory)
     checks = {**replays, **EDGES, **attached, **lossy}
     sets = {

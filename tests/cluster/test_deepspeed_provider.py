@@ -1,8 +1,8 @@
 """``DeepSpeedProvider`` on real engines: two ranks under ``torchrun``, many checks a launch, since a start is slow.
 
 What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit), ``deepspeed_edges.py`` and
-``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), and in ``deepspeed_compressed.py``
-(the same where training uses the compressed gradients).
+``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), in ``deepspeed_pipeline.py`` (stages
+that must meet), and in ``deepspeed_compressed.py`` (the whole way where training uses the compressed gradients).
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ RESUMES = (
     "beside-zero0-bf16-unsaid",
     "beside-zero3-fp32-said",
     "beside-pipeline-zero1-bf16-unsaid",
+    "pipeline-meets-by-the-clock",
+    "pipeline-meets-without-a-shared-tier",
     "zero0-fp32-software",
     "zero1-fp32-software",
     "zero2-fp32-software",

@@ -13,7 +13,8 @@ or by a block in the DeepSpeed JSON, when ``attach(engine)`` is enough::
 
 A version is DeepSpeed's ``global_steps``. It is published before ``engine.step()`` returns, or, with ``stateful`` or
 ``after_step``, at the end of its iteration: when the loop calls ``checkpointer.end_iteration()``, or else when the next
-forward pass of training begins (:mod:`tiercheck.streams.tensors.beside`).
+forward pass of training begins (:mod:`tiercheck.streams.tensors.beside`), and of a pipeline when the next
+``train_batch`` does (:mod:`tiercheck.integrations.deepspeed.pipeline`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tiercheck.streams.tensors.beside import Beside, End
 
 try:
     from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
+    from tiercheck.integrations.deepspeed.pipeline import before_train_batch
     from tiercheck.integrations.deepspeed.support import refuse_ranks_that_share_parameters
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "deepspeed":
@@ -80,7 +82,7 @@ def attach(
         refuse_forgotten_scheduler((provider.optimizer,), engine.lr_scheduler, beside)
         if config is not None and config.train_on_compressed:
             refuse_ranks_that_share_parameters(engine)
-        return _Hooks(provider, in_step=stateful is None and after_step is None)
+        return _Hooks(provider, engine, in_step=stateful is None and after_step is None)
 
     return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies)
 
@@ -129,7 +131,7 @@ def _tier_of(given: object) -> Tier:
 class _Hooks:
     """From the hooks of the inner optimizer to the checkpointer. One iteration may step it in several calls."""
 
-    def __init__(self, provider: DeepSpeedProvider, *, in_step: bool) -> None:
+    def __init__(self, provider: DeepSpeedProvider, engine: Any, *, in_step: bool) -> None:
         self.provider = provider
         self._in_step = in_step
         self._checkpointer: Checkpointer | None = None
@@ -138,6 +140,7 @@ class _Hooks:
         self._skipped_steps = 0
         self._step_hooks = StepHooks(provider.optimizer, self._before_step, self._after_step)
         self._forward_hook = provider.called.register_forward_pre_hook(self._before_forward)
+        self._forget_batches = before_train_batch(engine, self._iteration_begins)
 
     def caveats(self) -> list[str]:
         return self.provider.beside.caveats()
@@ -154,6 +157,7 @@ class _Hooks:
     def remove(self) -> None:
         self._step_hooks.remove()
         self._forward_hook.remove()
+        self._forget_batches()
         self.provider.beside.let_go()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,12 +178,16 @@ class _Hooks:
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._step_hooks.stand_next_to_the_step()
+        if self.provider.training:
+            self._iteration_begins()
+
+    def _iteration_begins(self) -> None:
+        """Or goes on: each micro-batch has a forward pass."""
         if self._iterations is None or self._visited:
             return
-        if self.provider.training:
-            self._iterations.over(End.FORWARD)
-            self._record_skipped()
-            self._iterations.forward()
+        self._iterations.over(End.FORWARD)
+        self._record_skipped()
+        self._iterations.forward()
 
     def _said(self) -> None:
         """The loop says that its iteration is over."""
