@@ -18,10 +18,10 @@ from tiercheck.tiers.peer.server.effects import (
     DropMemory,
     OpenObject,
     PublishMemory,
+    ReadableObject,
     ReadChunk,
     Reply,
     ReserveMemory,
-    Source,
     StatObject,
     StoreWhole,
     Task,
@@ -91,7 +91,7 @@ class Store:
                     raise ValueError("past the end")
                 mapped = self.mappable or len(part) <= whole_bytes
                 view = memoryview(content)[part.start : part.stop] if mapped else None
-                return Source(namespace, key, part, etag, view)
+                return ReadableObject(namespace, key, part, etag, view)
             case ReadChunk(source, wanted):
                 content, etag = self.find(source.key)
                 if etag != source.etag:

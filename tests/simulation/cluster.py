@@ -18,12 +18,13 @@ from tests.simulation.tiers import Node
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey, Stream
 from tiercheck.policy.commit import to_commit
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery import opening
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed, reach
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.opening import Reach, anew
-from tiercheck.policy.recovery.plan import Plan, Source, plan
+from tiercheck.policy.recovery.plan import Plan, plan
 
 BASES_MAX = 3
 """What admission counts on for a rank in its first tier."""
@@ -224,10 +225,10 @@ class Cluster(Surveys):
         points = decide([Readable.of(each) for each in held], lineage or self.lineage)
         return points[0].last if points else NEVER
 
-    def whole(self, index: int) -> set[Source]:
+    def whole(self, index: int) -> set[Copy]:
         """The rank's copies that can be read."""
         return {
-            Source(tier, key)
+            Copy(tier, key)
             for tier, held in enumerate(self.tiers_of(index))
             for key in shards(held, index)
             if key not in held.damaged
@@ -315,7 +316,7 @@ class Cluster(Surveys):
         seen = NEVER if self.shared else self.within_reach(lineage, anywhere=True)
         assert points[0].last >= seen, f"{seen} lies on other ranks' nodes, and {points[0].last} was recovered"
 
-    def rebuild(self, point: RecoveryPoint, index: int, sources: frozenset[Source]) -> State:
+    def rebuild(self, point: RecoveryPoint, index: int, sources: frozenset[Copy]) -> State:
         chosen = plan(point, index, sources)
         assert isinstance(chosen, Plan), f"rank {index}: {chosen}"
         tiers = self.tiers_of(index)
@@ -375,7 +376,7 @@ class Cluster(Surveys):
                 if tier and self.stays_away and self.random.random() < 0.2:
                     failed = True  # the neighbour has answered, and takes no deletion: the movers make up for it
                     continue
-                seen = {Source(tier, key) for key in shards(held) if key.rank == index or not absent[key.rank]}
+                seen = {Copy(tier, key) for key in shards(held) if key.rank == index or not absent[key.rank]}
                 gone = opening.superseded_at_opening(
                     seen, index, self.roles, lineage, known.versions, sound[index], owned
                 )

@@ -13,7 +13,7 @@ from tiercheck.policy import watermark as marks
 from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Observation, Role
-from tiercheck.policy.peers import Place, peer_of
+from tiercheck.policy.peers import RankLocation, peer_of
 from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.policies import kept_by
 from tiercheck.policy.recovery.agreement import NO_MARK, needs_agreement
@@ -49,7 +49,7 @@ class Movers:
     ) -> None:
         self.random = random.Random(seed)
         self.world, self.per_node, self.base_every = world, per_node, base_every
-        places = [Place(f"node {index // per_node}") for index in range(world)]
+        places = [RankLocation(f"node {index // per_node}") for index in range(world)]
         self.peer = [peer_of(index, places) for index in range(world)]
         assert not peers or None not in self.peer, "a node alone has no peer"
         survive = [Survives.PROCESS, *([Survives.NODE] if peers else []), *([Survives.RACK] if shared else [])]

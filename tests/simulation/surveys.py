@@ -10,9 +10,10 @@ from tests.simulation.movers import Movers
 from tests.simulation.tiers import Tier
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import Key, LineageKey, ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.policy.recovery.plan import Plan, Source, plan
+from tiercheck.policy.recovery.plan import Plan, plan
 from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.restorer import behind
 from tiercheck.recovery.survey import Survey
@@ -23,11 +24,11 @@ class Found:
     """What the ranks know together before they go on."""
 
     past: Past
-    damaged: list[set[Source]] = field(default_factory=list)
+    damaged: list[set[Copy]] = field(default_factory=list)
     """By rank, its copies that were read and found damaged."""
     points: Points | None = None
 
-    def sound(self, index: int) -> frozenset[Source]:
+    def sound(self, index: int) -> frozenset[Copy]:
         return self.past.surveys[index].sources - self.damaged[index]
 
 
@@ -94,8 +95,8 @@ class Surveys(Movers):
         seen = {tier: each for tier, each in held.items() if not self.is_away(each)}
         branches = ((tier, value) for tier, each in seen.items() for value in each.values())
         return Survey(
-            sources=frozenset(Source(tier, key) for tier, each in seen.items() for key in shards(each, index)),
-            others=frozenset(Source(tier, key) for tier, each in seen.items() for key in self.others(each, index)),
+            sources=frozenset(Copy(tier, key) for tier, each in seen.items() for key in shards(each, index)),
+            others=frozenset(Copy(tier, key) for tier, each in seen.items() for key in self.others(each, index)),
             branches=frozenset((tier, value) for tier, value in branches if isinstance(value, Branch)),
             recorded=frozenset((t, key.generation) for t, each in seen.items() for key in each if is_record(key)),
             generations=frozenset((t, key.generation) for t, each in seen.items() for key in shards(each)),

@@ -11,13 +11,12 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.test_policies_under_failures import MODES, cluster_of, crash_again_and_again, run
 from tiercheck.keys import CommitKey, Key
 from tiercheck.policy import watermark
-from tiercheck.policy.observation import Observation, Role
+from tiercheck.policy.observation import Copy, Observation, Role
 from tiercheck.policy.recovery import opening
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.opening import Anew, Reach
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 from tiercheck.recovery.past import Past
 
@@ -148,7 +147,7 @@ def test_a_newer_past_on_other_nodes_is_passed_over(monkeypatch: Patch) -> None:
 def only_own(monkeypatch: Patch) -> None:
     real = opening.superseded_at_opening
 
-    def own(held: Collection[Source], rank: int, *seen: object) -> list[Source]:
+    def own(held: Collection[Copy], rank: int, *seen: object) -> list[Copy]:
         return [source for source in real(held, rank, *seen) if source.key.rank == rank]  # type: ignore[arg-type]
 
     monkeypatch.setattr(opening, "superseded_at_opening", own)

@@ -118,7 +118,7 @@ def payload(
     Errors: ``ValueError`` for a name that is reserved or there twice, :class:`HeaderTooLarge` for too much for one
     shard; :class:`tiercheck.format.host_state.Unstorable`.
     """
-    layout = Layout()
+    layout = ShardLayout()
     checksums: dict[str, str] = {}
     buffers: list[Buffer] = []
     for entry in tensors:
@@ -171,7 +171,7 @@ class ShardWriter:
             raise CapacityExceeded(f"the header needs {header_nbytes} bytes, and {len(buffer)} are reserved")
         self._buffer = buffer
         self._header_nbytes = header_nbytes
-        self._layout = Layout()
+        self._layout = ShardLayout()
         self._object_checksums: dict[str, str] = {}
         self._finished = False
         self._buffer[:LENGTH_NBYTES] = bytes(LENGTH_NBYTES)
@@ -396,7 +396,7 @@ def header_length(beginning: Buffer, *, key: str | None = None, tier: str | None
         raise Corruption(f"this is no whole shard: {error}", tier=tier, key=key) from error
 
 
-class Layout:
+class ShardLayout:
     """Where the tensors of a shard lie while it is being put together; offsets count from the header's end."""
 
     def __init__(self) -> None:

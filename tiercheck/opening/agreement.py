@@ -12,9 +12,9 @@ from tiercheck import keys, schema
 from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, Span, agreed, needs_agreement
 from tiercheck.policy.recovery.opening import Reach, anew, superseded_at_opening
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.mover import MoverHandle
@@ -75,10 +75,10 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     return known.mark
 
 
-async def visible(tier: OpenTier, generation: int) -> set[Source]:
+async def visible(tier: OpenTier, generation: int) -> set[Copy]:
     """The shards of generations before this one, of all ranks, in the tier. Errors: ``TierError``."""
     found = [keys.parse(info.key) async for info in tier.driver.list()]
-    return {Source(tier.index, key) for key in found if isinstance(key, ShardKey) and key.generation < generation}
+    return {Copy(tier.index, key) for key in found if isinstance(key, ShardKey) and key.generation < generation}
 
 
 @dataclass(frozen=True)

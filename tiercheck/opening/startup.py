@@ -89,7 +89,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OpenTiers:
     """The tiers, open."""
 
     hierarchy: Hierarchy
@@ -205,7 +205,7 @@ class _Startup:
 
     async def open_tiers(
         self, stream: StateStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
-    ) -> _Place:
+    ) -> _OpenTiers:
         """``nodes``: what each rank's :meth:`find` tells the others."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
@@ -225,9 +225,9 @@ class _Startup:
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
             await prepare_memory(ranks, tiers, demand, usage)
-        return _Place(placed, tiers, demand, agent)
+        return _OpenTiers(placed, tiers, demand, agent)
 
-    async def begin(self, state: _State, place: _Place, start: _Start) -> tuple[_Recording, list[str]]:
+    async def begin(self, state: _State, place: _OpenTiers, start: _Start) -> tuple[_Recording, list[str]]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
@@ -266,7 +266,7 @@ class _Startup:
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 
-    def make_mover(self, place: _Place, start: _Start) -> MoverHandle:
+    def make_mover(self, place: _OpenTiers, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""
         rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
         if place.agent is None:
@@ -292,7 +292,7 @@ class _Startup:
         )
         return place.agent.mover(job, place.tiers.first.driver)
 
-    async def cautions(self, state: _State, place: _Place, recovery: Recovery | None) -> list[str]:
+    async def cautions(self, state: _State, place: _OpenTiers, recovery: Recovery | None) -> list[str]:
         """What the user may not have meant, told once a job."""
         if self.ranks.rank != 0:
             return []

@@ -13,26 +13,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from tiercheck.keys import Key, ShardKey, Stream
-from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.observation import Contents, Copy, Observation
 from tiercheck.policy.placement import own_bases, own_snapshots
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 
-__all__ = ["Copy", "base_needed_after", "lost", "outlived"]
-
-Copy = tuple[int, ShardKey]
-"""A tier's index, and a shard there."""
+__all__ = ["base_needed_after", "lost", "outlived"]
 
 
 def lost(seen: Observation, damaged: Iterable[Copy]) -> list[Copy]:
     """The damaged copies whose content no tier holds, and which nothing newer supersedes."""
-    return [copy for copy in damaged if copy[1].generation == seen.generation and not _is_made_up_for(seen, copy[1])]
+    return [copy for copy in damaged if copy.key.generation == seen.generation and not _is_made_up_for(seen, copy.key)]
 
 
 def base_needed_after(lost: Iterable[Copy]) -> int | None:
     """The version after which only a newer base makes later versions recoverable; ``None`` if there is none."""
     # A base at the version of a lost differential replaces the differential. The next snapshot replaces a lost one.
     needed = (
-        key.last if key.stream is Stream.BASE else key.last - 1 for _, key in lost if key.stream is not Stream.SNAPSHOT
+        key.last if key.stream is Stream.BASE else key.last - 1
+        for key in (copy.key for copy in lost)
+        if key.stream is not Stream.SNAPSHOT
     )
     return max(needed, default=None)
 
@@ -41,11 +40,11 @@ def outlived(seen: Observation, retention: Retention, damaged: Collection[Copy])
     """Per tier index, the damaged copies that may be deleted. ``seen``: the observation without them."""
     if not damaged:
         return {}
-    as_if_sound = retention.reclaimable(seen.after(damaged))
+    as_if_sound = retention.reclaimable(seen.after((copy.tier, copy.key) for copy in damaged))
     sound = retention.reclaimable(seen)
     gone: dict[int, list[Key]] = {}
     for role in seen.roles:
-        here = sorted(key for index, key in damaged if index == role.index)
+        here = sorted(copy.key for copy in damaged if copy.tier == role.index)
         going = set(here).intersection(as_if_sound[role.index])
         if not role.shared:
             bases = [key for key in here if key.stream is Stream.BASE and key not in going]

@@ -10,7 +10,7 @@ from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, Metric
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.types import Survives
 
-__all__ = ["Contents", "Observation", "Role", "lasting"]
+__all__ = ["Contents", "Copy", "Observation", "Role", "lasting"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,14 @@ class Role:
     def shared(self) -> bool:
         """Whether every rank of the job sees the same objects: a tier that outlives a rack lies outside any node."""
         return self.survives >= Survives.RACK
+
+
+@dataclass(frozen=True, order=True)
+class Copy:
+    """One copy of a shard: the tier's index in the hierarchy, and the key."""
+
+    tier: int
+    key: ShardKey
 
 
 class _Held:

@@ -13,39 +13,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Place", "peer_of"]
+__all__ = ["RankLocation", "peer_of"]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where a rank runs: its node, and the failure domain that the node is in."""
 
     node: str
     domain: str = ""
 
 
-def peer_of(rank: int, places: Sequence[Place]) -> int | None:
+def peer_of(rank: int, locations: Sequence[RankLocation]) -> int | None:
     """The rank whose node keeps the objects of ``rank``; ``None`` if all ranks are on one node.
 
-    ``places``: the place of every rank, in rank order. On the peer node it is the rank with the same position among the
-    ranks of its node, or the last rank if that node has fewer.
+    ``locations``: of every rank, in rank order. On the peer node it is the rank with the same position among the ranks
+    of its node, or the last rank if that node has fewer.
     """
-    own = places[rank]
-    ring = _nodes(places, own.domain)
+    own = locations[rank]
+    ring = _nodes(locations, own.domain)
     if len(ring) == 1:
-        ring = _nodes(places, None)
+        ring = _nodes(locations, None)
     if len(ring) == 1:
         return None
     peer = ring[(ring.index(own.node) + 1) % len(ring)]
-    local = _ranks_on(own.node, places).index(rank)
-    candidates = _ranks_on(peer, places)
+    local = _ranks_on(own.node, locations).index(rank)
+    candidates = _ranks_on(peer, locations)
     return candidates[min(local, len(candidates) - 1)]
 
 
-def _nodes(places: Sequence[Place], domain: str | None) -> list[str]:
+def _nodes(locations: Sequence[RankLocation], domain: str | None) -> list[str]:
     """The nodes of a domain (``None``: all), in the order of the lowest rank each has."""
-    return list(dict.fromkeys(place.node for place in places if domain is None or place.domain == domain))
+    return list(dict.fromkeys(location.node for location in locations if domain is None or location.domain == domain))
 
 
-def _ranks_on(node: str, places: Sequence[Place]) -> list[int]:
-    return [rank for rank, place in enumerate(places) if place.node == node]
+def _ranks_on(node: str, locations: Sequence[RankLocation]) -> list[int]:
+    return [rank for rank, location in enumerate(locations) if location.node == node]

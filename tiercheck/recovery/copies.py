@@ -15,7 +15,8 @@ from typing import TypeVar
 from tiercheck.errors import Corruption, NotFound, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
-from tiercheck.policy.recovery.plan import Source, Unreachable
+from tiercheck.policy.observation import Copy
+from tiercheck.policy.recovery.plan import Unreachable
 from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["Copies", "Failed", "OutOfReach", "Unusable"]
@@ -41,7 +42,7 @@ class OutOfReach(RecoveryError):
 class Failed(Exception):
     """A source did not give what it should."""
 
-    def __init__(self, source: Source, cause: TierError) -> None:
+    def __init__(self, source: Copy, cause: TierError) -> None:
         super().__init__(str(cause))
         self.source = source
         self.cause = cause
@@ -54,22 +55,22 @@ class Copies:
     hierarchy: OpenHierarchy
     rank: int
     deadline_s: float
-    quarantined: dict[Source, str] = field(default_factory=dict)
+    quarantined: dict[Copy, str] = field(default_factory=dict)
     """Copies that failed, and why."""
-    unusable: dict[Source, str] = field(default_factory=dict)
+    unusable: dict[Copy, str] = field(default_factory=dict)
     """Of those the ones that are whole."""
     silent: set[int] = field(default_factory=set)
     """Tiers that have not answered in time."""
-    troubled: dict[Source, TierError] = field(default_factory=dict)
+    troubled: dict[Copy, TierError] = field(default_factory=dict)
     """Copies that could not be read just now, and why. They are used if there are no others."""
     _pauses: int = 0
 
-    def usable(self, own: Collection[Source]) -> set[Source]:
+    def usable(self, own: Collection[Copy]) -> set[Copy]:
         """The copies that have not failed so far."""
         return set(own) - self.quarantined.keys()
 
     def choose(
-        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable]
+        self, own: Collection[Copy], policy: Callable[[Iterable[Copy]], Chosen | Unreachable]
     ) -> Chosen | Unreachable:
         """What the policy chooses of the usable copies; without those in trouble and the tiers that keep silent, where
         it can."""
@@ -91,7 +92,7 @@ class Copies:
         self.troubled[failed.source] = failed.cause
 
     def pause(
-        self, own: Collection[Source], policy: Callable[[Iterable[Source]], Chosen | Unreachable], left_s: float
+        self, own: Collection[Copy], policy: Callable[[Iterable[Copy]], Chosen | Unreachable], left_s: float
     ) -> float:
         """How long to wait before the next try; 0 if there is a way without the copies in trouble, or no way at all.
 
@@ -114,7 +115,7 @@ class Copies:
         self._pauses += 1
         return min(RETRY.pause_s(self._pauses), left_s / 2)  # the last try, too, has time to learn what is wrong
 
-    def is_elsewhere(self, source: Source, own: Collection[Source]) -> bool:
+    def is_elsewhere(self, source: Copy, own: Collection[Copy]) -> bool:
         """Whether other tiers hold all that is in the source."""
         key = source.key
         if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even if it spans them
@@ -130,7 +131,7 @@ class Copies:
         """The copies that failed, each with its tier and the reason."""
         return [f"{source.key} in {self.name(source)}: {why}" for source, why in sorted(self.quarantined.items())]
 
-    def quarantine(self, source: Source, cause: TierError) -> None:
+    def quarantine(self, source: Copy, cause: TierError) -> None:
         log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause)
         self.quarantined[source] = str(cause)
         if isinstance(cause, Unusable):
@@ -139,5 +140,5 @@ class Copies:
     def _no_use(self) -> list[tuple[str, str, str]]:
         return [(str(source.key), self.name(source), why) for source, why in sorted(self.unusable.items())]
 
-    def name(self, source: Source) -> str:
+    def name(self, source: Copy) -> str:
         return self.hierarchy.tiers[source.tier].name

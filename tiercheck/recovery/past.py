@@ -16,10 +16,10 @@ from functools import cached_property
 
 from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.keys import LineageKey, Stream
-from tiercheck.policy.observation import Role
+from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing, strangers
-from tiercheck.policy.recovery.plan import Availability, Plan, Source, availability, plan
+from tiercheck.policy.recovery.plan import Availability, Plan, availability, plan
 from tiercheck.recovery.survey import Survey
 
 __all__ = ["Past", "Points"]
@@ -38,11 +38,11 @@ class Past:
 
     def __init__(self, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> None:
         self.surveys = list(surveys)
-        self._damaged: list[set[Source]] = [set() for _ in surveys]
+        self._damaged: list[set[Copy]] = [set() for _ in surveys]
         """By rank, copies that are none, and that all the same tell of a past."""
         self._tiers = tiers
         self._places = places
-        self._unusable: dict[int, dict[Source, str]] = {}
+        self._unusable: dict[int, dict[Copy, str]] = {}
         """By rank, its copies that are whole, and that this job cannot use; and why."""
 
     # What was found
@@ -83,7 +83,7 @@ class Past:
         past._damaged = self._damaged
         return past
 
-    def forget(self, rank: int, failed: Collection[Source], unusable: Mapping[Source, str]) -> None:
+    def forget(self, rank: int, failed: Collection[Copy], unusable: Mapping[Copy, str]) -> None:
         """These copies of a rank's shards are none. ``unusable``: those of them that are whole, and why the job cannot
         use them."""
         survey = self.surveys[rank]
@@ -274,7 +274,7 @@ class Past:
             '(CheckpointConfig(on_nothing_left="restart") does so by itself)'
         )
 
-    def _seen(self) -> list[tuple[int, Source]]:
+    def _seen(self) -> list[tuple[int, Copy]]:
         """Versions after the first: (the rank that found it, the copy). Of what all ranks share only their own."""
         return [
             (rank, source)
@@ -283,11 +283,11 @@ class Past:
             if source.key.last > 0
         ]
 
-    def _trained(self) -> list[Source]:
+    def _trained(self) -> list[Copy]:
         found = [source for rank in range(len(self.surveys)) for source in self._told(rank)]
         return [source for source in found if source.key.last > 0]
 
-    def _told(self, rank: int) -> Collection[Source]:
+    def _told(self, rank: int) -> Collection[Copy]:
         """Every copy that tells the rank of a past."""
         survey = self.surveys[rank]
         return survey.sources | survey.others | self._damaged[rank]

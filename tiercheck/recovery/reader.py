@@ -47,14 +47,15 @@ from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, R
 from tiercheck.format import container
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Lineage
-from tiercheck.policy.recovery.plan import Plan, Source, Unreachable, batches, grouped, plan
+from tiercheck.policy.recovery.plan import Plan, Unreachable, batches, grouped, plan
 from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.replication.asking import asked_twice
 from tiercheck.streams.state import Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
 
-__all__ = ["Lost", "OutOfReach", "Part", "Reader"]
+__all__ = ["Lost", "OutOfReach", "Reader", "VerifiedPart"]
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Lost(RecoveryError):
 
 
 @dataclass(frozen=True)
-class Part:
+class VerifiedPart:
     """One rank's part of a recovery point, all of which was read and verified."""
 
     plan: Plan
@@ -100,25 +101,25 @@ class Reader:
     lineage: Lineage
     """The job's own past: what another job wrote is no copy of it."""
     copies: Copies = field(init=False)
-    used: list[Source] = field(default_factory=list)
+    used: list[Copy] = field(default_factory=list)
     """The sources of what was handed out last, in order."""
     read_bytes: int = 0
     """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
-    _base: tuple[Source, Any] | None = None
-    _digests: dict[Source, str] = field(default_factory=dict)
+    _base: tuple[Copy, Any] | None = None
+    _digests: dict[Copy, str] = field(default_factory=dict)
     """What was verified, and the digest of its header, which holds the checksums of all the rest."""
-    _held: dict[Source, memoryview] = field(default_factory=dict)
+    _held: dict[Copy, memoryview] = field(default_factory=dict)
     """What need not be read again."""
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.hierarchy, self.rank, self.deadline_s)
 
     @property
-    def quarantined(self) -> dict[Source, str]:
+    def quarantined(self) -> dict[Copy, str]:
         """Copies that failed, and why."""
         return self.copies.quarantined
 
-    async def runs(self, part: Part, own: Collection[Source], *, threads: int) -> AsyncGenerator[Run, None]:
+    async def runs(self, part: VerifiedPart, own: Collection[Copy], *, threads: int) -> AsyncGenerator[Run, None]:
         """The differentials of a verified part from first to last, in runs to be replayed. Each is read, verified and
         decoded when it is asked for, by at most ``threads`` threads. None if a snapshot stands for them.
 
@@ -131,7 +132,7 @@ class Reader:
         self.used = [part.plan.anchor]
         left_s = self.deadline_s
         due = part.point.anchor + 1
-        chosen: tuple[Source, ...] | Unreachable = part.plan.batches
+        chosen: tuple[Copy, ...] | Unreachable = part.plan.batches
         self.copies.troubled.clear()
         while not isinstance(chosen, Unreachable):
             stream = _Stream(self, part, own, deque(grouped(chosen, self.state.steps_at_once)), due, left_s)
@@ -157,7 +158,7 @@ class Reader:
             "after it was verified"
         )
 
-    def doubt(self, part: Part, own: Collection[Source], error: Exception) -> bool:
+    def doubt(self, part: VerifiedPart, own: Collection[Copy], error: Exception) -> bool:
         """The state that the part's base leads to was refused: whether there is another copy of the base to try."""
         anchor = part.plan.anchor
         others = [source for source in self.copies.usable(own) if source.key == anchor.key and source != anchor]
@@ -167,7 +168,7 @@ class Reader:
             self._base = None
         return bool(others)
 
-    async def verify(self, point: RecoveryPoint, own: Collection[Source]) -> Part | None:
+    async def verify(self, point: RecoveryPoint, own: Collection[Copy]) -> VerifiedPart | None:
         """Read and verify all that the rank needs to get to ``point``; ``None`` if some version has no good copy
         left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
         until = asyncio.get_running_loop().time() + self.deadline_s
@@ -182,7 +183,7 @@ class Reader:
                 await self._verify_batches(chosen, base, own, until)
                 led = point.by_snapshot  # else the base is the point itself, or where a replay begins
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
-                return Part(chosen, base, start)
+                return VerifiedPart(chosen, base, start)
             except Failed as failed:
                 self.copies.note(failed)
                 self._let_go()
@@ -190,7 +191,7 @@ class Reader:
             if pause_s := self.copies.pause(own, partial(plan, point, self.rank), left_s):
                 await asyncio.sleep(pause_s)
 
-    async def _verified_base(self, chosen: Plan, own: Collection[Source], until: float) -> Any:
+    async def _verified_base(self, chosen: Plan, own: Collection[Copy], until: float) -> Any:
         source = chosen.anchor
         if self._base is not None and self._base[0] == source:
             return self._base[1]
@@ -204,13 +205,13 @@ class Reader:
         self._base = source, base
         return base
 
-    def _decoded_base(self, source: Source, shard: container.Shard) -> Any:
+    def _decoded_base(self, source: Copy, shard: container.Shard) -> Any:
         """Errors: ``Corruption``; ``Unusable``."""
         with self._form(source, shard):
             return self.state.base(shard, tier=self.copies.name(source), places=self._places)
 
     @contextmanager
-    def _form(self, source: Source, shard: container.Shard) -> Iterator[None]:
+    def _form(self, source: Copy, shard: container.Shard) -> Iterator[None]:
         """What a reader inside trips over is the copy's form where its checksums hold. Errors: ``Corruption``;
         ``Unusable``."""
         try:
@@ -220,15 +221,15 @@ class Reader:
             shard.verify()
             raise self._unusable(source, error.message if isinstance(error, Corruption) else str(error)) from error
 
-    def _unusable(self, source: Source, why: str) -> Unusable:
+    def _unusable(self, source: Copy, why: str) -> Unusable:
         return Unusable(why, tier=self.copies.name(source), key=str(source.key))
 
-    def _led_on(self, source: Source, base: Any, shard: container.Shard) -> Any:
+    def _led_on(self, source: Copy, base: Any, shard: container.Shard) -> Any:
         """What a snapshot leads to. Errors: ``Corruption``; ``Unusable``."""
         with self._form(source, shard):
             return self.state.led_on(base, shard, tier=self.copies.name(source))
 
-    async def _advanced(self, source: Source, base: Any, own: Collection[Source], until: float) -> Any:
+    async def _advanced(self, source: Copy, base: Any, own: Collection[Copy], until: float) -> Any:
         """Decoded at once: nothing is read again, and what cannot be decoded is known before anything is changed."""
         try:
             shard = self._parsed(source, await self._get(source, own, until))
@@ -236,14 +237,14 @@ class Reader:
         except TierError as error:
             raise Failed(source, error) from error
 
-    async def _verify_batches(self, chosen: Plan, base: Any, own: Collection[Source], until: float) -> None:
+    async def _verify_batches(self, chosen: Plan, base: Any, own: Collection[Copy], until: float) -> None:
         groups = grouped(chosen.batches, self.state.steps_at_once)
         staying = {source for group in groups[:BATCHES_AT_ONCE] for source in group}
         rooms, slots = asyncio.Semaphore(BATCHES_AT_ONCE), asyncio.Semaphore(OBJECTS_AT_ONCE)
         verifying = asyncio.Semaphore(self.state.threads)
         failures: list[Exception] = []
 
-        async def verify(source: Source) -> None:
+        async def verify(source: Copy) -> None:
             async with slots:
                 if failures or source in self._digests:
                     return
@@ -256,7 +257,7 @@ class Reader:
                 except Exception as error:  # noqa: BLE001  raised below, when the others have stopped
                     failures.append(Failed(source, error) if isinstance(error, TierError) else error)
 
-        async def verify_group(group: Sequence[Source]) -> None:
+        async def verify_group(group: Sequence[Copy]) -> None:
             await rooms.acquire()
             await asyncio.gather(*(verify(source) for source in group))
             if staying.isdisjoint(group):  # what stays keeps its room
@@ -270,7 +271,7 @@ class Reader:
         if failures:
             raise failures[0]
 
-    def _digest(self, source: Source, found: list[memoryview], base: Any) -> str:
+    def _digest(self, source: Copy, found: list[memoryview], base: Any) -> str:
         """Verify every byte of what was found, and that differentials are of the base's state. It is taken out of the
         list, since a thread pool lets go of arguments some time after the result is there."""
         shard = self._parsed(source, found.pop())
@@ -279,7 +280,7 @@ class Reader:
             self.differentials(source, shard, base)
         return shard.digest
 
-    async def read(self, group: Sequence[Source], own: Collection[Source], seconds: float) -> list[container.Shard]:
+    async def read(self, group: Sequence[Copy], own: Collection[Copy], seconds: float) -> list[container.Shard]:
         """The shards of verified sources once more; their tensors are verified when they are asked for.
 
         Errors: ``Failed``, of the first in order.
@@ -287,7 +288,7 @@ class Reader:
         until = asyncio.get_running_loop().time() + seconds
         slots = asyncio.Semaphore(OBJECTS_AT_ONCE)
 
-        async def read_one(source: Source) -> container.Shard:
+        async def read_one(source: Copy) -> container.Shard:
             async with slots:
                 try:
                     shard = self._parsed(source, await self._get(source, own, until))
@@ -306,12 +307,12 @@ class Reader:
                 raise each
         return [each for each in found if isinstance(each, container.Shard)]
 
-    def differentials(self, source: Source, shard: container.Shard, base: Any) -> Sequence[Record]:
+    def differentials(self, source: Copy, shard: container.Shard, base: Any) -> Sequence[Record]:
         """Errors: ``Corruption``; ``Unusable`` if there is one that is not of the base's state."""
         with self._form(source, shard):
             return self.state.records(shard, base, tier=self.copies.name(source))
 
-    async def _get(self, source: Source, own: Collection[Source], until: float) -> memoryview:
+    async def _get(self, source: Copy, own: Collection[Copy], until: float) -> memoryview:
         """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` if nothing came in the
         time left, or in half of it where the object can be had elsewhere."""
         held = self._held.get(source)
@@ -337,7 +338,7 @@ class Reader:
         self.read_bytes += content.nbytes
         return content
 
-    def _parsed(self, source: Source, content: memoryview) -> container.Shard:
+    def _parsed(self, source: Copy, content: memoryview) -> container.Shard:
         shard = container.parse(content, key=str(source.key), tier=self.copies.name(source))
         reason = self.lineage.disowns(source.key.generation, shard.metadata.token)
         if reason is not None:
@@ -348,7 +349,7 @@ class Reader:
         """Of what tiers do not map: another plan may begin with other batches."""
         self._held = {source: content for source, content in self._held.items() if self._mapped(source)}
 
-    def _mapped(self, source: Source) -> bool:
+    def _mapped(self, source: Copy) -> bool:
         return self.hierarchy.tiers[source.tier].capabilities.mappable
 
     @property
@@ -362,9 +363,9 @@ class _Stream:
     def __init__(
         self,
         reader: Reader,
-        part: Part,
-        own: Collection[Source],
-        groups: deque[tuple[Source, ...]],
+        part: VerifiedPart,
+        own: Collection[Copy],
+        groups: deque[tuple[Copy, ...]],
         due: int,
         left_s: float,
     ) -> None:
@@ -376,11 +377,11 @@ class _Stream:
         self._part = part
         self._own = own
         self._groups = groups
-        self._coming: tuple[Sequence[Source], asyncio.Task[list[container.Shard]]] | None = None
+        self._coming: tuple[Sequence[Copy], asyncio.Task[list[container.Shard]]] | None = None
         self._read: deque[Record] = deque()
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, Copy] = {}
 
-    def source_of(self, version: int) -> Source:
+    def source_of(self, version: int) -> Copy:
         return self._sources[version]
 
     async def run(self, threads: int) -> Run:
@@ -431,7 +432,7 @@ class _Stream:
         del coming  # what is parsed below is to be let go there
         await asyncio.to_thread(self._take, group, found)
 
-    def _take(self, group: Sequence[Source], found: list[list[container.Shard]]) -> None:
+    def _take(self, group: Sequence[Copy], found: list[list[container.Shard]]) -> None:
         """Parse a group that was read. It is taken out of the list, as in :meth:`Reader._digest`."""
         last = self._part.point.last
         for source, shard in zip(group, found.pop(), strict=True):

@@ -19,12 +19,13 @@ from typing import Any
 from tiercheck import schema
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.policy.recovery.plan import Availability, Source
+from tiercheck.policy.recovery.plan import Availability
 from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
-from tiercheck.recovery.reader import Lost, Part, Reader
+from tiercheck.recovery.reader import Lost, Reader, VerifiedPart
 from tiercheck.recovery.survey import Survey, survey
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
@@ -108,7 +109,7 @@ class Restored:
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
     (:mod:`tiercheck.streams.records.gradient_encoder`)."""
-    sound: frozenset[Source] = frozenset()
+    sound: frozenset[Copy] = frozenset()
     """This rank's copies, less those that were found damaged."""
     in_memory: bool = False
     """Every rank came to the version by what its first tier holds."""
@@ -124,9 +125,9 @@ class _Attempt:
     """What a rank tells the others of its part of the reading or the replay."""
 
     succeeded: bool
-    failed: tuple[Source, ...]
+    failed: tuple[Copy, ...]
     """Copies that it cannot use any more."""
-    unusable: tuple[tuple[Source, str], ...]
+    unusable: tuple[tuple[Copy, str], ...]
     """Those of them that are whole, and why the job cannot use them."""
 
 
@@ -247,12 +248,12 @@ class Restorer:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
 
     @property
-    def _own(self) -> frozenset[Source]:
+    def _own(self) -> frozenset[Copy]:
         return self._found.surveys[self.ranks.rank].sources
 
-    async def _verify(self, reader: Reader, point: RecoveryPoint) -> Part | None:
+    async def _verify(self, reader: Reader, point: RecoveryPoint) -> VerifiedPart | None:
         """Read and verify this rank's part; ``None`` if some rank cannot."""
-        parts: list[Part] = []
+        parts: list[VerifiedPart] = []
 
         async def attempt() -> bool:
             reader.state.expect()
@@ -267,7 +268,7 @@ class Restorer:
         (part,) = parts
         return part
 
-    async def _rebuild(self, reader: Reader, part: Part) -> Rebuilt | None:
+    async def _rebuild(self, reader: Reader, part: VerifiedPart) -> Rebuilt | None:
         """Load the base and replay; ``None`` if some rank could not: then the state is at no version."""
         done: list[Rebuilt] = []
 
@@ -306,7 +307,7 @@ class Restorer:
             self._found.forget(rank, frozenset(answer.failed), dict(answer.unusable))
         return False
 
-    async def _settle(self, reader: Reader, part: Part, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+    async def _settle(self, reader: Reader, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
         is, which is what the worst rank reached, and why."""
         found: list[tuple[Fidelity, tuple[str, ...]]] = []
@@ -333,7 +334,7 @@ class Restorer:
     def _report(
         self,
         reader: Reader,
-        part: Part,
+        part: VerifiedPart,
         fidelity_and_notes: tuple[Fidelity, tuple[str, ...]],
         matrix: tuple[Availability, ...],
         began: float,
@@ -372,7 +373,7 @@ def behind(points: Points | None, best: Points | None) -> bool:
     return points is None or (points[0].generation, points[0].last) < (best[0].generation, best[0].last)
 
 
-def reached(reader: Reader, part: Part, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+def reached(reader: Reader, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
     """How true a rank's state is, and why."""
     fidelity, notes = reader.state.reached(part.base, rebuilt)
     if part.point.by_snapshot:

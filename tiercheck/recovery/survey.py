@@ -18,8 +18,8 @@ from tiercheck import keys
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import SetAside, read_branches
 
@@ -50,9 +50,9 @@ class Looked:
 class Survey:
     """What one rank found in all its tiers. ``tier`` is always an index in the hierarchy."""
 
-    sources: frozenset[Source] = frozenset()
+    sources: frozenset[Copy] = frozenset()
     """Copies of the rank's own shards."""
-    others: frozenset[Source] = frozenset()
+    others: frozenset[Copy] = frozenset()
     """As in :class:`Looked`."""
     branches: frozenset[tuple[int, Branch]] = frozenset()
     """Lineage records: (tier, what it says)."""
@@ -95,8 +95,8 @@ async def survey(
     )
     found = [(tier, look) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, Looked)]
     return Survey(
-        sources=frozenset(Source(tier.index, key) for tier, look in found for key in look.own),
-        others=frozenset(Source(tier.index, key) for tier, look in found for key in look.others),
+        sources=frozenset(Copy(tier.index, key) for tier, look in found for key in look.own),
+        others=frozenset(Copy(tier.index, key) for tier, look in found for key in look.others),
         branches=frozenset((tier.index, branch) for tier, look in found for branch in look.branches),
         recorded=frozenset((tier.index, generation) for tier, look in found for generation in look.recorded),
         claims=frozenset(claim for _, look in found for claim in look.claims),

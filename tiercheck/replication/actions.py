@@ -25,7 +25,7 @@ from tiercheck.replication.backoff import CONCERNS_THE_TIER, TIER_AWAY_AFTER, Ac
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.records import metric_record, read_record, seal
-from tiercheck.streams.records.merge import Contents, as_stored, merge
+from tiercheck.streams.records.merge import ShardContents, as_stored, merge
 from tiercheck.types import ByteRange, Payload, PutMode
 
 __all__ = ["COMMITTING", "COPYING", "DELETING", "MARKING", "REPORTING", "Actions"]
@@ -47,12 +47,12 @@ class _Foreign(Corruption):
 
 
 @dataclass(frozen=True)
-class _Source:
+class _VerifiedShard:
     """A verified shard: its bytes, what it holds, and that as the target's codec has it."""
 
     content: memoryview
-    stored: Contents
-    wanted: Contents
+    stored: ShardContents
+    wanted: ShardContents
 
 
 class Actions:
@@ -93,7 +93,7 @@ class Actions:
         target = self._hierarchy.tiers[transfer.target_tier]
         # A tier's own codec is one of differentials. What keeps its codec is copied as it is.
         codec = target.codec if transfer.target.stream is Stream.DIFFERENTIAL else ""
-        sources: list[_Source] = []
+        sources: list[_VerifiedShard] = []
         for key in transfer.sources:
             verified = await self._verified(source, key, codec)
             if verified is None:
@@ -110,7 +110,7 @@ class Actions:
             # What is encoded has more parts than what was captured.
             await self._put_merged(target, [each.stored for each in sources])
 
-    async def _verified(self, source: OpenTier, key: ShardKey, codec: str) -> _Source | None:
+    async def _verified(self, source: OpenTier, key: ShardKey, codec: str) -> _VerifiedShard | None:
         """The shard, every byte of it verified; ``None`` if it is damaged or gone. Errors: ``SourceError``."""
         try:
             content = await source.driver.get(str(key))
@@ -119,7 +119,7 @@ class Actions:
             await asyncio.to_thread(shard.verify)
             stored = as_stored(shard)
             wanted = await asyncio.to_thread(_reencoded, shard, codec) if codec else stored
-            return _Source(content, stored, wanted)
+            return _VerifiedShard(content, stored, wanted)
         except NotFound as error:
             self._observer.gone(source.index, [key])
             if (source.index, key) in self._missing:
@@ -137,7 +137,7 @@ class Actions:
         except TierError as error:
             raise SourceError(f"its source cannot be read: {error}") from error
 
-    async def _put_merged(self, target: OpenTier, found: Sequence[Contents]) -> None:
+    async def _put_merged(self, target: OpenTier, found: Sequence[ShardContents]) -> None:
         first, last = found[0].metadata.key, found[-1].metadata.key
         batch = ShardKey.differential(first.generation, first.first, last.last, first.rank)
         try:
@@ -303,7 +303,7 @@ def _record_of(key: Key) -> CommitKey | None:
     return None
 
 
-def _reencoded(shard: container.Shard, codec: str) -> Contents:
+def _reencoded(shard: container.Shard, codec: str) -> ShardContents:
     from tiercheck.streams.records.reencode import reencoded  # brings NumPy, which few movers need
 
     return reencoded(shard, codec)

@@ -383,12 +383,12 @@ class Mover:
             done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
         )
         if without_copy := lost(self._observer.seen(), self._observer.damaged):
-            index, key = min(without_copy)
+            first = min(without_copy)
             raise Corruption(
                 f"{len(without_copy)} captured objects were damaged before they could be copied on; versions from "
-                f"{key.first} on are safe again with the next base",
-                tier=self._hierarchy.tiers[index].name,
-                key=str(key),
+                f"{first.key.first} on are safe again with the next base",
+                tier=self._hierarchy.tiers[first.tier].name,
+                key=str(first.key),
             )
 
     async def _until(

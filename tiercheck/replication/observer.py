@@ -22,8 +22,7 @@ from tiercheck.errors import Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR
-from tiercheck.policy.damage import Copy
-from tiercheck.policy.observation import Contents, Observation
+from tiercheck.policy.observation import Contents, Copy, Observation
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.replication.backoff import Action, TierBackoff
 from tiercheck.runtime.backoff import Backoff
@@ -149,7 +148,7 @@ class Observer:
     def damaged_there(self) -> set[Copy]:
         """Damaged copies of this job's that lie in their tiers still."""
         ours = self.damaged - self.foreign
-        return {(index, key) for index, key in ours if str(key) in self._known[index].names}
+        return {copy for copy in ours if str(copy.key) in self._known[copy.tier].names}
 
     @property
     def slow_views_s(self) -> dict[str, float]:
@@ -182,21 +181,21 @@ class Observer:
     def found_damaged(self, index: int, key: ShardKey, *, foreign: bool = False) -> None:
         """This copy has failed verification."""
         known = self._known[index]
-        self.damaged.add((index, key))
+        self.damaged.add(Copy(index, key))
         if foreign:
-            self.foreign.add((index, key))
+            self.foreign.add(Copy(index, key))
         known.contents = known.contents.changed({key: None})
 
     def remember(self, lost: Collection[Copy]) -> None:
         """Of the damaged copies that are gone, forget all but these."""
-        for index, key in self.damaged.difference(lost):
-            if str(key) not in self._known[index].names:
-                self._sound(index, key)
+        for copy in self.damaged.difference(lost):
+            if str(copy.key) not in self._known[copy.tier].names:
+                self._sound(copy.tier, copy.key)
 
     def _sound(self, index: int, key: ShardKey) -> None:
         """No damaged copy of this is left."""
-        self.damaged.discard((index, key))
-        self.foreign.discard((index, key))
+        self.damaged.discard(Copy(index, key))
+        self.foreign.discard(Copy(index, key))
 
     # Looking
 
@@ -311,7 +310,7 @@ class Observer:
             key = parsed[name] if name in parsed else keys.parse(name)
             if key is None:
                 continue
-            if isinstance(key, ShardKey) and (tier.index, key) in self.damaged:
+            if isinstance(key, ShardKey) and Copy(tier.index, key) in self.damaged:
                 if nbytes is not None:
                     continue
                 self._sound(tier.index, key)

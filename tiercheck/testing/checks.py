@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckContext:
     """What a check works with: two open clients of one tier, and a prefix of its own, which ends in ``/``."""
 
     driver: TierDriver
@@ -79,36 +79,36 @@ async def refused(call: Awaitable[object], error: type[Exception], what: str) ->
     raise Broken(f"{what} should raise {error.__name__}, and it was done")
 
 
-async def check_round_trip(place: Place) -> str:
-    driver = place.driver
+async def check_round_trip(context: CheckContext) -> str:
+    driver = context.driver
     large = random.Random(7).randbytes(LARGE_NBYTES)
     for name, payload in (("empty", []), ("one", [b"x"]), ("large", [large[:1], large[1:4097], large[4097:]])):
         expected = b"".join(payload)
-        info = await driver.put(place.key(name), payload)
-        if (info.key, info.nbytes) != (place.key(name), len(expected)):
+        info = await driver.put(context.key(name), payload)
+        if (info.key, info.nbytes) != (context.key(name), len(expected)):
             raise Broken(f"a put of {len(expected)} bytes reported {info}")
-        if await driver.stat(place.key(name)) != info:
-            raise Broken(f"stat after the put disagrees with it: {await driver.stat(place.key(name))} and {info}")
-        await place.expect(driver, name, expected, "after the put")
+        if await driver.stat(context.key(name)) != info:
+            raise Broken(f"stat after the put disagrees with it: {await driver.stat(context.key(name))} and {info}")
+        await context.expect(driver, name, expected, "after the put")
     into = bytearray(LARGE_NBYTES)
-    await driver.get(place.key("large"), into=memoryview(into))
+    await driver.get(context.key("large"), into=memoryview(into))
     if into != large:
         raise Broken("an object read into a buffer differs from what was put")
     return f"0, 1 and {LARGE_NBYTES} bytes came back as they were"
 
 
-async def check_second_client(place: Place) -> str:
-    await place.driver.put(place.key("seen"), [b"by both"])
-    found = await place.content(place.second, "seen")
+async def check_second_client(context: CheckContext) -> str:
+    await context.driver.put(context.key("seen"), [b"by both"])
+    found = await context.content(context.second, "seen")
     if found == b"by both":
         return "what one client puts another reads"
-    if place.driver.capabilities.survives is Survives.NOTHING:
+    if context.driver.capabilities.survives is Survives.NOTHING:
         return "another client sees nothing of it: the tier belongs to the driver that opened it"
     raise Broken(f"a second client of the same URL finds {told(found)} where the first has put 7 bytes")
 
 
-async def check_ranges(place: Place) -> str:
-    driver, key = place.driver, place.key("digits")
+async def check_ranges(context: CheckContext) -> str:
+    driver, key = context.driver, context.key("digits")
     await driver.put(key, [b"0123456789"])
     if not driver.capabilities.ranged_get:
         await refused(driver.get(key, range=ByteRange(0, 1)), Unsupported, "a ranged get (ranged_get is false)")
@@ -121,41 +121,41 @@ async def check_ranges(place: Place) -> str:
     return "the bytes asked for, and no others"
 
 
-async def check_listing(place: Place) -> str:
+async def check_listing(context: CheckContext) -> str:
     names = ["list/a-b", "list/a/b", "list/a0", "list/b/c", "list/é"]
     for name in reversed(names):
-        await place.driver.put(place.key(name), [name.encode()])
+        await context.driver.put(context.key(name), [name.encode()])
     for prefix in ("list/", "list/a", "list/a/", "list/none"):
-        found = [info.key async for info in place.driver.list(place.key(prefix))]
-        expected = [place.key(name) for name in sorted(names, key=str.encode) if name.startswith(prefix)]
+        found = [info.key async for info in context.driver.list(context.key(prefix))]
+        expected = [context.key(name) for name in sorted(names, key=str.encode) if name.startswith(prefix)]
         if found != expected:
             raise Broken(f"the listing of {prefix!r} is {found}, not {expected}")
     return "complete, and in byte order"
 
 
-async def check_deleting(place: Place) -> str:
-    keys = [place.key(name) for name in ("gone", "never")]
-    await place.driver.put(keys[0], [b"x"])
-    await place.driver.delete(keys)
-    await place.expect(place.driver, "gone", None, "after the delete")
-    await refused(place.driver.stat(keys[0]), NotFound, "stat of a deleted object")
+async def check_deleting(context: CheckContext) -> str:
+    keys = [context.key(name) for name in ("gone", "never")]
+    await context.driver.put(keys[0], [b"x"])
+    await context.driver.delete(keys)
+    await context.expect(context.driver, "gone", None, "after the delete")
+    await refused(context.driver.stat(keys[0]), NotFound, "stat of a deleted object")
     return "gone at once; a missing object is no error"
 
 
-async def check_keys(place: Place) -> str:
+async def check_keys(context: CheckContext) -> str:
     for bad in ("/absolute", "a/../b", "nul\0", ""):
-        await refused(place.driver.stat(bad), ValueError, f"the unsafe key {bad!r}")
+        await refused(context.driver.stat(bad), ValueError, f"the unsafe key {bad!r}")
     odd = "odd/é ü?#%2e=&+~"
-    await place.driver.put(place.key(odd), [b"odd"])
-    await place.expect(place.driver, odd, b"odd", "under an odd but safe key")
+    await context.driver.put(context.key(odd), [b"odd"])
+    await context.expect(context.driver, odd, b"odd", "under an odd but safe key")
     return "unsafe ones are refused, odd ones taken as they are"
 
 
-async def check_conditions(place: Place) -> str:
-    driver, key = place.driver, place.key("conditional")
+async def check_conditions(context: CheckContext) -> str:
+    driver, key = context.driver, context.key("conditional")
     if not driver.capabilities.conditional_put:
         await refused(driver.put(key, [b"x"], mode=PutMode.CREATE), Unsupported, "CREATE (conditional_put is false)")
-        await place.expect(driver, "conditional", None, "after a refused CREATE")
+        await context.expect(driver, "conditional", None, "after a refused CREATE")
         return "refused, as the capabilities say"
     results = await asyncio.gather(
         *(driver.put(key, [b"%d" % n], mode=PutMode.CREATE) for n in range(4)), return_exceptions=True
@@ -166,30 +166,30 @@ async def check_conditions(place: Place) -> str:
     won = [n for n, result in enumerate(results) if isinstance(result, ObjectInfo)]
     if len(won) != 1:
         raise Broken(f"of 4 that CREATE one object at once 1 must win, and {len(won)} did")
-    await place.expect(driver, "conditional", b"%d" % won[0], "after the race")
+    await context.expect(driver, "conditional", b"%d" % won[0], "after the race")
     first = await driver.stat(key)
     await driver.put(key, [b"second"], mode=PutMode.UPDATE(first.etag))
     stale = driver.put(key, [b"third"], mode=PutMode.UPDATE(first.etag))
     await refused(stale, PreconditionFailed, "UPDATE with an etag that is no longer the object's")
-    await place.expect(driver, "conditional", b"second", "after a refused UPDATE")
+    await context.expect(driver, "conditional", b"second", "after a refused UPDATE")
     return "1 of 4 creators in this process won; a stale etag was refused"
 
 
-async def check_whole_objects(place: Place) -> str:
+async def check_whole_objects(context: CheckContext) -> str:
     """Readers of a second client while the first overwrites."""
     nbytes, rounds = 1 << 18, 8
-    reader = place.driver if await place.content(place.second, "seen") is None else place.second
-    await place.driver.put(place.key("whole"), [b"\0" * nbytes])
+    reader = context.driver if await context.content(context.second, "seen") is None else context.second
+    await context.driver.put(context.key("whole"), [b"\0" * nbytes])
 
     async def write() -> None:
         for n in range(1, rounds):
-            await place.driver.put(place.key("whole"), [bytes([n]) * (nbytes // 2), bytes([n]) * (nbytes // 2 + n)])
+            await context.driver.put(context.key("whole"), [bytes([n]) * (nbytes // 2), bytes([n]) * (nbytes // 2 + n)])
 
     writing = asyncio.create_task(write())
     reads = 0
     try:
         while not writing.done():
-            found = await place.content(reader, "whole")
+            found = await context.content(reader, "whole")
             reads += 1
             if not found or found != found[:1] * (nbytes + found[0]):
                 raise Broken(f"while it was overwritten a reader saw neither the old nor the new: {told(found)}")
@@ -202,31 +202,31 @@ async def check_whole_objects(place: Place) -> str:
     return f"{reads} reads during {rounds - 1} overwrites from this process, each of one whole object"
 
 
-async def check_reservations(place: Place) -> str:
-    driver, key = place.driver, place.key("reserved")
+async def check_reservations(context: CheckContext) -> str:
+    driver, key = context.driver, context.key("reserved")
     if not driver.capabilities.mappable:
         await refused(driver.reserve(key, 8), Unsupported, "reserve (mappable is false)")
         return "refused, as the capabilities say"
     reservation = await driver.reserve(key, 8)
     reservation.buffer[:] = b"reserved"
-    await place.expect(driver, "reserved", None, "before it is published")
+    await context.expect(driver, "reserved", None, "before it is published")
     await reservation.publish(7)
-    await place.expect(driver, "reserved", b"reserve", "once 7 bytes are published")
-    dropped = await driver.reserve(place.key("dropped"), 8)
+    await context.expect(driver, "reserved", b"reserve", "once 7 bytes are published")
+    dropped = await driver.reserve(context.key("dropped"), 8)
     await dropped.drop()
-    await place.expect(driver, "dropped", None, "after the reservation was dropped")
+    await context.expect(driver, "dropped", None, "after the reservation was dropped")
     return "unseen until published; gone when dropped"
 
 
-async def check_closed(place: Place) -> str:
+async def check_closed(context: CheckContext) -> str:
     """The last one: it closes the second client."""
-    await place.second.close()
-    await refused(place.second.stat(place.key("seen")), Closed, "a call after close")
-    await place.expect(place.driver, "one", b"x", "after another client has closed")
+    await context.second.close()
+    await refused(context.second.stat(context.key("seen")), Closed, "a call after close")
+    await context.expect(context.driver, "one", b"x", "after another client has closed")
     return "objects stay; calls are refused"
 
 
-CHECKS: tuple[tuple[str, Callable[[Place], Awaitable[str]]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[CheckContext], Awaitable[str]]], ...] = (
     ("round trip", check_round_trip),
     ("second client", check_second_client),
     ("ranges", check_ranges),
@@ -248,15 +248,17 @@ async def check_tier(scratch: Scratch, second: TierDriver, *, check_s: float = C
     Errors: those of opening ``second``.
     """
     async with second:
-        place = Place(scratch.driver, second, scratch.prefix)
-        return tuple([await run(name, check, place, check_s) for name, check in CHECKS])
+        context = CheckContext(scratch.driver, second, scratch.prefix)
+        return tuple([await run(name, check, context, check_s) for name, check in CHECKS])
 
 
-async def run(name: str, check: Callable[[Place], Awaitable[str]], place: Place, check_s: float) -> Check:
+async def run(
+    name: str, check: Callable[[CheckContext], Awaitable[str]], context: CheckContext, check_s: float
+) -> Check:
     began = time.monotonic()
     try:
         async with asyncio.timeout(check_s):
-            message = await check(place)
+            message = await check(context)
     except Broken as error:
         passed, message = False, str(error)
     except TimeoutError:

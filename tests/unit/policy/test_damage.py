@@ -9,12 +9,13 @@ import pytest
 from tests.unit.policy.test_placement import base, batch, committed, seen, single
 from tiercheck.keys import Key, ShardKey
 from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.policies import KeepLast
 from tiercheck.policy.watermark import Retention
 
 
 def going(memory: Iterable[Key], durable: Iterable[Key], *damaged: ShardKey) -> list[Key]:
-    return outlived(seen(memory, durable), Retention(KeepLast(1)), [(0, key) for key in damaged])[0]
+    return outlived(seen(memory, durable), Retention(KeepLast(1)), [Copy(0, key) for key in damaged])[0]
 
 
 def snapshot(of: int, version: int) -> ShardKey:
@@ -39,14 +40,14 @@ def snapshot(of: int, version: int) -> ShardKey:
 def test_what_another_copy_or_something_newer_makes_up_for_is_not_lost(
     damaged: ShardKey, memory: list[Key], durable: list[Key], *, is_lost: bool
 ) -> None:
-    assert lost(seen(memory, durable), [(0, damaged)]) == ([(0, damaged)] if is_lost else [])
+    assert lost(seen(memory, durable), [Copy(0, damaged)]) == ([Copy(0, damaged)] if is_lost else [])
 
 
 def test_the_next_base_comes_after_all_that_is_lost() -> None:
     assert base_needed_after([]) is None
-    assert base_needed_after([(0, base(5)), (0, single(4)), (0, snapshot(5, 9))]) == 5
-    assert base_needed_after([(0, single(7)), (0, base(5))]) == 6
-    assert base_needed_after([(0, snapshot(5, 9))]) is None, "the next one makes up for it"
+    assert base_needed_after([Copy(0, base(5)), Copy(0, single(4)), Copy(0, snapshot(5, 9))]) == 5
+    assert base_needed_after([Copy(0, single(7)), Copy(0, base(5))]) == 6
+    assert base_needed_after([Copy(0, snapshot(5, 9))]) is None, "the next one makes up for it"
 
 
 def test_a_damaged_differential_goes_with_its_neighbours() -> None:
@@ -66,7 +67,7 @@ def test_of_bases_in_memory_no_more_than_two_stay_and_the_sound_ones_do() -> Non
 
 def test_a_damaged_base_of_a_shared_tier_goes_when_it_would_go_sound() -> None:
     def gone(*durable: Key) -> list[Key]:
-        return outlived(seen([], durable), Retention(KeepLast(1)), [(1, base(10))])[1]
+        return outlived(seen([], durable), Retention(KeepLast(1)), [Copy(1, base(10))])[1]
 
     assert gone(*committed(10)[1:]) == []
     assert gone(*committed(10)[1:], *committed(20)) == [base(10)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.policy.peers import Place, peer_of
+from tiercheck.policy.peers import RankLocation, peer_of
 
 
-def cluster(*nodes: int, domains: str = "") -> list[Place]:
+def cluster(*nodes: int, domains: str = "") -> list[RankLocation]:
     """``nodes[i]`` ranks on node i, whose domain is ``domains[i]``."""
     return [
-        Place(f"node{index}", domains[index] if domains else "")
+        RankLocation(f"node{index}", domains[index] if domains else "")
         for index, ranks in enumerate(nodes)
         for _ in range(ranks)
     ]
@@ -43,7 +43,7 @@ def test_a_node_alone_in_its_domain_joins_the_others() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), min_size=1, max_size=30))
 def test_a_peer_is_always_another_node_and_each_node_of_a_ring_keeps_for_one(drawn: list[tuple[int, str]]) -> None:
     domain = dict(drawn)
-    places = [Place(str(node), domain[node]) for node, _ in drawn]
+    places = [RankLocation(str(node), domain[node]) for node, _ in drawn]
     kept: dict[str, set[str]] = {}
     for rank, place in enumerate(places):
         peer = peer_of(rank, places)

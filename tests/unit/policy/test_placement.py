@@ -9,12 +9,12 @@ import pytest
 from tiercheck import schema
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.commit import Marker, superseded, to_commit, to_mark
-from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepEvery, KeepLast
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.policy.recovery.plan import Plan, Source, Unreachable, availability, plan
+from tiercheck.policy.recovery.plan import Plan, Unreachable, availability, plan
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 
@@ -207,33 +207,33 @@ def test_the_watermark_is_the_newest_commit() -> None:
 def test_the_cheapest_copies_are_read_and_gaps_filled_from_further_away() -> None:
     point = RecoveryPoint(1, 10, 17)
     sources = [
-        Source(0, base(10)),
-        Source(1, base(10)),
-        *(Source(0, single(version)) for version in (11, 12, 16, 17)),
-        Source(1, batch(11, 15)),
+        Copy(0, base(10)),
+        Copy(1, base(10)),
+        *(Copy(0, single(version)) for version in (11, 12, 16, 17)),
+        Copy(1, batch(11, 15)),
     ]
     chosen = plan(point, 0, sources)
     assert isinstance(chosen, Plan)
-    assert chosen.anchor == Source(0, base(10))
+    assert chosen.anchor == Copy(0, base(10))
     assert chosen.batches == (
-        Source(0, single(11)),
-        Source(0, single(12)),
-        Source(1, batch(11, 15)),
-        Source(0, single(16)),
-        Source(0, single(17)),
+        Copy(0, single(11)),
+        Copy(0, single(12)),
+        Copy(1, batch(11, 15)),
+        Copy(0, single(16)),
+        Copy(0, single(17)),
     )
 
 
 def test_a_version_nobody_has_is_named() -> None:
     point = RecoveryPoint(1, 10, 12)
     assert plan(point, 0, []) == Unreachable(base(10).stream, 10)
-    assert plan(point, 0, [Source(0, base(10)), Source(0, single(12))]) == Unreachable(single(11).stream, 11)
-    assert plan(point, 0, [Source(0, base(10, rank=1))]) == Unreachable(base(10).stream, 10)
+    assert plan(point, 0, [Copy(0, base(10)), Copy(0, single(12))]) == Unreachable(single(11).stream, 11)
+    assert plan(point, 0, [Copy(0, base(10, rank=1))]) == Unreachable(base(10).stream, 10)
 
 
 def test_the_matrix_has_a_row_for_each_rank_and_tier() -> None:
     point = RecoveryPoint(1, 10, 12)
-    rows = availability([point, point], ["shm", "nvme"], [[Source(0, base(10)), Source(1, batch(11, 15))], []])
+    rows = availability([point, point], ["shm", "nvme"], [[Copy(0, base(10)), Copy(1, batch(11, 15))], []])
     assert [(row.rank, row.tier, row.anchor, row.differentials) for row in rows] == [
         (0, "shm", True, ()),
         (0, "nvme", False, (11, 12)),

@@ -26,9 +26,8 @@ from tiercheck.errors import (
 )
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import LineageKey, ShardKey
-from tiercheck.policy.observation import Role
+from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage, strangers
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.survey import Survey
 from tiercheck.replication.records import seal
@@ -453,7 +452,7 @@ def test_a_full_or_read_only_store_does_not_stop_what_memory_can_serve(
 def seen_by(rank: int, tier: int, base: int, last: int) -> Survey:
     """A base and the differentials up to ``last``, in one tier; the durable one is away."""
     shards = [ShardKey.base(1, base, rank), *(ShardKey.differential(1, v, v, rank) for v in range(base + 1, last + 1))]
-    found = frozenset(Source(tier, key) for key in shards)
+    found = frozenset(Copy(tier, key) for key in shards)
     return Survey(sources=found, branches=frozenset({(0, Branch(1, 0, 0, 2, "a" * 16))}), away=((2, "503"),))
 
 
@@ -464,7 +463,7 @@ def test_a_neighbours_memory_serves_without_the_store_where_no_newer_base_can_be
     """A node is lost while the store is away. What its neighbour has may be behind a base that was committed."""
     roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
     whole = seen_by(0, 0, 20, 25)
-    old = frozenset(Source(0, key) for key in (source.key for source in seen_by(0, 0, 10, 19).sources))
+    old = frozenset(Copy(0, key) for key in (source.key for source in seen_by(0, 0, 10, 19).sources))
     past = Past([replace(whole, sources=whole.sources | old), seen_by(1, 1, base, last)], roles, "here")
     points = past.points()
     assert points is not None
@@ -480,7 +479,7 @@ def test_a_snapshot_tells_of_the_base_that_it_was_made_for() -> None:
     survey = seen_by(0, 0, 10, 10)
     past = Past([survey], roles, "here")
     assert past.covers(past.points())
-    later = Source(0, ShardKey.snapshot(1, 20, 22, 0))
+    later = Copy(0, ShardKey.snapshot(1, 20, 22, 0))
     past = Past([replace(survey, sources=survey.sources | {later})], roles, "here")
     assert not past.covers(past.points())
 
@@ -489,8 +488,8 @@ def past_of(*ranks: list[tuple[int, ShardKey]], branches: list[Branch], away: bo
     """By rank, what lies in its tiers. ``away``: that of rank 0's neighbour does not answer."""
     surveys = [
         Survey(
-            sources=frozenset(Source(tier, key) for tier, key in held if key.rank == rank),
-            others=frozenset(Source(tier, key) for tier, key in held if key.rank != rank),
+            sources=frozenset(Copy(tier, key) for tier, key in held if key.rank == rank),
+            others=frozenset(Copy(tier, key) for tier, key in held if key.rank != rank),
             branches=frozenset((0, branch) for branch in branches),
             generations=frozenset((tier, key.generation) for tier, key in held),
             away=((1, "it does not answer"),) if away and not rank else (),
@@ -532,7 +531,7 @@ def test_a_generation_that_captured_nothing_cuts_nothing_off_while_a_tier_is_awa
 def test_a_past_of_which_every_copy_is_damaged_is_no_new_job() -> None:
     base = ShardKey.base(1, 6, 0)
     past = past_of([(0, base)], branches=[Branch(1, 0, 0, 1, "a" * 16)])
-    past.forget(0, [Source(0, base)], {})
+    past.forget(0, [Copy(0, base)], {})
     assert past.points() is None
     with pytest.raises(RecoveryError, match="versions up to 6 were saved"):
         past.check_nothing_is_lost(restart=False)

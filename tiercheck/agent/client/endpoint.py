@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.policy.peers import Place, peer_of
+from tiercheck.policy.peers import RankLocation, peer_of
 
 __all__ = ["RankEndpoint", "peer_address"]
 
@@ -51,7 +51,7 @@ def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | N
     Errors: ``ConfigurationError`` if all ranks are on one node, or nobody but its own machine can reach the peer.
     """
     own = ranks[rank]
-    peer = peer_of(rank, [Place(each.node, each.domain) for each in ranks])
+    peer = peer_of(rank, [RankLocation(each.node, each.domain) for each in ranks])
     if peer is None:
         raise ConfigurationError(
             f"the hierarchy has a peer:// tier, but all {len(ranks)} ranks are on one node ({own.node}): there is no "

@@ -31,7 +31,7 @@ REPLICATORS_MAX = 4096
 FORGET_S = 86400.0
 MOUNTS = Path("/proc/self/mounts")
 
-Place = tuple[str, int]
+ReplicatorKey = tuple[str, int]
 """A first tier (its driver's URL, the same however the options were given) and a rank."""
 
 
@@ -45,13 +45,13 @@ class JobRegistry:
         """Where a replication job was found or looked for, and could not be taken up, and why."""
         self._rest_s = rest_s
         self._abandon_s = abandon_s
-        self._replicators: dict[Place, RankReplicator] = {}
-        self._changing: dict[Place, asyncio.Lock] = {}
+        self._replicators: dict[ReplicatorKey, RankReplicator] = {}
+        self._changing: dict[ReplicatorKey, asyncio.Lock] = {}
 
     def __iter__(self) -> Iterator[RankReplicator]:
         """By rank."""
-        places = sorted(self._replicators, key=lambda place: (place[1], place[0]))
-        return iter([self._replicators[place] for place in places])
+        keys = sorted(self._replicators, key=lambda key: (key[1], key[0]))
+        return iter([self._replicators[key] for key in keys])
 
     def __len__(self) -> int:
         return len(self._replicators)
@@ -62,7 +62,7 @@ class JobRegistry:
 
         Errors: ``NotFound``: this agent has taken up no such replication job. ``JobConflict``: it has, of a newer one.
         """
-        replicator = self._replicators.get(place_of(namespace, rank))
+        replicator = self._replicators.get(replicator_key(namespace, rank))
         if replicator is None or (generation is not None and generation > replicator.job.generation):
             what = "" if generation is None else f", generation {generation}"
             raise NotFound(
@@ -79,8 +79,8 @@ class JobRegistry:
         Errors: ``NotFound`` without a record of that generation there; ``ConfigurationError`` for one that is meant
         for another agent or contradicts itself; ``JobConflict`` if a newer generation is registered; ``TierError``.
         """
-        place = place_of(namespace, rank)
-        async with self._alone_with(place), first_tier(namespace) as first:
+        key = replicator_key(namespace, rank)
+        async with self._alone_with(key), first_tier(namespace) as first:
             job = await read_job(first, rank)
             if job.generation < generation:
                 raise NotFound(f"only generation {job.generation} of rank {rank} is registered", tier=namespace)
@@ -96,9 +96,9 @@ class JobRegistry:
                 )
             job.hierarchy.open()  # refuses what can never be opened, before anything is replaced
             job.policies()  # and policies that are not installed where the agent runs
-            if (known := self._replicators.get(place)) is not None:
+            if (known := self._replicators.get(key)) is not None:
                 await check_newest(first, known.job, job)
-            replicator = await self._take_up(place, job)
+            replicator = await self._take_up(key, job)
             replicator.resume()
             return replicator
 
@@ -107,16 +107,16 @@ class JobRegistry:
 
         Errors: ``JobConflict`` if a newer one is registered, which stays; ``TierError``.
         """
-        place = place_of(namespace, rank)
-        async with self._alone_with(place):
-            known = self._replicators.get(place)
+        key = replicator_key(namespace, rank)
+        async with self._alone_with(key):
+            known = self._replicators.get(key)
             if known is not None:
                 self._check_not_older(known, generation)
             with contextlib.suppress(NotFound):  # its memory was removed, and the record with it
                 async with first_tier(namespace) as first:
                     await remove_job(first, rank, generation)
             if known is not None and known.job.generation == generation:
-                await self._drop(place)
+                await self._drop(key)
                 await free_copies(known.job)
 
     async def take_up_all(self) -> None:
@@ -131,18 +131,18 @@ class JobRegistry:
                     async with first_tier(namespace) as first:
                         job = await read_job(first, rank)
                     # By the URL that the replication job gives: it has the options that the trainer chose.
-                    place = place_of(job.namespace, rank)
-                    if job.node == self.node and place not in self._replicators:
-                        await self._take_up(place, job)
+                    key = replicator_key(job.namespace, rank)
+                    if job.node == self.node and key not in self._replicators:
+                        await self._take_up(key, job)
 
     async def tidy(self) -> None:
         """Forget what nobody has needed for long, and what has lost its memory: a trainer that comes back registers
         again."""
-        for place, replicator in list(self._replicators.items()):
+        for key, replicator in list(self._replicators.items()):
             if replicator.gone or (not replicator.needed and replicator.silent_s > FORGET_S):
-                async with self._alone_with(place):
-                    if self._replicators.get(place) is replicator:
-                        await self._drop(place)
+                async with self._alone_with(key):
+                    if self._replicators.get(key) is replicator:
+                        await self._drop(key)
 
     async def close(self) -> None:
         """Stop all movers and close their tiers."""
@@ -170,15 +170,15 @@ class JobRegistry:
         return ranks
 
     @contextlib.asynccontextmanager
-    async def _alone_with(self, place: Place) -> AsyncIterator[None]:
+    async def _alone_with(self, key: ReplicatorKey) -> AsyncIterator[None]:
         """Inside, nobody else changes what is assigned there."""
-        lock = self._changing.setdefault(place, asyncio.Lock())
+        lock = self._changing.setdefault(key, asyncio.Lock())
         try:
             async with lock:
                 yield
         finally:
-            if not lock.locked() and place not in self._replicators:
-                self._changing.pop(place, None)
+            if not lock.locked() and key not in self._replicators:
+                self._changing.pop(key, None)
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -195,31 +195,31 @@ class JobRegistry:
             log.exception("%s cannot be taken up", what)
             self.unreadable[what] = f"{type(error).__name__}: {error}"
 
-    async def _take_up(self, place: Place, job: ReplicationJob) -> RankReplicator:
-        known = self._replicators.get(place)
+    async def _take_up(self, key: ReplicatorKey, job: ReplicationJob) -> RankReplicator:
+        known = self._replicators.get(key)
         if known is not None and known.job == job and not known.gone:
             known.heard()
             return known
         if known is None and len(self._replicators) >= REPLICATORS_MAX:
             raise CapacityExceeded(f"the agent of node {self.node!r} moves for {REPLICATORS_MAX} ranks already")
-        await self._drop(place)
-        replicator = self._replicators[place] = RankReplicator(
+        await self._drop(key)
+        replicator = self._replicators[key] = RankReplicator(
             job,
             rest_s=self._rest_s,
             abandon_s=self._abandon_s,
-            trainer=partial(trainer_of, RunDirectory.of(self.node), *place),
+            trainer=partial(trainer_of, RunDirectory.of(self.node), *key),
         )
         replicator.start()
-        log.info("rank %d of %s: generation %d taken up", job.rank, place[0], job.generation)
+        log.info("rank %d of %s: generation %d taken up", job.rank, key[0], job.generation)
         return replicator
 
-    async def _drop(self, place: Place) -> None:
-        known = self._replicators.pop(place, None)
+    async def _drop(self, key: ReplicatorKey) -> None:
+        known = self._replicators.pop(key, None)
         if known is not None:
             await known.close()
 
 
-def place_of(namespace: str, rank: int) -> Place:
+def replicator_key(namespace: str, rank: int) -> ReplicatorKey:
     """Errors: ``ConfigurationError`` for a URL that cannot be."""
     return make_driver(namespace).url, rank
 

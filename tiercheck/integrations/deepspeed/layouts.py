@@ -2,7 +2,7 @@
 
 DeepSpeed trains through a plain ``torch.optim.Optimizer`` (the *inner* optimizer) whose parameters it has
 replaced by full-precision masters: whole parameters, flattened groups, or this rank's partition of them
-(ZeRO: Rajbhandari et al., 2020, section 5). A :class:`Layout` names these masters, says which of them one
+(ZeRO: Rajbhandari et al., 2020, section 5). A :class:`MasterLayout` names these masters, says which of them one
 iteration's calls of the inner ``step`` update, and rebuilds the low-precision parameters from them.
 
 =============================== =========================== =============================================
@@ -34,7 +34,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tiercheck.errors import UnsupportedSetup
 
-__all__ = ["Layout", "Master", "layout_of"]
+__all__ = ["Master", "MasterLayout", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Master:
     group: int
 
 
-class Layout(ABC):
+class MasterLayout(ABC):
     """The masters of one engine. Looks everything up anew: DeepSpeed replaces objects when it loads."""
 
     def __init__(self, engine: Any) -> None:
@@ -112,7 +112,7 @@ class Layout(ABC):
         return str(self._engine.param_names.get(parameter, otherwise))
 
 
-class WholeParameters(Layout):
+class WholeParameters(MasterLayout):
     """Stage 0 in fp32: the module's parameters are the masters."""
 
     def masters(self) -> list[Master]:
@@ -129,7 +129,7 @@ class WholeParameters(Layout):
         """Nothing derives from the parameters."""
 
 
-class WholeCopies(Layout):
+class WholeCopies(MasterLayout):
     """Stage 0 in bf16 or fp16 with a torch optimizer: one full-precision copy of each parameter."""
 
     def masters(self) -> list[Master]:
@@ -153,7 +153,7 @@ class WholeCopies(Layout):
         return self._clipping_scale(always_clamped=False)
 
 
-class FlatCopies(Layout):
+class FlatCopies(MasterLayout):
     """Stage 0 in bf16 or fp16 with DeepSpeed's fused optimizers: one flat full-precision copy of each group."""
 
     def masters(self) -> list[Master]:
@@ -173,7 +173,7 @@ class FlatCopies(Layout):
         return self._clipping_scale(always_clamped=False)
 
 
-class AccumulatedPartitions(Layout):
+class AccumulatedPartitions(MasterLayout):
     """Stage 1 in bf16 with gradients accumulated apart: a partition of each group, stepped at once."""
 
     def masters(self) -> list[Master]:
@@ -187,7 +187,7 @@ class AccumulatedPartitions(Layout):
         self._wrapper.update_lp_params()
 
 
-class Partitions(Layout):
+class Partitions(MasterLayout):
     """Stages 1 and 2: a partition of each group, and one call of the inner ``step`` per group."""
 
     def __init__(self, engine: Any) -> None:
@@ -236,7 +236,7 @@ class Partitions(Layout):
         return self._clipping_scale(always_clamped=True)
 
 
-class SubGroups(Layout):
+class SubGroups(MasterLayout):
     """Stage 3: every parameter is partitioned, the partitions are joined into sub-groups, one call for each."""
 
     def masters(self) -> list[Master]:
@@ -275,7 +275,7 @@ class SubGroups(Layout):
         return self._clipping_scale(always_clamped=True)
 
 
-_LAYOUTS: dict[type, type[Layout]] = {
+_LAYOUTS: dict[type, type[MasterLayout]] = {
     FP16_UnfusedOptimizer: WholeCopies,
     FP16_Optimizer: FlatCopies,
     BF16_Optimizer: AccumulatedPartitions,
@@ -284,7 +284,7 @@ _LAYOUTS: dict[type, type[Layout]] = {
 }
 
 
-def layout_of(engine: Any) -> Layout:
+def layout_of(engine: Any) -> MasterLayout:
     """The layout of an engine's state.
 
     Errors: ``UnsupportedSetup`` for a wrapper that is not in the table above, a subclass of one included,

@@ -26,7 +26,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
-from tiercheck.integrations.deepspeed.layouts import Layout, Master, layout_of
+from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.support import refuse_unsupported
 from tiercheck.streams.tensors.beside import Beside, End
@@ -68,7 +68,7 @@ class DeepSpeedProvider:
         self.beside = beside or Beside()
         self._engine = engine
         self._tensors = ModuleTensors(engine.module)
-        self._layout: Layout = layout_of(engine)
+        self._layout: MasterLayout = layout_of(engine)
         self._replaying = False
         self._between = False
         self._scheduler = EngineScheduler(engine)
@@ -464,7 +464,7 @@ def _gradient_for(master: Master, gradient: torch.Tensor | None) -> torch.Tensor
     return gradient.detach().to(master.tensor.device, master.tensor.dtype, copy=True).view_as(master.tensor)
 
 
-def _refuse_odd_tensors(layout: Layout) -> None:
+def _refuse_odd_tensors(layout: MasterLayout) -> None:
     masters = layout.masters()
     if not masters:
         raise UnsupportedSetup("the optimizer updates no tensor on this rank, so there is nothing to save")

@@ -130,21 +130,21 @@ def compressed_all_reduce(compression: Compression, bucket: GradBucket) -> torch
     """
     compression.follow_scale()
     gradients = bucket.gradients()
-    layout = Layout.of(compression, gradients)
+    layout = MessageLayout.of(compression, gradients)
     message = np.zeros(layout.nbytes, np.uint8)
     descriptions = []
     for index, (parameter, gradient) in enumerate(zip(bucket.parameters(), gradients, strict=True)):
         name, array = compression.name_of(parameter), array_of(gradient).reshape(-1)
-        place = Place(message.data[layout.starts[index] : layout.starts[index + 1]])
+        allocator = PartAllocator(message.data[layout.starts[index] : layout.starts[index + 1]])
         encoding = compression.codec.encode(
             array,
             dtype_name(gradient, name),
             seed=seed_of(array),
-            slot=place.slot,
+            slot=allocator.slot,
             residual=compression.residual(name),
             threads=compression.threads,
         )
-        descriptions.append({"encoding": encoding.to_object(), "parts": place.parts})
+        descriptions.append({"encoding": encoding.to_object(), "parts": allocator.parts})
     layout.describe(message, descriptions)
 
     buffer: torch.Tensor = bucket.buffer()
@@ -171,7 +171,7 @@ compressed_all_reduce.__annotations__.clear()
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """Where a message has what: the same on all ranks, since it depends on the tensors' sizes alone."""
 
     starts: tuple[int, ...]
@@ -179,7 +179,7 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, compression: Compression, gradients: Sequence[torch.Tensor]) -> Layout:
+    def of(cls, compression: Compression, gradients: Sequence[torch.Tensor]) -> MessageLayout:
         rooms = [
             sum(
                 round_up(part.nbytes)
@@ -200,7 +200,7 @@ class Layout:
 
 
 @dataclass
-class Place:
+class PartAllocator:
     """The room of one tensor's parts in a message, given out from the front."""
 
     memory: memoryview
@@ -216,7 +216,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReceivedPart:
     """A part in another rank's message."""
 
     dtype: str
@@ -229,11 +229,11 @@ class Received:
     """One rank's message."""
 
     memory: memoryview
-    layout: Layout
+    layout: MessageLayout
     descriptions: Sequence[Any]
 
     @classmethod
-    def of(cls, message: NDArray[np.uint8], layout: Layout) -> Received:
+    def of(cls, message: NDArray[np.uint8], layout: MessageLayout) -> Received:
         memory, start = message.data, layout.starts[-1]
         length = int.from_bytes(memory[start : start + 8], "little")
         descriptions: Any = host_state.unpack(memory[start + 8 : start + 8 + length])
@@ -243,7 +243,9 @@ class Received:
         """Add what the rank has sent for the tensor ``index``. Errors: ``Corruption``."""
         encoding, start = self.descriptions[index]["encoding"], self.layout.starts[index]
         parts = {
-            suffix: Part(dtype, tuple(shape), self.memory[start + at :][: math.prod(shape) * DTYPES[dtype].itemsize])
+            suffix: ReceivedPart(
+                dtype, tuple(shape), self.memory[start + at :][: math.prod(shape) * DTYPES[dtype].itemsize]
+            )
             for suffix, (dtype, shape, at) in self.descriptions[index]["parts"].items()
         }
         sparse = decode_sparse(encoding, parts, threads=threads)

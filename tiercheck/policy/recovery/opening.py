@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import ShardKey, Stream
-from tiercheck.policy.observation import Role, lasting
+from tiercheck.policy.observation import Copy, Role, lasting
 from tiercheck.policy.recovery.agreement import NO_MARK, Span, agreed, held_twice, spans_of
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Lineage
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS
 
 __all__ = ["Anew", "Reach", "anew", "superseded_at_opening"]
@@ -34,7 +33,7 @@ class Reach:
     """From all of its tiers together."""
 
     @classmethod
-    def of(cls, held: Collection[Source], roles: Sequence[Role], lineage: Lineage) -> Reach:
+    def of(cls, held: Collection[Copy], roles: Sequence[Role], lineage: Lineage) -> Reach:
         """``held``: the rank's own copies that are sound."""
         outliving = {role.index for role in lasting(roles)}
         return cls(
@@ -68,14 +67,14 @@ def anew(ranks: Sequence[Reach], reached: int | None) -> Anew:
 
 
 def superseded_at_opening(
-    held: Collection[Source],
+    held: Collection[Copy],
     rank: int,
     roles: Sequence[Role],
     lineage: Lineage,
     versions: Sequence[int],
-    sound: Collection[Source],
-    seen_by_owner: Collection[Source],
-) -> list[Source]:
+    sound: Collection[Copy],
+    seen_by_owner: Collection[Copy],
+) -> list[Copy]:
     """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
 
     ``versions``: what must stay within reach, from all tiers together, and from each tier that reaches it alone: nobody
@@ -99,7 +98,7 @@ def superseded_at_opening(
     return sorted(source for source in gone if source.tier in inside)
 
 
-def _keys(held: Iterable[Source], tiers: Collection[int]) -> list[ShardKey]:
+def _keys(held: Iterable[Copy], tiers: Collection[int]) -> list[ShardKey]:
     return [source.key for source in held if source.tier in tiers]
 
 

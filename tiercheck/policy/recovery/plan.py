@@ -11,17 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import ShardKey, Stream
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 
-__all__ = ["Availability", "Plan", "Source", "Unreachable", "availability", "batches", "grouped", "plan"]
-
-
-@dataclass(frozen=True, order=True)
-class Source:
-    """One copy of a shard: the tier's index in the hierarchy, and the key."""
-
-    tier: int
-    key: ShardKey
+__all__ = ["Availability", "Plan", "Unreachable", "availability", "batches", "grouped", "plan"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +22,11 @@ class Plan:
     """What one rank reads: the anchor, then the batches whose versions follow it, in order, or the one snapshot."""
 
     point: RecoveryPoint
-    anchor: Source
-    batches: tuple[Source, ...]
+    anchor: Copy
+    batches: tuple[Copy, ...]
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[Copy, ...]:
         return (self.anchor, *self.batches)
 
 
@@ -56,10 +49,10 @@ class Availability:
     """The versions after the anchor that the tier has, ascending. For a snapshot: only its own version."""
 
 
-def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | Unreachable:
+def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy]) -> Plan | Unreachable:
     """The cheapest way for ``rank`` to the recovery point, given the copies it can still read."""
     own = sorted(s for s in sources if (s.key.rank, s.key.generation) == (rank, point.generation))
-    bases: dict[int, Source] = {}
+    bases: dict[int, Copy] = {}
     for source in own:
         if source.key.stream is Stream.BASE:
             bases.setdefault(source.key.first, source)
@@ -73,7 +66,7 @@ def plan(point: RecoveryPoint, rank: int, sources: Iterable[Source]) -> Plan | U
     return following if isinstance(following, Unreachable) else Plan(point, bases[point.anchor], following)
 
 
-def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Source]) -> tuple[Source, ...] | Unreachable:
+def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Copy]) -> tuple[Copy, ...] | Unreachable:
     """The cheapest objects that together hold the versions from ``first`` to the point's last one, in order. An object
     may begin before ``first``, or overlap the object before it."""
     usable = sorted(
@@ -82,7 +75,7 @@ def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Sourc
         if source.key.stream is Stream.DIFFERENTIAL
         and (source.key.rank, source.key.generation) == (rank, point.generation)
     )
-    chosen: list[Source] = []
+    chosen: list[Copy] = []
     version = first
     while version <= point.last:
         holding = [source for source in usable if version in source.key.versions]
@@ -95,9 +88,9 @@ def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Sourc
     return tuple(chosen)
 
 
-def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source, ...], ...]:
+def grouped(sources: Sequence[Copy], versions_max: int) -> tuple[tuple[Copy, ...], ...]:
     """Groups of consecutive objects to read together. A group has up to ``versions_max`` versions, or is one object."""
-    groups: list[list[Source]] = []
+    groups: list[list[Copy]] = []
     room = 0
     for source in sources:
         if len(source.key.versions) > room:
@@ -109,7 +102,7 @@ def grouped(sources: Sequence[Source], versions_max: int) -> tuple[tuple[Source,
 
 
 def availability(
-    points: Sequence[RecoveryPoint], tiers: Sequence[str], sources: Sequence[Iterable[Source]]
+    points: Sequence[RecoveryPoint], tiers: Sequence[str], sources: Sequence[Iterable[Copy]]
 ) -> tuple[Availability, ...]:
     """The availability matrix of a recovery point: a row for each rank and tier. ``points[rank]`` is the rank's way
     to the point, and ``sources[rank]`` are its copies."""

@@ -9,11 +9,11 @@ from tiercheck.format.container import Shard, ShardMetadata, TensorEntry, payloa
 from tiercheck.keys import ShardKey
 from tiercheck.types import Buffer
 
-__all__ = ["Contents", "as_stored", "merge"]
+__all__ = ["ShardContents", "as_stored", "merge"]
 
 
 @dataclass(frozen=True)
-class Contents:
+class ShardContents:
     """What a shard holds, on its way into another: the arguments of :func:`tiercheck.format.container.payload`."""
 
     metadata: ShardMetadata
@@ -21,13 +21,13 @@ class Contents:
     objects: Mapping[str, object]
 
 
-def as_stored(shard: Shard) -> Contents:
+def as_stored(shard: Shard) -> ShardContents:
     """Everything as it lies in the shard: its memory is handed through, and checksums go along, so that nothing is
     hashed again and what was damaged before stays detectable."""
-    return Contents(shard.metadata, tuple(shard.raw_entries()), shard.raw_objects())
+    return ShardContents(shard.metadata, tuple(shard.raw_entries()), shard.raw_objects())
 
 
-def merge(differentials: Sequence[Contents], target: ShardKey) -> list[Buffer]:
+def merge(differentials: Sequence[ShardContents], target: ShardKey) -> list[Buffer]:
     """The payload of the batch ``target``, made of shards that hold its versions, in order and without a gap.
 
     Names in a differential carry their version, so that nothing is renamed. Errors: ``HeaderTooLarge`` if they do not

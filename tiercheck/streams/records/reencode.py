@@ -16,7 +16,7 @@ from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import Shard, TensorEntry
 from tiercheck.streams.codecs import DTYPES, Encoding, codec, codec_names, decode
 from tiercheck.streams.codecs.exact import Exact
-from tiercheck.streams.records.merge import Contents, as_stored
+from tiercheck.streams.records.merge import ShardContents, as_stored
 from tiercheck.streams.records.record_names import gradient_name, gradient_parts, record_name
 from tiercheck.types import Fidelity
 
@@ -35,7 +35,7 @@ def check_codec_of_tier(name: str, tier: str) -> None:
     )
 
 
-def reencoded(shard: Shard, codec_name: str) -> Contents:
+def reencoded(shard: Shard, codec_name: str) -> ShardContents:
     """What a shard of differentials holds, its ``exact`` gradients in the codec ``codec_name``, which keeps every bit.
 
     Each gradient decodes to the bits that it decoded to before. One that was captured in another codec stays as it is,
@@ -65,7 +65,7 @@ def reencoded(shard: Shard, codec_name: str) -> Contents:
     except (KeyError, TypeError, ValueError) as error:
         raise Corruption(f"a record in it cannot be read: {error}", tier=shard.tier, key=shard.key) from error
     kept = [entry for entry in stored.tensors if entry.name not in replaced]
-    return Contents(stored.metadata, [*kept, *encoded], objects)
+    return ShardContents(stored.metadata, [*kept, *encoded], objects)
 
 
 class Slots:

@@ -68,7 +68,7 @@ SMALLEST_ROOT = {"int8": 0.25, "nf4": 0.02}
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotTensor:
     """A tensor of the state that a snapshot holds, and where."""
 
     name: str
@@ -79,7 +79,7 @@ class Source:
 
 
 Held = tuple[str, str, tuple[int, ...], bool]
-"""A tensor's name (as a :class:`Source` has it), dtype, shape, and whether it is encoded."""
+"""A tensor's name (as a :class:`SnapshotTensor` has it), dtype, shape, and whether it is encoded."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ class SnapshotStream(IterationStream):
         entry = self._base.entry(name)
         return to_float32(np.frombuffer(entry.data, FLOATS[entry.dtype]), entry.dtype)
 
-    def sources(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[Source]:
+    def sources(self, state: Mapping[str, Mapping[str, Any]]) -> Iterator[SnapshotTensor]:
         """Everything that a snapshot holds but the buffers; ``state`` is the optimizer's."""
         for name, master in self.provider.masters().items():
-            yield Source(f"master/{name}", master, lossy=dtype_name(master, name) in FLOATS)
+            yield SnapshotTensor(f"master/{name}", master, lossy=dtype_name(master, name) in FLOATS)
             for key, value in state.get(name, {}).items():
                 if isinstance(value, torch.Tensor):
                     lossy = value.shape == master.shape and dtype_name(value, key) in FLOATS and value.ndim > 0
-                    yield Source(f"state/{name}/{key}", value, lossy, rooted=lossy and key in SECOND_MOMENTS)
+                    yield SnapshotTensor(f"state/{name}/{key}", value, lossy, rooted=lossy and key in SECOND_MOMENTS)
 
     def _room(self) -> Room:
         """Upper bounds of what a snapshot holds. A master's first step makes its state, and it may come late: until
@@ -201,7 +201,7 @@ class SnapshotCapture(IterationCapture):
         del self._writer  # the tier reuses the memory only when nobody has a view of it
         return nbytes
 
-    def _encode(self, source: Source) -> dict[str, Any]:
+    def _encode(self, source: SnapshotTensor) -> dict[str, Any]:
         stream = self._stream
 
         def slot(suffix: str, dtype: str, shape: tuple[int, ...]) -> memoryview:

@@ -50,7 +50,7 @@ class Changed(Exception):
 
 
 @dataclass
-class Part:
+class RangeProgress:
     """``[start, stop)`` of what is wanted, of which ``[start, at)`` has arrived, with ``checksum``."""
 
     start: int
@@ -126,8 +126,8 @@ class _Read:
         self._start = 0
         self._etag = ""
         self._expected: tuple[Checksum, str] | None = None
-        self._parts: list[Part] = []
-        self._left: deque[Part] = deque()
+        self._parts: list[RangeProgress] = []
+        self._left: deque[RangeProgress] = deque()
         self._learnt = asyncio.Event()
 
     async def run(self) -> memoryview:
@@ -200,7 +200,7 @@ class _Read:
         self._etag = answer["ETag"]
         self._expected = stored_checksum(answer) if len(wanted) == nbytes else None
         size = get_part_bytes(len(wanted), self._client.settings)
-        self._parts = [Part(at, min(at + size, len(wanted)), at) for at in range(0, len(wanted), size)]
+        self._parts = [RangeProgress(at, min(at + size, len(wanted)), at) for at in range(0, len(wanted), size)]
         self._left.extend(self._parts)
         self._learnt.set()
 
@@ -214,7 +214,7 @@ class _Read:
             except PreconditionFailed:
                 raise Changed from None
 
-    async def _read_part(self, part: Part) -> None:
+    async def _read_part(self, part: RangeProgress) -> None:
         """What is missing of it: after a failure, no more than that."""
         if part.at == part.stop:
             return
@@ -228,7 +228,7 @@ class _Read:
                     raise ConnectionError(f"the server sent {answer['ContentRange']}, not {start}-{stop - 1}")
                 await self._fill(part, body, progress)
 
-    async def _fill(self, part: Part, body: AioStreamingBody, progress: Progress) -> None:
+    async def _fill(self, part: RangeProgress, body: AioStreamingBody, progress: Progress) -> None:
         """One part from an answer's body to where it belongs, and its checksum."""
         target = self._target
         assert target is not None
@@ -247,7 +247,7 @@ class _Read:
             part.at += nbytes
             progress()
 
-    async def _sum(self, checksum: Checksum, part: Part) -> None:
+    async def _sum(self, checksum: Checksum, part: RangeProgress) -> None:
         assert self._target is not None
         with self._target[part.start : part.stop] as data:
             if data.nbytes <= INLINE_BYTES_MAX:

@@ -6,9 +6,10 @@ import pytest
 
 from tiercheck import schema
 from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
 from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing
-from tiercheck.policy.recovery.plan import Plan, Source, plan
+from tiercheck.policy.recovery.plan import Plan, plan
 
 
 def readable(*, bases: dict[int, list[int]], differentials: dict[int, list[int]]) -> Readable:
@@ -145,7 +146,7 @@ class TestSnapshots:
         """Per rank anchor, version and whether a snapshot leads there."""
         points = decide([Readable.of(each) for each in ranks], Lineage.of([branch(1)])) or ()
         for rank, (point, held) in enumerate(zip(points, ranks, strict=True)):
-            found = plan(point, rank, [Source(0, key) for key in held])
+            found = plan(point, rank, [Copy(0, key) for key in held])
             assert isinstance(found, Plan)
             assert (found.batches[-1] if found.batches else found.anchor).key.last == point.last
         return [(point.anchor, point.last, point.by_snapshot) for point in points]

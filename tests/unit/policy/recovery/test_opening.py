@@ -3,21 +3,20 @@
 from dataclasses import replace
 
 from tiercheck.keys import ShardKey
-from tiercheck.policy.observation import Role
+from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.agreement import NO_MARK
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.opening import Anew, Reach, anew, superseded_at_opening
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.types import Survives
 
 ROLES = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)]
 LINEAGE = Lineage.of([Branch(1, 0, 0, 2, "a" * 16), Branch(2, 1, 3, 2, "b" * 16)])
 
 
-def of_rank_0(held: set[tuple[int, ShardKey]], damaged: set[tuple[int, ShardKey]], versions: list[int]) -> set[Source]:
+def of_rank_0(held: set[tuple[int, ShardKey]], damaged: set[tuple[int, ShardKey]], versions: list[int]) -> set[Copy]:
     """What rank 0 deletes of ``held`` and ``damaged``: pairs of a tier and a shard there."""
-    sound = [Source(*each) for each in held]
-    seen = [*sound, *(Source(*each) for each in damaged)]
+    sound = [Copy(*each) for each in held]
+    seen = [*sound, *(Copy(*each) for each in damaged)]
     return set(superseded_at_opening(seen, 0, ROLES, LINEAGE, versions, sound, []))
 
 
@@ -30,9 +29,9 @@ def test_what_each_nodes_failure_would_leave_stays_within_reach() -> None:
     """No version is held twice by all. Without rank 0's node the newest is 2, without rank 1's it is 0."""
     lineage = Lineage.of([Branch(1, 0, 0, 2, "a" * 16)])
     memory = [ShardKey.base(1, base, 0) for base in (0, 2, 4)]
-    held = [[Source(0, replace(key, rank=rank)) for key in memory] for rank in (0, 1)]
-    held[0].append(Source(1, ShardKey.base(1, 2, 0)))
-    held[1].append(Source(1, ShardKey.base(1, 0, 1)))
+    held = [[Copy(0, replace(key, rank=rank)) for key in memory] for rank in (0, 1)]
+    held[0].append(Copy(1, ShardKey.base(1, 2, 0)))
+    held[1].append(Copy(1, ShardKey.base(1, 0, 1)))
     known = anew([Reach.of(each, ROLES, lineage) for each in held], 4)
     assert known == Anew(NO_MARK, (4, 0, 2))
     for rank, each in enumerate(held):
@@ -44,8 +43,8 @@ def test_a_version_that_a_kept_base_leads_to_needs_no_base_of_its_own() -> None:
     """Two bases leave room for another one. A snapshot of the older one leads to version 3 as well."""
     oldest, newest = (0, ShardKey.base(1, 0, 0)), (0, ShardKey.base(2, 6, 0))
     snapshot, between = (0, ShardKey.snapshot(1, 0, 3, 0)), (0, ShardKey.base(2, 3, 0))
-    assert of_rank_0({oldest, snapshot, between, newest}, set(), [6, 0, 3]) == {Source(*between)}
-    assert of_rank_0({oldest, snapshot, between, newest}, set(), [6, 3]) == {Source(*oldest), Source(*snapshot)}
+    assert of_rank_0({oldest, snapshot, between, newest}, set(), [6, 0, 3]) == {Copy(*between)}
+    assert of_rank_0({oldest, snapshot, between, newest}, set(), [6, 3]) == {Copy(*oldest), Copy(*snapshot)}
 
 
 def test_a_damaged_base_takes_the_room_of_no_sound_one() -> None:
@@ -53,4 +52,4 @@ def test_a_damaged_base_takes_the_room_of_no_sound_one() -> None:
     damaged = (0, ShardKey.base(2, 7, 0))
     sound = {(0, ShardKey.base(2, 2, 0)), (0, ShardKey.base(2, 5, 0)), (1, ShardKey.base(2, 7, 0))}
     sound |= differentials(2, 3, 7)
-    assert of_rank_0(sound, {damaged}, [7, 4]) == {Source(*damaged)}
+    assert of_rank_0(sound, {damaged}, [7, 4]) == {Copy(*damaged)}

@@ -15,8 +15,8 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Lineage
-from tiercheck.policy.recovery.plan import Source
 from tiercheck.recovery.reader import Reader
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.tensors.tensor_state import TensorReader
@@ -72,8 +72,8 @@ def test_a_snapshot_of_later_versions_elsewhere_is_not_another_copy() -> None:
     async def check() -> None:
         async with Hierarchy.of(memory()).open() as hierarchy:
             reader = Reader(hierarchy, 0, 1.0, TensorReader(fresh()), Lineage(()))
-            wanted = Source(1, ShardKey.snapshot(1, 0, 40, 0))
-            assert not reader.copies.is_elsewhere(wanted, {wanted, Source(0, ShardKey.snapshot(1, 0, 50, 0))})
-            assert reader.copies.is_elsewhere(wanted, {wanted, Source(0, wanted.key)})
+            wanted = Copy(1, ShardKey.snapshot(1, 0, 40, 0))
+            assert not reader.copies.is_elsewhere(wanted, {wanted, Copy(0, ShardKey.snapshot(1, 0, 50, 0))})
+            assert reader.copies.is_elsewhere(wanted, {wanted, Copy(0, wanted.key)})
 
     asyncio.run(check())

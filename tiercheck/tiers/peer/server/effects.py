@@ -25,9 +25,9 @@ __all__ = [
     "OpenObject",
     "PublishMemory",
     "ReadChunk",
+    "ReadableObject",
     "Reply",
     "ReserveMemory",
-    "Source",
     "StatObject",
     "StoreWhole",
     "Task",
@@ -51,7 +51,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class ReadableObject:
     """An object, or a range of one, that is open for reading. ``content`` is ``None`` if it cannot be mapped.
 
     ``copied``: ``content`` is memory of its own, which goes with the reply that it is sent in.
@@ -134,7 +134,7 @@ class OpenObject:
 class ReadChunk:
     """Bytes of a source without content; ``NotFound`` if it is no longer the object that was opened."""
 
-    source: Source
+    source: ReadableObject
     wanted: ByteRange
 
 

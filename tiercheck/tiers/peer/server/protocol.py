@@ -52,9 +52,9 @@ from tiercheck.tiers.peer.server.effects import (
     Greet,
     ListObjects,
     OpenObject,
+    ReadableObject,
     ReadChunk,
     Reply,
-    Source,
     StatObject,
     Task,
     UsageOf,
@@ -76,7 +76,7 @@ class Outgoing:
     peer: bytes
     request_id: int
     touched: float
-    source: Source | None = None
+    source: ReadableObject | None = None
     opening: int = 0
     asked: bytearray = field(default_factory=bytearray)
     """A bit for each chunk that was asked for, lowest first."""
@@ -180,14 +180,14 @@ class Gets:
             self.under_way.pop(transfer, None)
             self._desk.reply(get.peer, get.request_id, failure_of(outcome, transfer))
             return
-        assert isinstance(outcome, Source)
+        assert isinstance(outcome, ReadableObject)
         self._openings += 1
         get.source, get.opening, get.touched = outcome, self._openings, now
         get.asked = bytearray(-(-len(outcome.wanted) // get.begin.chunk_bytes) // 8 + 1)
         self.objects += 1
         self._reply_state(get, outcome)
 
-    def _reply_state(self, get: Outgoing, source: Source) -> None:
+    def _reply_state(self, get: Outgoing, source: ReadableObject) -> None:
         transfer, nbytes = get.begin.transfer, len(source.wanted)
         if nbytes <= get.begin.chunk_bytes and source.content is not None:
             self.under_way.pop(transfer, None)

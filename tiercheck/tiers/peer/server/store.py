@@ -18,9 +18,9 @@ from tiercheck.tiers.peer.server.effects import (
     Memory,
     OpenObject,
     PublishMemory,
+    ReadableObject,
     ReadChunk,
     ReserveMemory,
-    Source,
     StatObject,
     StoreWhole,
     Task,
@@ -289,7 +289,7 @@ class NamespaceStore:
             entries.append((info.key, info.nbytes, info.etag))
         return Page(tuple(entries), False)
 
-    async def _open(self, task: OpenObject) -> Source:
+    async def _open(self, task: OpenObject) -> ReadableObject:
         driver = await self.driver(task.namespace)
         for _ in range(OPEN_ATTEMPTS_MAX):
             if not driver.capabilities.mappable:
@@ -303,10 +303,10 @@ class NamespaceStore:
             if content.nbytes <= task.whole_bytes or await self._is_still(driver, info):
                 start = 0 if task.wanted is None else task.wanted.start
                 wanted = ByteRange(start, start + content.nbytes)
-                return Source(task.namespace, task.key, wanted, info.etag, content)
+                return ReadableObject(task.namespace, task.key, wanted, info.etag, content)
         raise Transient("the object is replaced faster than it can be opened; try again", key=task.key)
 
-    async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> Source | None:
+    async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> ReadableObject | None:
         """``None`` if the object was replaced meanwhile by one that is no longer what was prepared for."""
         info = await driver.stat(task.key)
         wanted = ByteRange(0, info.nbytes) if task.wanted is None else task.wanted
@@ -322,9 +322,9 @@ class NamespaceStore:
                 return None
             if content.nbytes != len(wanted):
                 return None
-        return Source(task.namespace, task.key, wanted, info.etag, content, copied=content is not None)
+        return ReadableObject(task.namespace, task.key, wanted, info.etag, content, copied=content is not None)
 
-    async def _read(self, source: Source, wanted: ByteRange) -> memoryview:
+    async def _read(self, source: ReadableObject, wanted: ByteRange) -> memoryview:
         driver = await self.driver(source.namespace)
         replaced = NotFound("the object was replaced while it was read", key=source.key)
         try:

@@ -19,7 +19,15 @@ from tiercheck.tiers.peer.client.get import Getting
 from tiercheck.tiers.peer.driver import new_transfer
 from tiercheck.tiers.peer.messages import BeginGet, BeginPut, GetState, Hello, checksum, decode, encode
 from tiercheck.tiers.peer.server import server, store
-from tiercheck.tiers.peer.server.effects import OpenObject, ReadChunk, Reply, ReserveMemory, Source, StoreWhole, Work
+from tiercheck.tiers.peer.server.effects import (
+    OpenObject,
+    ReadableObject,
+    ReadChunk,
+    Reply,
+    ReserveMemory,
+    StoreWhole,
+    Work,
+)
 from tiercheck.tiers.peer.server.protocol import ServerProtocol
 from tiercheck.tiers.peer.server.store import NamespaceStore
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, PutMode, Survives
@@ -70,7 +78,7 @@ async def test_a_chunk_past_the_end_of_what_is_there_now_was_replaced() -> None:
     driver = CopyingDriver()
     server_side = await opened(driver)
     await server_side.do(StoreWhole("n", "a", bytes(100), PutMode.OVERWRITE))
-    source = Source("n", "a", ByteRange(0, 100), (await driver.stat("a")).etag, None)
+    source = ReadableObject("n", "a", ByteRange(0, 100), (await driver.stat("a")).etag, None)
     with pytest.raises(ValueError, match="past the end"):
         await server_side.do(ReadChunk(source, ByteRange(90, 110)))
     driver.replace("a", bytes(10))
@@ -91,7 +99,7 @@ async def test_an_object_opened_while_it_is_replaced_is_one_or_the_other(wanted:
             await server_side.do(task)
         return
     source = await server_side.do(task)
-    assert isinstance(source, Source)
+    assert isinstance(source, ReadableObject)
     length = nbytes if wanted is None else len(wanted)
     assert len(source.wanted) == length
     if source.content is None:
@@ -134,7 +142,7 @@ def test_copies_that_are_replies_in_one_piece_are_counted() -> None:
     def ask(n: int) -> list[Reply]:
         (work,) = answers(protocol, [encode(n, BeginGet(bytes([n]) * 16, "n", "a", True, 0, 0, CHUNK))])
         assert isinstance(work, Work)
-        source = Source("n", "a", ByteRange(0, CHUNK), "1", memoryview(bytes(CHUNK)), copied=True)
+        source = ReadableObject("n", "a", ByteRange(0, CHUNK), "1", memoryview(bytes(CHUNK)), copied=True)
         return [effect for effect in protocol.done(work.number, source, 0.0) if isinstance(effect, Reply)]
 
     sent = [reply for n in range(5) for reply in ask(n)]
