@@ -389,7 +389,7 @@ def test_a_small_second_moment_does_not_become_zero(codec: str) -> None:
 def test_unknown_names_are_refused_with_all_that_there_are() -> None:
     model = torch.nn.Linear(2, 2)
     provider = ModuleProvider(model, torch.optim.SGD(model.parameters(), lr=1))
-    with pytest.raises(ConfigurationError, match=r"int8, .*snapshot, snapshot\+nf4 \(did you mean 'snapshot'"):
+    with pytest.raises(ConfigurationError, match=r"int8, .*snapshot, snapshot\+nf4, sparse\); did you mean 'snapshot'"):
         stream_of(provider, "snapshots", 1)
     with pytest.raises(ConfigurationError, match="train_on_compressed=True needs a codec of gradients"):
         stream_of(provider, "snapshot", 1, train_on_compressed=True)
