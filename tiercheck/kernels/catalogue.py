@@ -113,7 +113,7 @@ def buffer_calls(size: int, seed: int) -> Calls:
 
 select_threshold = declare(
     compaction.select_threshold,
-    cpu="compaction",
+    cpu="compaction.threshold",
     cuda=(
         CudaForm(
             "compaction:select_threshold",
@@ -122,10 +122,10 @@ select_threshold = declare(
     ),
     examples=threshold_calls,
 )
-compact = declare(compaction.compact, cpu="compaction", examples=compaction_calls)
+compact = declare(compaction.compact, cpu="compaction.compact", examples=compaction_calls)
 compact_into = declare(
     compaction.compact_into,
-    cpu="compaction",
+    cpu="compaction.compact",
     cuda=(
         CudaForm(
             "compaction:compact_into",
@@ -160,31 +160,31 @@ def settle_calls(size: int, seed: int) -> Calls:
 
 to_half = declare(
     fp16.to_half,
-    cpu="fp16",
+    cpu="compaction.fp16",
     cuda=(CudaForm("compaction:to_half", {"survivors": ("clear", "largest_finite", "to_half")}),),
     examples=survivor_calls,
 )
 from_half = declare(
     fp16.from_half,
-    cpu="fp16",
+    cpu="compaction.fp16",
     cuda=(CudaForm("compaction:from_half", {"survivors": ("from_half",)}),),
     examples=half_calls,
 )
 settle = declare(
     scattering.settle,
-    cpu="scatter",
+    cpu="compaction.scatter",
     cuda=(CudaForm("compaction:settle", {"survivors": ("settle",)}),),
     examples=settle_calls,
 )
 scatter = declare(
     scattering.scatter,
-    cpu="scatter",
+    cpu="compaction.scatter",
     cuda=(CudaForm("compaction:scatter", {"survivors": ("clear", "scatter")}),),
     examples=scatter_calls,
 )
 scatter_add = declare(
     scattering.scatter_add,
-    cpu="scatter",
+    cpu="compaction.scatter",
     cuda=(CudaForm("compaction:scatter_add", {"survivors": ("scatter_add",)}),),
     examples=scatter_calls,
 )
@@ -224,37 +224,37 @@ def onebit_calls(size: int, seed: int) -> Calls:
 
 quantise_into = declare(
     blocks.quantise_into,
-    cpu="blocks",
+    cpu="blocks.int8",
     cuda=(CudaForm("blocks:quantise_into", {"blocks": ("quantise_int8",)}),),
     examples=block_calls(np.int8, 8, np.float32, blocks.BLOCK, whole=False),
 )
 dequantise = declare(
     blocks.dequantise,
-    cpu="blocks",
+    cpu="blocks.int8",
     cuda=(CudaForm("blocks:dequantise_into", {"blocks": ("dequantise_int8",)}),),
     examples=int8_calls,
 )
 quantise_nf4_into = declare(
     nf4.quantise_nf4_into,
-    cpu="nf4",
+    cpu="blocks.nf4",
     cuda=(CudaForm("blocks:quantise_nf4_into", {"blocks": ("quantise_nf4",)}),),
     examples=block_calls(np.uint8, 4, np.float32, blocks.BLOCK, whole=True),
 )
 dequantise_nf4 = declare(
     nf4.dequantise_nf4,
-    cpu="nf4",
+    cpu="blocks.nf4",
     cuda=(CudaForm("blocks:dequantise_nf4_into", {"blocks": ("dequantise_nf4",)}),),
     examples=nf4_calls,
 )
 quantise_onebit_into = declare(
     onebit.quantise_onebit_into,
-    cpu="onebit",
+    cpu="blocks.onebit",
     cuda=(CudaForm("blocks:quantise_onebit_into", {"blocks": ("quantise_onebit",)}),),
     examples=block_calls(np.uint8, 1, np.uint16, onebit.ONEBIT_BLOCK, whole=True),
 )
 dequantise_onebit = declare(
     onebit.dequantise_onebit,
-    cpu="onebit",
+    cpu="blocks.onebit",
     cuda=(CudaForm("blocks:dequantise_onebit_into", {"blocks": ("dequantise_onebit",)}),),
     examples=onebit_calls,
 )
@@ -366,10 +366,10 @@ unpack_exponents = declare(
 
 replay_fused_adam = declare(
     adam.replay_fused_adam,
-    cpu="adam",
+    cpu="replay.adam",
     cuda=(
         CudaForm("adam:replay_fused_adam", {"adam": ("replay_adam", "replay_adam_sparse")}),
         CudaForm("adam:replay_torch_fused_adam", {"torch_adam": ("replay_torch_adam",)}),
     ),
 )
-replay_sgd = declare(sgd.replay_sgd, cpu="sgd")
+replay_sgd = declare(sgd.replay_sgd, cpu="replay.sgd")

@@ -104,8 +104,8 @@ def replay_adam_with_numba(
     ``contracted``: torch's vector code fuses the multiplications of ``lerp`` and ``addcmul`` into their additions
     (AVX2 and AVX-512), or does not.
     """
-    from tiercheck.kernels.cpu import adam as cpu
     from tiercheck.kernels.cpu.compiled import frozen
+    from tiercheck.kernels.cpu.replay import adam as cpu
 
     rows = cpu.rows_of(tuple(steps))
     zeros, roots, prepared = np.empty((3, TILE), np.float32)

@@ -24,7 +24,7 @@ def warm_up() -> None:
 def warm_up_replay() -> None:
     if not registry.has_numba():
         return
-    from tiercheck.kernels.cpu import adam, closed_form, sgd
+    from tiercheck.kernels.cpu.replay import adam, closed_form, sgd
 
     size = 8
     p, m, v = (np.zeros(size, np.float32) for _ in range(3))

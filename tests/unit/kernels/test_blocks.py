@@ -291,7 +291,7 @@ def damaged(size: int, seed: int) -> bytes:
 
 
 def test_a_kernel_is_compiled_once_whatever_it_is_called_with() -> None:
-    from tiercheck.kernels.cpu import blocks, nf4, onebit
+    from tiercheck.kernels.cpu.blocks import int8, nf4, onebit
 
     values = np.ones(300, np.float32)
     locked = np.frombuffer(values.tobytes(), np.float32)
@@ -303,16 +303,16 @@ def test_a_kernel_is_compiled_once_whatever_it_is_called_with() -> None:
                 scheme.encode(array, rooted=True, residual=residual, by="numba")
                 scheme.decode(parts, 300, by="numba")
                 scheme.decode(tuple(np.frombuffer(part.tobytes(), part.dtype) for part in parts), 300, by="numba")
-    for module in (blocks, nf4, onebit):
+    for module in (int8, nf4, onebit):
         compiled: Any = module
         assert len(compiled.quantise_blocks.signatures) == 1
         assert len(compiled.dequantise_blocks.signatures) == 1
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("blocks", INT8), ("nf4", NF4), ("onebit", ONEBIT)])
+@pytest.mark.parametrize(("name", "scheme"), [("int8", INT8), ("nf4", NF4), ("onebit", ONEBIT)])
 def test_compiled_decoders_write_nothing_but_their_output(name: str, scheme: Scheme) -> None:
     """Whole blocks of any bytes: the rest of a tensor never reaches compiled code."""
-    decode: Any = importlib.import_module(f"tiercheck.kernels.cpu.{name}")
+    decode: Any = importlib.import_module(f"tiercheck.kernels.cpu.blocks.{name}")
     size = 3 * scheme.block
     parts = [np.frombuffer(damaged(part.nbytes, 9), part.dtype) for part in scheme.empty_parts(size)]
     out = Guarded(np.zeros(size, np.float32))

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from tiercheck import kernels
-from tiercheck.kernels.cpu import compaction as numba
-from tiercheck.kernels.cpu import fp16 as numba_halves
-from tiercheck.kernels.cpu import scatter as numba_scatter
-from tiercheck.kernels.cpu import threshold as numba_threshold
+from tiercheck.kernels.cpu.compaction import compact as numba
+from tiercheck.kernels.cpu.compaction import fp16 as numba_halves
+from tiercheck.kernels.cpu.compaction import scatter as numba_scatter
+from tiercheck.kernels.cpu.compaction import threshold as numba_threshold
 from tiercheck.kernels.cpu.compiled import frozen
 from tiercheck.kernels.reference import compaction as reference
 from tiercheck.kernels.reference import fp16 as reference_halves

@@ -74,7 +74,7 @@ class TestFma:
         assert rounded_twice > c
 
     def test_numba_rounds_once_too(self) -> None:
-        from tiercheck.kernels.cpu.sgd import add_scaled
+        from tiercheck.kernels.cpu.replay.sgd import add_scaled
 
         generator = np.random.default_rng(3)
         p, g = (generator.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32) for _ in range(2))

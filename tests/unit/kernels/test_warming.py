@@ -35,7 +35,7 @@ for name, dtype, size, threads in itertools.product(codec_names(), FLOATS, (0, 1
 encode("exact", (gradient(999).view(np.uint32) & 0xFFFF0000).view(np.float32), "F32")
 encode("sparse", np.ones(300_000, np.float32), "F32")
 encode("sparse+feedback", np.ones(300_000, np.float32), "F32")
-from tiercheck.kernels.cpu import adam, closed_form, sgd
+from tiercheck.kernels.cpu.replay import adam, closed_form, sgd
 state = [np.ones(700, np.float32) for _ in range(3)]
 few = kernels.SparseGradient(np.arange(3, dtype=np.uint32), np.ones(3, np.float32))
 steps = [kernels.AdamStep(n, 1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True) for n in (1, 2)]

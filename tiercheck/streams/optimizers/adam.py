@@ -95,7 +95,7 @@ class Adam(ReplayableOptimizer[AdamStep]):
         if not has_numba():
             raise ConfigurationError("the closed form needs numba, which is not installed: pip install numba")
         from tiercheck.kernels import accuracy
-        from tiercheck.kernels.cpu.closed_form import replay_sparse_adam
+        from tiercheck.kernels.cpu.replay.closed_form import replay_sparse_adam
 
         error = accuracy.movement_error(replay_sparse_adam)
         if not error <= accuracy.ERROR_MAX:

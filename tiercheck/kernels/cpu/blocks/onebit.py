@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.blocks import (
+from tiercheck.kernels.cpu.blocks.blockwise import (
     INFINITY,
     START,
     Encode,

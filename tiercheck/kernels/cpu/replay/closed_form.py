@@ -16,10 +16,10 @@ from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep
-from tiercheck.kernels.cpu.adam import replay_fused_adam, rows_of
 from tiercheck.kernels.cpu.compiled import LINE, borrowed, compiled, inlined, pointer
 from tiercheck.kernels.cpu.prefetch import prefetch_lines, prefetch_span
-from tiercheck.kernels.cpu.sources import sources_of
+from tiercheck.kernels.cpu.replay.adam import replay_fused_adam, rows_of
+from tiercheck.kernels.cpu.replay.sources import sources_of
 from tiercheck.kernels.gradients import Gradient, SparseGradient
 from tiercheck.kernels.runs import RUN_MAX, has_closed_form, runs_of
 

@@ -29,7 +29,7 @@ from tiercheck.kernels.cpu.compiled import (
     pointer,
 )
 from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
-from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
+from tiercheck.kernels.cpu.replay.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.division import reciprocal
 from tiercheck.kernels.gradients import Gradient
 

@@ -9,10 +9,10 @@ import numpy as np
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
-from tiercheck.kernels.cpu.adam import TILE
 from tiercheck.kernels.cpu.compiled import LINE, aligned, compiled, frozen, keep_alive, multiply_add, pointer
 from tiercheck.kernels.cpu.prefetch import BLOCK, block_between_requests, lines_wanted, prefetch_lines
-from tiercheck.kernels.cpu.sources import sources_of, take_block, untake_block
+from tiercheck.kernels.cpu.replay.adam import TILE
+from tiercheck.kernels.cpu.replay.sources import sources_of, take_block, untake_block
 from tiercheck.kernels.gradients import Gradient
 from tiercheck.kernels.sgd import SgdCoefficients, SgdStep
 

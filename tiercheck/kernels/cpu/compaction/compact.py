@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercheck.kernels.cpu.compaction.threshold import select_threshold
 from tiercheck.kernels.cpu.compiled import compiled
 from tiercheck.kernels.cpu.simd import (
     GROUP,
@@ -26,7 +27,6 @@ from tiercheck.kernels.cpu.simd import (
     source_of,
     trailing_zeros,
 )
-from tiercheck.kernels.cpu.threshold import select_threshold
 from tiercheck.kernels.reference.compaction import (
     Values,
     check_buffers,

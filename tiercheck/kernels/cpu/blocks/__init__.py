@@ -1,0 +1,1 @@
+"""Block quantisation in Numba: how blocks are run (``blockwise``), and one module for each code."""

@@ -1,0 +1,1 @@
+"""Replays of optimizer steps in Numba."""
