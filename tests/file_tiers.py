@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.driver_kit.base import TierKit
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 
-__all__ = ["FileTierMachine", "FileTierTests"]
+__all__ = ["FileTierKit", "FileTierMachine", "FileTierTests"]
 
 
-class FileTierTests(TierDriverTests):
-    """The kit; a subclass's fixture says where the tier's ``root`` is."""
+class FileTierKit(TierKit):
+    """What the kit asks of a subclass, whose fixture says where the tier's ``root`` is."""
 
     root: Path
     _mounted: Path | None = None
@@ -57,6 +58,10 @@ class FileTierTests(TierDriverTests):
         path = self.file_to_write(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+
+
+class FileTierTests(FileTierKit, TierDriverTests):
+    """The whole kit."""
 
 
 class FileTierMachine(DriverMachine):

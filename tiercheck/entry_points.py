@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -37,13 +37,16 @@ class EntryPointGroup:
         """Each registered name and the distribution that provides it, in order of the names."""
         return {each.name: distribution_of(each) for each in self.all()}
 
-    def find(self, name: str) -> EntryPoint:
+    def find(self, name: str, others: Collection[str] = ()) -> EntryPoint:
         """The one entry point of that name.
 
-        Errors: ``ConfigurationError`` if no distribution provides it (similar names are suggested), or if two do
-        (both are named).
+        Errors: ``ConfigurationError`` if no distribution provides it (similar names are suggested, also of
+        ``others``), or if two do (both are named).
         """
-        return _find(self, name, tuple(sys.path))
+        try:
+            return _find(self, name, tuple(sys.path))
+        except LookupError:
+            raise self.unknown(name, others) from None
 
     def load(self, name: str) -> Any:
         """The object registered under ``name``.
@@ -82,7 +85,10 @@ class EntryPointGroup:
 
 @functools.lru_cache(maxsize=256)  # to read what every installed distribution registers takes milliseconds
 def _find(group: EntryPointGroup, name: str, path: tuple[str, ...]) -> EntryPoint:
-    """``path``: where distributions are looked for. A name that is not found is looked for again each time."""
+    """``path``: where distributions are looked for. A name that is not found is looked for again each time.
+
+    Errors: ``ConfigurationError`` if it is registered twice; ``LookupError`` if it is not.
+    """
     del path
     found = [each for each in group.all() if each.name == name]
     if len(found) == 1:
@@ -90,7 +96,7 @@ def _find(group: EntryPointGroup, name: str, path: tuple[str, ...]) -> EntryPoin
     if found:
         owners = " and ".join(f"{distribution_of(each)} ({each.value})" for each in found)
         raise ConfigurationError(f"the {group.called(name)} is registered more than once: by {owners}; keep one")
-    raise group.unknown(name)
+    raise LookupError(name)
 
 
 def distribution_of(entry: EntryPoint) -> str:

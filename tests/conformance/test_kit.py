@@ -190,8 +190,8 @@ class TalkativeDriver(MemoryDriver):
 FOUND = (AssertionError, Unsupported, BufferError, IndexError, ValueError, pytest.fail.Exception)
 
 
-def kit_test(name: str, *arguments: object) -> Callable[[MemoryTests, TierDriver], Awaitable[None]]:
-    return lambda kit, driver: getattr(kit, name)(driver, *arguments)
+def kit_test(name: str) -> Callable[[MemoryTests, TierDriver], Awaitable[None]]:
+    return lambda kit, driver: getattr(kit, name)(driver)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def kit_test(name: str, *arguments: object) -> Callable[[MemoryTests, TierDriver
         (TearingDriver, kit_test("test_a_kill_at_any_point_of_a_put_leaves_the_old_or_the_new")),
         (TearingDriver, kit_test("test_a_cancelled_put_leaves_the_old_or_the_new")),
         (UnsortedDriver, kit_test("test_list_is_in_byte_order_and_filtered_by_prefix")),
-        (TrustingDriver, kit_test("test_unsafe_keys_are_refused", "..")),
+        (TrustingDriver, kit_test("test_unsafe_keys_are_refused")),
         (BoastingDriver, kit_test("test_of_two_writers_one_is_last")),
         (NarrowDriver, kit_test("test_keys_of_the_longest_length_are_taken_and_longer_ones_refused")),
         (HalfRangeDriver, kit_test("test_ranges_of_a_large_object")),
@@ -262,11 +262,10 @@ async def test_facts_that_are_no_texts_are_found() -> None:
 
 
 class NaiveKit(TierDriverTests):
-    """For a driver that writes in place and holds no lock. It has longer than usual to be found: where all cores are
-    busy two clients seldom run at the same moment, and a kill may come between two puts."""
+    """For a driver that writes in place and holds no lock."""
 
-    kills = 8
-    race_s = 2.0
+    kills = 8  # one of them may come between two puts
+    race_s = 0.2
     root: Path
     other_process: bool
 
@@ -313,11 +312,16 @@ KILL = "test_kill_9_in_a_large_put_leaves_the_old_or_the_new"
 async def test_a_driver_without_atomicity_is_found_by_clients_elsewhere(
     tmp_path: Path, other_process: bool, name: str
 ) -> None:
-    kit = NaiveKit()
-    kit.root, kit.other_process = tmp_path / "tier", other_process
-    async with await kit.make_driver() as driver:
-        with pytest.raises((AssertionError, ValueError)):
-            await getattr(kit, name)(driver)
+    """On a busy machine clients seldom run at the same moment: so they race until it is found, ten times at most."""
+    for attempt in range(10):
+        kit = NaiveKit()
+        kit.root, kit.other_process = tmp_path / f"tier {attempt}", other_process
+        async with await kit.make_driver() as driver:
+            try:
+                await getattr(kit, name)(driver)
+            except (AssertionError, ValueError):
+                return
+    pytest.fail("it was not found")
 
 
 def test_a_client_that_moved_may_be_moved_again() -> None:

@@ -14,8 +14,11 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.file_tiers import FileTierMachine, FileTierTests
+from tests.file_tiers import FileTierKit, FileTierMachine
 from tests.servers.gluster import Gluster
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.driver_kit.elsewhere import ElsewhereTests
+from tiercheck.testing.driver_kit.writers import WriterTests
 from tiercheck.testing.faults import Killed
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.lustre import LustreDriver
@@ -44,7 +47,7 @@ def refuse_locks(fd: int, operation: int) -> None:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-class TestLustre(FileTierTests):
+class LustreKit(FileTierKit):
     traits: Traits | None = None
     """Instead of the mount's own."""
 
@@ -69,8 +72,13 @@ class TestLustre(FileTierTests):
         return killed_before_a_name_appears()
 
 
-class TestLustreOnAMountThatRemembers(TestLustre):
-    """Every name is looked up by listing, and names change one at a time; here that is merely slower."""
+class TestLustre(LustreKit, TierDriverTests):
+    """On a local file system."""
+
+
+class TestLustreOnAMountThatRemembers(LustreKit, WriterTests, ElsewhereTests):
+    """Every name is looked up by listing, and names change one at a time; here that is merely slower. The rest of the
+    kit runs on a real mount of this kind, :class:`TestLustreOnTwoMounts`."""
 
     traits = Traits(False, True, True)
 
@@ -79,7 +87,7 @@ class TestLustreOnAMountThatRemembers(TestLustre):
         monkeypatch.setattr("tiercheck.tiers.posix.lustre.traits_of", lambda mount: self.traits)
 
 
-class TestLustreWithoutLocks(TestLustre):
+class TestLustreWithoutLocks(LustreKit, WriterTests):
     """As on a Lustre that is mounted without ``-o flock``: puts know no conditions, and say so."""
 
     traits = Traits(True, False, False)
@@ -91,8 +99,10 @@ class TestLustreWithoutLocks(TestLustre):
 
 
 @pytest.mark.cluster
-class TestLustreOnTwoMounts(TestLustre):
+class TestLustreOnTwoMounts(LustreKit, TierDriverTests):
     """Two clients of a networked file system; what a test reads and writes past the driver lies on the server."""
+
+    listed = 200  # a mount reads a directory of any size in the same way
 
     @pytest.fixture(autouse=True)
     def directory(self, gluster: Gluster) -> Iterator[None]:

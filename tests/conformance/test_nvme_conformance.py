@@ -8,13 +8,16 @@ from unittest import mock
 
 import pytest
 
-from tests.file_tiers import FileTierTests
+from tests.file_tiers import FileTierKit
+from tiercheck.testing.conformance import TierDriverTests
+from tiercheck.testing.driver_kit.limits import LimitTests
+from tiercheck.testing.driver_kit.writers import WriterTests
 from tiercheck.testing.faults import Killed
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
 
-class TestNvme(FileTierTests):
+class NvmeKit(FileTierKit):
     options = "io=auto"
 
     @pytest.fixture(autouse=True)
@@ -38,15 +41,16 @@ class TestNvme(FileTierTests):
         return mock.patch("tiercheck.tiers.posix.directories.local.ObjectDirectory.replace", side_effect=Killed)
 
 
-class TestNvmeInManyBlocks(TestNvme):
-    """Every object goes past the page cache where it can, in many small blocks, by several threads."""
+class TestNvme(NvmeKit, TierDriverTests):
+    """Small objects go through the page cache, large ones past it if the file system can."""
+
+
+class TestNvmeInManyBlocks(NvmeKit, WriterTests, LimitTests):
+    """Every object goes past the page cache if it can, in many small blocks, by several threads. That changes how its
+    bytes come and go, and nothing else."""
 
     options = "block=64KiB&depth=3"
 
     @pytest.fixture(autouse=True)
     def no_object_is_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tiercheck.tiers.posix.transfer.BLOCKS_BYTES_MIN", 1)
-
-
-class TestNvmeBuffered(TestNvme):
-    options = "io=buffered"

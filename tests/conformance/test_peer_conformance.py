@@ -11,27 +11,19 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest_asyncio
 
+from tests.unmapped_driver import UnmappedDriver
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.tiers.driver import Reservation, TierDriver
+from tiercheck.testing.driver_kit.base import TierKit
+from tiercheck.testing.driver_kit.limits import LimitTests
+from tiercheck.testing.driver_kit.writers import WriterTests
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerServer
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm.driver import ShmDriver, remove_namespace
-from tiercheck.types import Capabilities, Survives
 
 
-class UnmappedDriver(MemoryDriver):
-    """Hands out no memory of its own, as a driver for a remote store."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(survives=Survives.NOTHING, conditional_put=True)
-
-    async def reserve(self, key: str, nbytes: int) -> Reservation:
-        raise AssertionError("a driver that is not mappable is not asked for memory")
-
-
-class PeerKit(TierDriverTests):
+class PeerKit(TierKit):
     bind = "tcp://127.0.0.1:0"
     store_bytes = 64 << 20
 
@@ -83,7 +75,7 @@ class PeerKit(TierDriverTests):
         return None  # the server does both; tests/cluster kills it
 
 
-class TestPeerOverSharedMemory(PeerKit):
+class TestPeerOverSharedMemory(PeerKit, TierDriverTests):
     """As agents of one machine serve one another."""
 
     bind = "ipc://{}/peer.sock"
@@ -96,8 +88,9 @@ class TestPeerOverSharedMemory(PeerKit):
             remove_namespace(self.name)
 
 
-class TestPeerOverUnmappedStore(PeerKit):
-    """Objects are buffered by the server, and read range by range."""
+class TestPeerOverUnmappedStore(PeerKit, WriterTests, LimitTests):
+    """Objects are buffered by the server, and read range by range: another way for their bytes, and for nothing else.
+    tests/property/test_peer_stateful.py has such a server as well."""
 
     copies_here = 2  # the server's buffer, and its store's
 

@@ -1,6 +1,8 @@
-"""Each wrapper passes the kit around the memory driver, and all of them together around a real one."""
+"""All wrappers together pass the kit: around the memory driver, whose memory they hand out, and around a real one.
 
-import abc
+What each adds is tested by itself in tests/unit/tiers/wrappers.
+"""
+
 import contextlib
 import functools
 import secrets
@@ -26,89 +28,52 @@ from tiercheck.tiers.wrappers import (
     ThrottledDriver,
     WrappingDriver,
 )
+from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
 
 PREFIX = "jobs/seven"
 
 
 def all_of_them(driver: TierDriver) -> TierDriver:
     """The order a job would use: its own part of the tier, with another try for what fails, throttled and metered."""
-    return MeteredDriver(ThrottledDriver(RetryingDriver(PrefixedDriver(driver, PREFIX)), bytes_per_s=1 << 40))
+    tier = LazyOpenDriver(FaultyDriver(WrappingDriver(driver)))  # with no fault they cannot be told from the driver
+    retrying = RetryingDriver(PrefixedDriver(tier, PREFIX))
+    return MeteredDriver(ThrottledDriver(retrying, bytes_per_s=1 << 34, requests_per_s=1 << 20))
 
 
 def all_around_nvme(root: Path) -> TierDriver:
     return all_of_them(NvmeDriver(root))
 
 
-class AroundMemory(TierDriverTests):
-    """The kit, with raw access to the memory that lies under the wrapper."""
-
-    above = ""
+class TestAllAroundMemory(TierDriverTests):
+    """Raw access is to the memory under the wrappers. What lies beside the part is neither seen nor counted."""
 
     @pytest.fixture(autouse=True)
     def name(self) -> Iterator[None]:
         self.store_name = secrets.token_hex(4)
         self.store = MemoryDriver(self.store_name).store
+        for key in ("jobs/seve", "jobs/seven", "jobs/seven-b/x", "jobs/seven.d", "jobs/six/a", "a"):
+            self.store.objects[key] = StoredObject(memoryview(b"not yours"), f"beside {key}")
         yield
         MemoryDriver.forget(self.store_name)
 
-    @abc.abstractmethod
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        """``driver`` in the wrapper under test."""
-
     async def make_driver(self) -> TierDriver:
-        return self.wrapped(MemoryDriver(self.store_name))
+        return all_of_them(MemoryDriver(self.store_name))
 
     async def second_client(self, driver: TierDriver) -> TierDriver:
-        return self.wrapped(MemoryDriver(self.store_name))
+        return all_of_them(MemoryDriver(self.store_name))
 
     async def make_small_driver(self) -> TierDriver:
-        return self.wrapped(MemoryDriver(size=self.small_nbytes))
+        return all_of_them(MemoryDriver(size=self.small_nbytes))
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        found = self.store.objects.get(self.above + key)
+        found = self.store.objects.get(f"{PREFIX}/{key}")
         return None if found is None else bytes(found.content)
 
     async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        self.store.objects[self.above + key] = StoredObject(memoryview(content), f"raw {content!r}")
+        self.store.objects[f"{PREFIX}/{key}"] = StoredObject(memoryview(content), f"raw {content!r}")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
         return mock.patch.object(MemoryStore, "publish", side_effect=Killed)
-
-
-class TestThrottled(AroundMemory):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return ThrottledDriver(driver, bytes_per_s=1 << 34, requests_per_s=1 << 20)
-
-
-class TestMetered(AroundMemory):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return MeteredDriver(driver)
-
-
-class TestRetrying(AroundMemory):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return RetryingDriver(driver)
-
-
-class TestPrefixed(AroundMemory):
-    """What lies beside the part is neither seen nor counted."""
-
-    above = PREFIX + "/"
-
-    @pytest.fixture(autouse=True)
-    def neighbours(self, name: None) -> None:
-        for key in ("jobs/seve", "jobs/seven", "jobs/seven-b/x", "jobs/seven.d", "jobs/six/a", "a"):
-            self.store.objects[key] = StoredObject(memoryview(b"not yours"), f"beside {key}")
-
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return PrefixedDriver(driver, PREFIX)
-
-
-class TestFaultyWithNoFaults(AroundMemory):
-    """With an empty plan, and around a wrapper that adds nothing, it cannot be told from what it wraps."""
-
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return FaultyDriver(WrappingDriver(driver))
 
 
 class TestAllAroundNvme(FileTierTests):
@@ -137,42 +102,19 @@ class TestAllAroundNvme(FileTierTests):
         return mock.patch("tiercheck.tiers.posix.directories.local.ObjectDirectory.replace", side_effect=Killed)
 
 
-class WrappedMachine(DriverMachine):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        raise NotImplementedError
-
+class AllAroundMemoryMachine(DriverMachine):
     def make_driver(self) -> TierDriver:
         self.name = getattr(self, "name", None) or secrets.token_hex(4)
-        return self.wrapped(MemoryDriver(self.name))
+        return all_of_them(MemoryDriver(self.name))
 
     def remove_tier(self) -> None:
         MemoryDriver.forget(self.name)
 
 
-class ThrottledMachine(WrappedMachine):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return ThrottledDriver(driver, bytes_per_s=1 << 34)
-
-
-class MeteredMachine(WrappedMachine):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return MeteredDriver(driver)
-
-
-class RetryingMachine(WrappedMachine):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return RetryingDriver(driver)
-
-
-class PrefixedMachine(WrappedMachine):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return PrefixedDriver(driver, PREFIX)
-
-
 class AllAroundNvmeMachine(DriverMachine):
     def make_driver(self) -> TierDriver:
         self.folder = getattr(self, "folder", None) or tempfile.TemporaryDirectory(dir="/dev/shm")
-        return all_of_them(NvmeDriver(Path(self.folder.name)))
+        return all_around_nvme(Path(self.folder.name))
 
     def remove_tier(self) -> None:
         self.folder.cleanup()
@@ -180,13 +122,7 @@ class AllAroundNvmeMachine(DriverMachine):
 
 FAST = settings(max_examples=20, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
-TestThrottledMachine = ThrottledMachine.TestCase
-TestThrottledMachine.settings = FAST
-TestMeteredMachine = MeteredMachine.TestCase
-TestMeteredMachine.settings = FAST
-TestRetryingMachine = RetryingMachine.TestCase
-TestRetryingMachine.settings = FAST
-TestPrefixedMachine = PrefixedMachine.TestCase
-TestPrefixedMachine.settings = FAST
+TestAllAroundMemoryMachine = AllAroundMemoryMachine.TestCase
+TestAllAroundMemoryMachine.settings = FAST
 TestAllAroundNvmeMachine = AllAroundNvmeMachine.TestCase
 TestAllAroundNvmeMachine.settings = FAST

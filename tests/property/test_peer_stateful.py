@@ -1,4 +1,5 @@
-"""The peer driver against a dictionary, in orders that Hypothesis chooses; its server runs in a thread."""
+"""The peer driver against a dictionary, in orders that Hypothesis chooses; its server runs in a thread. Its store can
+be mapped, or it cannot."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import threading
 
 from hypothesis import HealthCheck, settings
 
+from tests.unmapped_driver import UnmappedDriver
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
@@ -17,7 +19,8 @@ from tiercheck.tiers.peer import PeerDriver, PeerServer
 class ServerThread:
     """One server for all runs; each has a namespace of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: type[MemoryDriver]) -> None:
+        self.store = store
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -25,7 +28,7 @@ class ServerThread:
 
     async def start(self) -> PeerServer:
         async def open_namespace(name: str) -> TierDriver:
-            driver = MemoryDriver()
+            driver = self.store()
             await driver.open()
             return driver
 
@@ -41,10 +44,12 @@ class ServerThread:
 
 
 class PeerMachine(DriverMachine):
+    store = MemoryDriver
+
     def make_driver(self) -> TierDriver:
         if not hasattr(self, "thread"):
             self.name = secrets.token_hex(4)
-            self.thread = ServerThread()
+            self.thread = ServerThread(self.store)
         # Small chunks, so that objects have several.
         return PeerDriver(self.name, self.thread.server.endpoint, chunk_bytes=64 << 10, credit_bytes=128 << 10)
 
@@ -52,5 +57,12 @@ class PeerMachine(DriverMachine):
         self.thread.close()
 
 
+class UnmappedMachine(PeerMachine):
+    store = UnmappedDriver
+
+
+FEW = settings(max_examples=15, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestPeer = PeerMachine.TestCase
-TestPeer.settings = settings(max_examples=25, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+TestPeer.settings = FEW
+TestPeerOverUnmappedStore = UnmappedMachine.TestCase
+TestPeerOverUnmappedStore.settings = FEW

@@ -70,5 +70,5 @@ def codec_names(fidelity: Fidelity | None = None) -> list[str]:
 def refuse_unknown(text: str, others: Collection[str]) -> None:
     """Errors: ``ConfigurationError`` if ``text`` names no registered codec; the message also lists ``others``."""
     name = parse_text(text)[0].removesuffix(SUFFIX)
-    if name not in registered() and name not in others:
-        raise GROUP.unknown(name, others)
+    if name not in others:
+        GROUP.find(name, others)

@@ -28,6 +28,8 @@ class TierKit(abc.ABC):
 
     large_nbytes = 3 << 20
     """An object of several parts, and of several system calls."""
+    listed = 1100
+    """How many objects are listed: more than a page of the tier's listing has (1,000 names in S3)."""
     overwrites = 30
     """Rounds of the tests that race a writer against readers."""
     races = 5

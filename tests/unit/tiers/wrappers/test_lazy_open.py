@@ -1,4 +1,4 @@
-"""A tier whose store may be away passes the kit, and opens as soon as the store is back."""
+"""A tier whose store may be away opens as soon as the store is back. It passes the kit among the other wrappers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.test_wrappers_conformance import AroundMemory
 from tiercheck.errors import Closed, ConfigurationError, NothingListens, TierError, Transient
-from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.posix.nvme import NvmeDriver
 from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
-
-
-class TestLazyOpen(AroundMemory):
-    def wrapped(self, driver: TierDriver) -> TierDriver:
-        return LazyOpenDriver(driver)
 
 
 async def test_a_store_that_comes_back_is_used(tmp_path: Path) -> None:
