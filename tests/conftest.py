@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.forks import forks
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
 from tiercheck.integrations import hooks
 
-__all__ = ["gluster", "name"]
+__all__ = ["forks", "gluster", "name"]
 
 # Two cores, several processes: threads that spin for one another cost more than they bring.
 torch.set_num_threads(1)

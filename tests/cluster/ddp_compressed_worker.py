@@ -1,4 +1,4 @@
-"""What each rank of ``test_ddp_compressed`` runs: ``torchrun ... ddp_compressed_worker.py DIRECTORY``.
+"""What each rank of ``test_ddp_compressed`` runs: its argument is a directory.
 
 Writes ``DIRECTORY/r{rank}.json``: by check the list of what did not hold.
 """
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.forks import join
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, Mismatch
@@ -236,7 +237,7 @@ def checks(directory: Path) -> dict[str, Callable[[], Iterable[str]]]:
 def main() -> None:
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     results: dict[str, list[str]] = {}
     for name, run in checks(directory).items():
         try:
@@ -248,7 +249,3 @@ def main() -> None:
             (directory / f"r{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,8 @@
-"""What each rank of ``test_ddp`` runs: ``torchrun ... ddp_worker.py DIRECTORY``; writes
-``DIRECTORY/w{world}-r{rank}.json`` for each number of ranks."""
+"""What each rank of ``test_ddp`` runs: its argument is a directory; writes ``DIRECTORY/r{rank}.json``."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -14,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.forks import join
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
 FAILED_AT, LAST = 7, 11
-WORLDS = (3, 4)
 
 
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
@@ -91,21 +89,14 @@ def life(directory: Path, rank: int, name: str, **options: bool) -> dict[str, ob
 def main() -> None:
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    for world in WORLDS:
-        if rank >= world:
-            continue
-        dist.init_process_group("gloo", init_method=f"file://{directory}/ranks-{world}", rank=rank, world_size=world)
-        names = [f"test-ddp-{uuid.uuid4().hex[:12]}"]
-        dist.broadcast_object_list(names)
-        reports = {
-            kind: life(directory, rank, f"{names[0]}-{kind}", **options)
-            for kind, options in {"plain": {}, "static": {"static_graph": True}}.items()
-        }
-        (directory / f"w{world}-r{rank}.json").write_text(json.dumps(reports))
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    join()
+    rank = dist.get_rank()
+    names = [f"test-ddp-{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(names)
+    reports = {
+        kind: life(directory, rank, f"{names[0]}-{kind}", **options)
+        for kind, options in {"plain": {}, "static": {"static_graph": True}}.items()
+    }
+    (directory / f"r{rank}.json").write_text(json.dumps(reports))
+    dist.barrier()
+    dist.destroy_process_group()

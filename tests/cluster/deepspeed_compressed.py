@@ -10,9 +10,21 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed_harness import CASES, END, RESUME, Block, Case, First, Last, build, differences, objective, train
-from deepspeed_resume import BASE_EVERY, tiers
 
+from tests.cluster.deepspeed_harness import (
+    CASES,
+    END,
+    RESUME,
+    Block,
+    Case,
+    First,
+    Last,
+    build,
+    differences,
+    objective,
+    train,
+)
+from tests.cluster.deepspeed_resume import BASE_EVERY, tiers
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup

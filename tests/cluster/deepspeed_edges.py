@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from deepspeed_harness import (
+from torch import nn
+
+from tests.cluster.deepspeed_harness import (
     LENGTH,
     Case,
     Model,
@@ -20,8 +22,6 @@ from deepspeed_harness import (
     iterate,
     snapshot,
 )
-from torch import nn
-
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider, supported
 from tiercheck.streams.tensors.generators import random_state

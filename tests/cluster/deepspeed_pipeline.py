@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_harness import CASES, RESUME, build, iterate
-from deepspeed_resume import Average, Loader, tiers
 
+from tests.cluster.deepspeed_harness import CASES, RESUME, build, iterate
+from tests.cluster.deepspeed_resume import Average, Loader, tiers
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed import attach

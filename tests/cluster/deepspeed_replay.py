@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
-from deepspeed_harness import (
+
+from tests.cluster.deepspeed_harness import (
     BASE,
     END,
     RESUME,
@@ -19,7 +20,6 @@ from deepspeed_harness import (
     iterate,
     train,
 )
-
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed_harness import CASES, END, RESUME, Case, build, differences, iterate, train
 
+from tests.cluster.deepspeed_harness import CASES, END, RESUME, Case, build, differences, iterate, train
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, NotFound
@@ -66,7 +66,7 @@ def resumes(directory: Path) -> dict[str, Any]:
 def tiers(directory: Path, name: str) -> Iterator[tuple[Hierarchy, str]]:
     """A namespace of shared memory for each rank, as if each were a node; and a directory that both see."""
     rank = torch.distributed.get_rank()
-    job = hashlib.sha256(f"{os.environ['TORCHELASTIC_RUN_ID']} {directory} {name}".encode()).hexdigest()[:16]
+    job = hashlib.sha256(f"{os.getppid()} {directory} {name}".encode()).hexdigest()[:16]
     namespace = f"test-resume-{job}"
     hierarchy = Hierarchy.of(f"shm://{namespace}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack")
     try:

@@ -1,7 +1,7 @@
 """What each rank of ``test_deepspeed_provider`` runs: every check of one launch, one after another.
 
-Usage: ``torchrun ... deepspeed_worker.py DIRECTORY (replays | edges | resumes | compressed | CHECK)...``; writes
-``DIRECTORY/r{rank}.json``: for each check the list of what did not hold.
+Arguments: ``DIRECTORY (replays | edges | resumes | compressed | CHECK)...``; writes ``DIRECTORY/r{rank}.json``: for
+each check the list of what did not hold.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from deepspeed_compressed import compressed
-from deepspeed_edges import EDGES
-from deepspeed_harness import CASES, deepspeed
-from deepspeed_pipeline import meetings
-from deepspeed_replay import check_case
-from deepspeed_resume import resumes
+
+from tests.cluster.deepspeed_compressed import compressed
+from tests.cluster.deepspeed_edges import EDGES
+from tests.cluster.deepspeed_harness import CASES, deepspeed
+from tests.cluster.deepspeed_pipeline import meetings
+from tests.cluster.deepspeed_replay import check_case
+from tests.cluster.deepspeed_resume import resumes
+from tests.forks import join
 
 Check = Callable[[], Iterable[str]]
 
@@ -27,7 +29,8 @@ Check = Callable[[], Iterable[str]]
 def main() -> None:
     directory, chosen = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60))
+    join(timeout=timedelta(seconds=60))
+    deepspeed.init_distributed(dist_backend="gloo")
     replays: dict[str, Check] = {name: lambda case=case: check_case(case) for name, case in CASES.items()}
     attached = {**resumes(directory), **meetings(directory)}
     lossy = compressed(directory)
@@ -49,7 +52,3 @@ def main() -> None:
             (directory / f"r{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

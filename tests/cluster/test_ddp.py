@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.ddp_worker import WORLDS
+from tests.forks import Forks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
-    """By number of ranks, and rank."""
-    directory = tmp_path_factory.mktemp("ddp")
-    worker = Path(__file__).with_name("ddp_worker.py")
-    ranks = f"--nproc_per_node={max(WORLDS)}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(worker), str(directory)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=280)
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return {
-        (world, rank): json.loads((directory / f"w{world}-r{rank}.json").read_text())
-        for world in WORLDS
-        for rank in range(world)
-    }
+pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_ranks_resume_bit_for_bit(reports: dict[tuple[int, int], Any], world: int) -> None:
+@pytest.fixture(scope="module", params=[3, 4], ids=["3-ranks", "4-ranks"])
+def reports(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """By rank."""
+    directory, ranks = tmp_path_factory.mktemp("ddp"), request.param
+    log = directory / "log"
+    codes = forks.run("tests.cluster.ddp_worker", directory, ranks=ranks, log=log)
+    assert codes == [0] * ranks, log.read_text()[-4000:]
+    return [json.loads((directory / f"r{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_ranks_resume_bit_for_bit(reports: list[Any]) -> None:
     """In whichever order DDP adds up what more than two ranks have."""
-    for rank in range(world):
-        assert reports[world, rank]["plain"] == {
+    for report in reports:
+        assert report["plain"] == {
             "recovered": 7,
             "same": True,
             "version": 11,
@@ -45,10 +34,9 @@ def test_ranks_resume_bit_for_bit(reports: dict[tuple[int, int], Any], world: in
         }
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_an_order_that_cannot_be_kept_is_approximate(reports: dict[tuple[int, int], Any], world: int) -> None:
-    for rank in range(world):
-        report = reports[world, rank]["static"]
+def test_an_order_that_cannot_be_kept_is_approximate(reports: list[Any]) -> None:
+    for each in reports:
+        report = each["static"]
         assert (report["recovered"], report["version"], report["fidelity"]) == (7, 11, "approximate")
         assert report["notes"] == [
             "DDP sums the gradients of the first step after a restart in another order, which static_graph=True leaves "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+from tests.forks import Forks
+
+pytestmark = pytest.mark.cluster
 
 LAUNCH_SECONDS_MAX = 180
 CHECKS = (
@@ -29,19 +27,15 @@ Results = list[dict[str, list[str]]]
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2-ranks", "3-ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    directory = tmp_path_factory.mktemp("ddp")
-    worker = Path(__file__).with_name("ddp_compressed_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
-    done = subprocess.run(
-        [*command, str(worker), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=LAUNCH_SECONDS_MAX,
+def results(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    directory, ranks = tmp_path_factory.mktemp("ddp"), request.param
+    log = directory / "log"
+    codes = forks.run(
+        "tests.cluster.ddp_compressed_worker", directory, ranks=ranks, log=log, deadline_s=LAUNCH_SECONDS_MAX
     )
-    files = [directory / f"r{rank}.json" for rank in range(request.param)]
+    files = [directory / f"r{rank}.json" for rank in range(ranks)]
     if not all(file.exists() for file in files):
-        pytest.fail(f"the launch ended with {done.returncode}:\n{done.stderr.decode()[-4000:]}")
+        pytest.fail(f"the launch ended with {codes}:\n{log.read_text()[-4000:]}")
     return [json.loads(file.read_text()) for file in files]
 
 

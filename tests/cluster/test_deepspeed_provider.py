@@ -1,4 +1,4 @@
-"""``DeepSpeedProvider`` on real engines: two ranks under ``torchrun``, many checks a launch, since a start is slow.
+"""``DeepSpeedProvider`` on real engines: two ranks, many checks a launch.
 
 What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit), ``deepspeed_edges.py`` and
 ``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), in ``deepspeed_pipeline.py`` (stages
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
+
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.alone,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
 
@@ -107,49 +104,36 @@ COMPRESSED = (
 Results = list[dict[str, list[str]]]
 
 
-def launch(directory: Path, checks: str) -> Results:
+def launch(forks: Forks, directory: Path, checks: str) -> Results:
     """Run one set of checks on all ranks; per rank, what did not hold in each."""
-    worker = Path(__file__).with_name("deepspeed_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    with (directory / "log").open("w+") as log:
-        process = subprocess.Popen(
-            [*command, str(worker), str(directory), checks],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LAUNCH_SECONDS_MAX)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        files = [directory / f"r{rank}.json" for rank in range(RANKS)]
-        if not all(file.exists() for file in files):
-            log.seek(0)
-            pytest.fail(f"the launch ended with {code} before its first check:\n{log.read()[-4000:]}")
+    log = directory / "log"
+    codes = forks.run(
+        "tests.cluster.deepspeed_worker", directory, checks, ranks=RANKS, log=log, deadline_s=LAUNCH_SECONDS_MAX
+    )
+    files = [directory / f"r{rank}.json" for rank in range(RANKS)]
+    if not all(file.exists() for file in files):
+        pytest.fail(f"the launch ended with {codes} before its first check:\n{log.read_text()[-4000:]}")
     return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
-def replays(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(tmp_path_factory.mktemp("replays"), "replays")
+def replays(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("replays"), "replays")
 
 
 @pytest.fixture(scope="module")
-def edges(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(tmp_path_factory.mktemp("edges"), "edges")
+def edges(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("edges"), "edges")
 
 
 @pytest.fixture(scope="module")
-def resumes(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(tmp_path_factory.mktemp("resumes"), "resumes")
+def resumes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("resumes"), "resumes")
 
 
 @pytest.fixture(scope="module")
-def compressed(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(tmp_path_factory.mktemp("compressed"), "compressed")
+def compressed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("compressed"), "compressed")
 
 
 def failures(results: Results, check: str) -> str:

@@ -1,0 +1,206 @@
+"""Processes of a job that start at once: they are forked from a process that has imported torch and DeepSpeed.
+
+An interpreter that imports both needs seconds of a core, and DeepSpeed's engines collect the garbage of all that was
+imported, again and again. Here one process imports them once, takes what it has out of the garbage collector's sight
+(``gc.freeze``), and forks the processes of one launch after another. Each of them is as fresh as a new interpreter:
+the process that forks runs nothing of a test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Forks", "forks", "join"]
+
+ROOT = Path(__file__).parents[1]
+START_S_MAX = 120.0
+POLL_S = 0.01
+PRELOADED = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
+    "tiercheck.integrations.deepspeed",
+    "tiercheck.integrations.torch",
+    "tiercheck.opening.startup",
+)
+
+
+class Forks:
+    """``with Forks() as forks``. One launch runs at a time."""
+
+    def __enter__(self) -> Forks:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks", *PRELOADED],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+    def run(
+        self,
+        program: str,
+        *arguments: str | Path,
+        log: Path,
+        ranks: int = 1,
+        directory: Path = ROOT,
+        environment: dict[str, str] | None = None,
+        deadline_s: float = 240.0,
+    ) -> list[int]:
+        """The exit status of each rank of ``program``, a module or a script's path; what they print is in ``log``.
+
+        When one fails, or at the deadline, all are killed.
+        """
+        launch = {
+            "program": program,
+            "arguments": [*map(str, arguments)],
+            "log": str(log),
+            "ranks": ranks,
+            "directory": str(directory),
+            "environment": environment or {},
+            "deadline_s": deadline_s,
+        }
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(launch) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, "the process that forks has ended"
+        codes: list[int] = json.loads(answer)
+        return codes
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    with Forks() as made:
+        yield made
+
+
+def join(backend: str = "gloo", **options: Any) -> None:
+    """As ``init_process_group`` under torchrun: the ranks of this launch become a group."""
+    import torch.distributed as dist
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port, listener = int(os.environ["MASTER_PORT"]), int(os.environ["TESTS_LISTENER"])
+    # Rank 0 takes over a socket that listens already: no other process can have taken its port.
+    extra = {"is_master": True, "master_listen_fd": listener} if rank == 0 else {}
+    store = dist.TCPStore("127.0.0.1", port, world, **extra)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
+
+
+def serve() -> None:
+    """Forks what each line of the standard input asks for, until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+    for module in sys.argv[1:]:
+        with contextlib.suppress(ImportError):  # whoever needs it says so
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        codes = launch(**json.loads(line))
+        answers.write(json.dumps(codes) + "\n")
+        answers.flush()
+
+
+def launch(ranks: int, deadline_s: float, **what: Any) -> list[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pids = [start(rank, ranks, listener, **what) for rank in range(ranks)]
+    return wait(pids, time.monotonic() + deadline_s)
+
+
+def start(
+    rank: int,
+    ranks: int,
+    listener: socket.socket,
+    program: str,
+    arguments: Sequence[str],
+    log: str,
+    directory: str,
+    environment: dict[str, str],
+) -> int:
+    """The process of one rank, with the variables of torchrun."""
+    if pid := os.fork():
+        with contextlib.suppress(PermissionError):  # the process did it itself, and has gone on
+            os.setpgid(pid, pid)
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, fd in ((0, nothing), (1, output), (2, output)):
+            os.dup2(fd, number)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+        os.environ |= {"TESTS_LISTENER": str(listener.fileno())}
+        os.environ |= environment
+        os.chdir(directory)
+        random.seed()
+        code = run(program, list(arguments))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run(program: str, arguments: list[str]) -> int:
+    sys.argv = [program, *arguments]
+    try:
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            importlib.import_module(program).main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def wait(pids: list[int], until: float) -> list[int]:
+    """The ranks' exit statuses. When one fails, or at the deadline, all are killed with what they started."""
+    codes: dict[int, int] = {}
+    killed = False
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        if not killed and (any(codes.values()) or time.monotonic() > until):
+            killed = True
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        if len(codes) < len(pids):
+            time.sleep(POLL_S)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    serve()
