@@ -6,7 +6,7 @@ versions shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class NumberState:
 
     # What the core asks
 
-    def prepare(self) -> None:
+    def prepare(self, codecs: Collection[str] = ()) -> None:
         pass
 
     def stream(self, world_size: int) -> NumberStream:

@@ -9,15 +9,14 @@ specification; :mod:`~tiercheck.kernels.cpu` (Numba) gives the same bits. Where 
 from __future__ import annotations
 
 from tiercheck.kernels import catalogue
-from tiercheck.kernels.adam import AdamStep, SparseGradient, reason_not_replayable
+from tiercheck.kernels.adam import AdamStep, SparseGradient
 from tiercheck.kernels.catalogue import *  # noqa: F403  its __all__ is the only list of the kernels
 from tiercheck.kernels.reference.blocks import BLOCK, NONFINITE_CODE
 from tiercheck.kernels.reference.compaction import ELEMENTS_MAX, SAMPLES
 from tiercheck.kernels.reference.exponents import packed_bytes_max
 from tiercheck.kernels.reference.onebit import ONEBIT_BLOCK
-from tiercheck.kernels.registry import KERNELS, Kernel
-from tiercheck.kernels.sgd import SgdStep, reason_sgd_not_replayable
-from tiercheck.kernels.warming import warm_up
+from tiercheck.kernels.registry import KERNELS, Kernel, warm_up
+from tiercheck.kernels.sgd import SgdStep
 
 __all__ = [
     "BLOCK",
@@ -31,8 +30,6 @@ __all__ = [
     "SgdStep",
     "SparseGradient",
     "packed_bytes_max",
-    "reason_not_replayable",
-    "reason_sgd_not_replayable",
     "warm_up",
 ]
 __all__ += catalogue.__all__

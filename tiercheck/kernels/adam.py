@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gradients import SparseGradient
 
-__all__ = ["KINDS", "STEP_MAX", "AdamStep", "Coefficients", "SparseGradient", "reason_not_replayable"]
-
-KINDS: Mapping[str, bool] = {"torch.optim.adam.Adam": False, "torch.optim.adamw.AdamW": True}
-"""The optimizers that can be replayed, and whether their weight decay is decoupled by default."""
+__all__ = ["STEP_MAX", "AdamStep", "Coefficients", "SparseGradient"]
 
 STEP_MAX = 1 << 24
 """torch counts the steps in fp32, which stops counting here."""
-
-_VARIANTS = ("differentiable", "capturable")
 
 
 @dataclass(frozen=True)
@@ -53,44 +46,10 @@ class AdamStep:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigurationError(f"Adam's {name} must be in [0, 1), not {getattr(self, name)}")
 
-    @classmethod
-    def of(cls, kind: str, options: Mapping[str, Any], step: int, gradient_scale: float = 1.0) -> AdamStep:
-        """The step that an optimizer of this ``kind`` takes with a parameter group's ``options``.
-
-        Raises:
-            ConfigurationError: it cannot be replayed; call the optimizer instead.
-        """
-        if reason := reason_not_replayable(kind, options):
-            raise ConfigurationError(f"this step cannot be replayed: {reason}; call the optimizer instead")
-        beta1, beta2 = options["betas"]
-        return cls(
-            step=step,
-            lr=float(options["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(options["eps"]),
-            weight_decay=float(options["weight_decay"]),
-            decoupled=bool(options.get("decoupled_weight_decay", KINDS[kind])),
-            amsgrad=bool(options.get("amsgrad", False)),
-            maximize=bool(options.get("maximize", False)),
-            gradient_scale=gradient_scale,
-        )
-
     @property
     def coupled(self) -> bool:
         """Whether decay is added to the gradient (L2)."""
         return self.weight_decay != 0 and not self.decoupled
-
-
-def reason_not_replayable(kind: str, options: Mapping[str, Any]) -> str | None:
-    """Why steps with these options must be replayed by calling the optimizer, or ``None``: the kernels can."""
-    if kind not in KINDS:
-        return f"{kind} is none of {', '.join(KINDS)}"
-    for variant in _VARIANTS:
-        if options.get(variant):
-            return f"{variant} is on"
-    missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in options]
-    return f"its options lack {', '.join(missing)}" if missing else None
 
 
 @dataclass(frozen=True)

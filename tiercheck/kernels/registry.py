@@ -14,7 +14,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 from tiercheck.errors import ConfigurationError
 
@@ -50,14 +50,26 @@ class CudaForm:
 
 
 class Kernel(Generic[P, R]):
-    """A kernel for arrays in host memory. A call runs the Numba form, and without Numba the reference.
+    """One computation on arrays, in several forms that give the same bits, the payloads of NaNs aside.
 
-    Arrays are checked by each form as far as it trusts them. ``threads``, if the kernel takes it, is the most threads
-    that may run, the caller's included; no result depends on it.
+    A call takes arrays in host memory. It runs the Numba form, or the reference if Numba is not installed. Each form
+    checks its arguments; the reference's docstring names the errors. If the kernel takes ``threads``, that is the most
+    threads that may run, the caller's included; no result depends on it.
+
+    - ``reference``: the form in NumPy. It is the specification, and gives the kernel its name, types and docstring.
+    - ``cpu``: the module of the Numba form, a function with the reference's name and arguments. The first call imports
+      it.
+    - ``cuda``: the forms on a GPU. The first of them gives the reference's bits.
+    - ``examples``: calls with every dtype that the kernel takes. They warm it up, and tests compare the forms by them.
     """
 
     def __init__(
-        self, reference: Callable[P, R], cpu: str, cuda: tuple[CudaForm, ...], examples: Examples | None
+        self,
+        reference: Callable[P, R],
+        *,
+        cpu: str,
+        cuda: tuple[CudaForm, ...] = (),
+        examples: Examples | None = None,
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
@@ -73,33 +85,58 @@ class Kernel(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if args and hasattr(args[0], "__cuda_array_interface__"):
             raise ConfigurationError(
-                f"the array is on a GPU, where a kernel needs a stream and the caller's buffers: {self._on_a_gpu()}"
+                f"the kernel {self.name} takes arrays in host memory, and was given one on a GPU: {self._on_a_gpu()}"
             )
         run = self._automatic
         if run is None:
             run = self._automatic = self.by(automatic())
         return run(*args, **kwargs)
 
-    def by(self, form: str) -> Callable[P, R]:
-        """The form of this name: ``numba`` or ``reference``. Errors: ``ConfigurationError`` if it cannot be had."""
+    def form_for(self, array: Any) -> str:
+        """The form for the memory where ``array`` lies: ``cuda``, or what a call runs, ``numba`` or ``reference``."""
+        return "cuda" if hasattr(array, "__cuda_array_interface__") else automatic()
+
+    @overload
+    def by(self, form: Literal["cuda"]) -> Callable[..., Any]: ...
+    @overload
+    def by(self, form: str) -> Callable[P, R]: ...
+    def by(self, form: str) -> Callable[..., Any]:
+        """The form of this name: ``numba``, ``reference`` or ``cuda``.
+
+        The CUDA form has arguments of its own: device arrays, results included, and a stream.
+        Errors: ``ConfigurationError`` if there is no such form, or if what it needs is not installed.
+        """
         if form == "reference":
             return self.reference
-        if form != "numba":
+        if form == "numba":
+            if not has_numba():
+                raise ConfigurationError("the numba form was asked for, and numba is not installed: pip install numba")
+            return cast(Callable[P, R], getattr(importlib.import_module(self._cpu), self.name))
+        if form != "cuda":
+            raise ConfigurationError(f"a kernel has no form {form!r}: choose numba, reference or cuda")
+        if not self.cuda:
+            raise ConfigurationError(f"the kernel {self.name} has no CUDA form")
+        try:
+            return self.cuda[0].load()
+        except ImportError as error:
             raise ConfigurationError(
-                f"there are no {form!r} kernels for arrays in host memory: choose numba or reference"
-            )
-        if not has_numba():
-            raise ConfigurationError("the numba kernels were asked for, and numba is not installed: pip install numba")
-        module = importlib.import_module(f"tiercheck.kernels.cpu.{self._cpu}")
-        return cast(Callable[P, R], getattr(module, self.name))
+                f"the cuda kernels were asked for, and CuPy cannot be imported ({error}): pip install 'tiercheck[gpu]'"
+            ) from error
 
     def examples(self, size: int, seed: int) -> Iterator[Call]:
-        """Calls to compare the forms by. A kernel that replays an optimizer has none: the optimizer certifies it."""
+        """Calls with tensors of ``size`` elements. None for a kernel that replays an optimizer: the optimizer's
+        certification compares its forms."""
         if self._examples is not None:
             yield from self._examples(size, seed)
 
+    def warm_up(self) -> None:
+        """Compile the Numba form for every example, or load it from Numba's cache. Without Numba, do nothing."""
+        if automatic() == "numba":
+            for args, kwargs in self.examples(WARM_UP_ELEMENTS, 0):
+                self(*args, **kwargs)
+
     def forget(self) -> None:
-        """Choose again at the next call."""
+        """Choose the form again at the next call."""
         self._automatic = None
 
     def _on_a_gpu(self) -> str:
@@ -116,11 +153,11 @@ KERNELS: Mapping[str, Kernel[Any, Any]] = _declared
 def declare(
     reference: Callable[P, R], *, cpu: str, cuda: tuple[CudaForm, ...] = (), examples: Examples | None = None
 ) -> Kernel[P, R]:
-    """The kernel that ``reference`` specifies, entered into :data:`KERNELS`. Errors: ``ValueError`` for a second one.
+    """A :class:`Kernel` of this package, entered into :data:`KERNELS`. Errors: ``ValueError`` for a name that is taken.
 
-    ``cpu``: the module of :mod:`tiercheck.kernels.cpu` that has a function of the same name and the same arguments.
+    ``cpu``: a module inside of :mod:`tiercheck.kernels.cpu`. A kernel of another distribution is a ``Kernel(...)``.
     """
-    kernel = Kernel(reference, cpu, cuda, examples)
+    kernel = Kernel(reference, cpu=f"tiercheck.kernels.cpu.{cpu}", cuda=cuda, examples=examples)
     if kernel.name in _declared:
         raise ValueError(f"the kernel {kernel.name} is declared twice")
     _declared[kernel.name] = kernel
@@ -129,7 +166,7 @@ def declare(
 
 @functools.cache
 def automatic() -> str:
-    """The fastest form that is installed. Says once that Numba is missing."""
+    """The fastest form that is installed for arrays in host memory. Logs a warning, once, if that is not Numba."""
     if has_numba():
         return "numba"
     logger.warning("numba is not installed: the kernels run in NumPy, several times slower")
@@ -140,15 +177,14 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def warm_up() -> None:
-    """Compile (or load from the cache) every kernel, so that none compiles while training waits.
+def warm_up(kernels: Iterable[Kernel[..., Any]] | None = None) -> None:
+    """Compile these kernels, or load them from Numba's cache, so that none compiles while training waits.
 
-    What is compiled does not depend on the number of threads. The kernels that replay an optimizer are compiled when
-    they are certified.
+    Without an argument: all of :data:`KERNELS`. Takes milliseconds for each one that is cached, and seconds else. How
+    many threads a call will have makes no difference.
     """
-    for kernel in KERNELS.values():
-        for args, kwargs in kernel.examples(WARM_UP_ELEMENTS, 0):
-            kernel(*args, **kwargs)
+    for kernel in KERNELS.values() if kernels is None else dict.fromkeys(kernels):
+        kernel.warm_up()
 
 
 def cuda_sources() -> dict[str, tuple[str, ...]]:

@@ -6,19 +6,13 @@ schedule, but ``p - lr * (g1 + g2)`` is rounded otherwise than ``(p - lr * g1) -
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from tiercheck.errors import ConfigurationError
 
-__all__ = ["SGD", "SgdCoefficients", "SgdStep", "reason_sgd_not_replayable"]
-
-SGD = "torch.optim.sgd.SGD"
-
-_OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+__all__ = ["SgdCoefficients", "SgdStep"]
 
 
 @dataclass(frozen=True)
@@ -43,36 +37,6 @@ class SgdStep:
     def __post_init__(self) -> None:
         if self.nesterov and not self.momentum:
             raise ConfigurationError("Nesterov's step needs momentum")
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], first: bool, gradient_scale: float = 1.0) -> SgdStep:
-        """The step that torch's SGD takes with a parameter group's ``options``.
-
-        Raises:
-            ConfigurationError: it cannot be replayed; call the optimizer instead.
-        """
-        if reason := reason_sgd_not_replayable(SGD, options):
-            raise ConfigurationError(f"this step cannot be replayed: {reason}; call the optimizer instead")
-        return cls(
-            lr=float(options["lr"]),
-            momentum=float(options["momentum"]),
-            dampening=float(options["dampening"]),
-            weight_decay=float(options["weight_decay"]),
-            nesterov=bool(options["nesterov"]),
-            first=first,
-            maximize=bool(options.get("maximize", False)),
-            gradient_scale=gradient_scale,
-        )
-
-
-def reason_sgd_not_replayable(kind: str, options: Mapping[str, Any]) -> str | None:
-    """Why steps with these options must be replayed by calling the optimizer, or ``None``: the kernels can."""
-    if kind != SGD:
-        return f"{kind} is not {SGD}"
-    if options.get("differentiable"):
-        return "differentiable is on"
-    missing = [name for name in _OPTIONS if name not in options]
-    return f"its options lack {', '.join(missing)}" if missing else None
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class _Startup:
         if placed.needs_peer:
             endpoints = [schema.read(RankEndpoint, each) for each in nodes]
             placed = placed.with_peer(*peer_address(ranks.rank, endpoints))
-        self.trained.prepare()
+        self.trained.prepare([tier.codec for tier in placed.tiers if tier.codec and agent is None])
         tiers = placed.lazily_opened(open_s=min(OPEN_S_MAX, config.deadline_s / 4)).open()
         lasting = [tier.driver.url for tier in tiers.tiers if tier.capabilities.survives > Survives.NOTHING]
         self.held.process_lock = self.runtime.lock(lasting, ranks.rank)

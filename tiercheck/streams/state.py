@@ -8,7 +8,7 @@ brings a smaller one. All methods that touch the live state are called in the tr
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -228,8 +228,11 @@ class StateReader(Protocol):
 class TrainingState(Protocol):
     """One rank's training state."""
 
-    def prepare(self) -> None:
-        """Make ready what takes long and needs no tier, such as compiled kernels."""
+    def prepare(self, codecs: Collection[str] = ()) -> None:
+        """Make ready what takes long and needs no tier, such as compiled kernels.
+
+        ``codecs``: of the tiers, if gradients are encoded again in this process on their way there.
+        """
         ...
 
     def stream(self, world_size: int) -> StateStream:

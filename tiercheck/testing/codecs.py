@@ -33,6 +33,7 @@ from tiercheck.format.container import (
     parse,
     shard_nbytes,
 )
+from tiercheck.kernels import Kernel
 from tiercheck.keys import Stream
 from tiercheck.streams.codecs import DTYPES, FLOATS, Codec, Encoding, codec, decode, decode_sparse, fidelity_of
 from tiercheck.testing.gradients import (
@@ -241,6 +242,25 @@ class CodecTests:
                 decoded = raw(decode(encoding.to_object(), parts, threads=threads))
                 results.append((encoding, content, decoded, None if residual is None else raw(residual)))
             assert all(each == results[0] for each in results), dtype
+
+    def test_it_says_which_kernels_it_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are compiled before the first step; any other compiles while a step of training waits."""
+        called: set[str] = set()
+        call = Kernel.__call__
+
+        def noted(kernel: Kernel[..., Any], *args: Any, **named: Any) -> Any:
+            called.add(kernel.name)
+            return call(kernel, *args, **named)
+
+        monkeypatch.setattr(Kernel, "__call__", noted)
+        bits = np.random.default_rng(0).integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
+        anything = [(dtype, hold(np.nan_to_num(bits), dtype)) for dtype in self.floats()]
+        for dtype, array in [*anything, *((dtype, array) for _, dtype, array in self.edges())]:
+            for residual in (None, np.zeros(array.size, np.float32)) if self.codec.feedback else (None,):
+                encoding, parts = encoded(self.codec, array, dtype, residual=residual)
+                decode(as_stored(encoding), parts)
+                decode_sparse(as_stored(encoding), parts)
+        assert called <= {kernel.name for kernel in self.codec.kernels_used()}
 
     def test_threads_may_share_one(self) -> None:
         arrays = [gradient(30_000, seed) for seed in range(4)]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
+import sys
+import types
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import KERNELS, catalogue
-from tiercheck.kernels.registry import declare
+from tiercheck.kernels.registry import WARM_UP_ELEMENTS, declare
 
 EACH = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 FILLED_UP_TO_RESULT = {"compact_into": (2, 3), "pack_exponents": (1,), "split_and_pack_exponents": (2,)}
@@ -51,9 +54,8 @@ def test_every_form_has_the_arguments_of_the_reference(kernel: kernels.Kernel[..
 def test_an_array_on_a_gpu_is_refused_and_the_message_says_what_to_call(kernel: kernels.Kernel[..., Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"tiercheck\.kernels\.cuda"):
         kernel(OnDevice())
-    for by in ("cuda", "fortran"):
-        with pytest.raises(ConfigurationError, match=f"no '{by}' kernels for arrays in host memory: choose numba"):
-            kernel.by(by)
+    with pytest.raises(ConfigurationError, match="no form 'fortran': choose numba, reference or cuda"):
+        kernel.by("fortran")
 
 
 @EACH
@@ -87,6 +89,39 @@ def without_payloads(array: NDArray[Any]) -> bytes:
     if array.dtype.kind == "f":
         array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
     return array.tobytes()
+
+
+@EACH
+def test_the_device_of_an_array_chooses_the_form(kernel: kernels.Kernel[..., Any]) -> None:
+    assert kernel.form_for(np.zeros(4, np.float32)) == "numba"
+    form = kernel.form_for(OnDevice())
+    assert form == "cuda"
+    if not kernel.cuda:
+        with pytest.raises(ConfigurationError, match="has no CUDA form"):
+            kernel.by(form)
+    elif importlib.util.find_spec("cupy") is None:
+        with pytest.raises(ConfigurationError, match=r"pip install 'tiercheck\[gpu\]'"):
+            kernel.by(form)
+    else:
+        assert kernel.by(form) is kernel.cuda[0].load()
+
+
+def doubled(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The reference of a kernel that another distribution declares."""
+    return 2 * values
+
+
+def test_a_kernel_of_another_distribution_is_warmed_up_in_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    module = types.ModuleType("other_kernels")
+    vars(module)["doubled"] = lambda values: calls.append(values.size) or values + values
+    monkeypatch.setitem(sys.modules, "other_kernels", module)
+    kernel = kernels.Kernel(doubled, cpu="other_kernels", examples=catalogue.float_calls)
+    kernels.warm_up([kernel, kernel])
+    assert calls == [WARM_UP_ELEMENTS]
+    assert kernel(np.ones(2, np.float32)).tolist() == [2.0, 2.0]
+    assert kernel.by("reference") is doubled
+    assert kernel.name not in KERNELS
 
 
 @EACH

@@ -72,6 +72,7 @@ class Compression:
         self.codec = codec(codec_name)
         if self.codec.fidelity is Fidelity.EXACT:
             raise ConfigurationError(f"the codec {codec_name!r} keeps every bit: without a hook DDP is faster")
+        kernels.warm_up((*self.codec.kernels_used(), kernels.scatter_add))
         self.threads = threads
         self.group = group
         self._scaler = scaler

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption
+from tiercheck.kernels import Kernel
 from tiercheck.streams.codecs.blocks import Int8
 from tiercheck.streams.codecs.encoding import DTYPES, FLOATS, Codec, Encoding, Part, Slot, StoredPart
 from tiercheck.streams.codecs.exact import Exact
@@ -75,3 +76,6 @@ class Adaptive(Codec):
 
     def decode(self, encoding: Encoding, parts: Mapping[str, StoredPart], *, threads: int = 1) -> NDArray[Any]:
         raise Corruption("no tensor is encoded by 'adaptive' itself: it names the codec that it chose")
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return tuple(dict.fromkeys(used for each in (SMALL, OTHER, self._large) for used in each.kernels_used()))

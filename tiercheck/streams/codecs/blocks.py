@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tiercheck import kernels
 from tiercheck.errors import Corruption
+from tiercheck.kernels import Kernel
 from tiercheck.streams.codecs.checks import (
     check_description,
     check_dtype,
@@ -21,7 +22,7 @@ from tiercheck.streams.codecs.checks import (
     slot_array,
 )
 from tiercheck.streams.codecs.encoding import FLOATS, Codec, Encoding, Part, Slot, StoredPart
-from tiercheck.streams.codecs.floats import from_float32, lose_rounding, to_float32
+from tiercheck.streams.codecs.floats import KERNELS_USED, from_float32, lose_rounding, to_float32
 from tiercheck.types import Fidelity
 
 __all__ = ["Int8", "Nf4", "OneBit"]
@@ -40,6 +41,8 @@ class BlockCodec(Codec):
     feedback = True
     quantise_into: ClassVar[Callable[..., bool]]
     """The kernel that encodes: of :func:`tiercheck.kernels.quantise_into`'s arguments."""
+    own_kernels: ClassVar[tuple[Kernel[..., Any], ...]]
+    """The kernels of this codec alone: the one that encodes, and the one that decodes."""
 
     @abc.abstractmethod
     def parts(self, size: int) -> tuple[Part, Part]:
@@ -100,6 +103,9 @@ class BlockCodec(Codec):
         values = self.dequantise(codes, scales, size, threads)
         return from_float32(values, encoding.dtype, threads=threads).reshape(encoding.shape)
 
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return (*self.own_kernels, *KERNELS_USED)
+
 
 def largest_of_block(values: NDArray[np.float32], block: int) -> NDArray[np.float64]:
     """For each element, the largest magnitude in its block: NaN if one is NaN."""
@@ -117,6 +123,7 @@ class Int8(BlockCodec):
     name = "int8"
     block = kernels.BLOCK
     quantise_into = staticmethod(kernels.quantise_into)
+    own_kernels = kernels.quantise_into, kernels.dequantise
 
     def parts(self, size: int) -> tuple[Part, Part]:
         return Part("codes", "I8", (size,)), Part("scales", "F32", (-(-size // kernels.BLOCK),))
@@ -182,6 +189,7 @@ class Nf4(PoisonedBlocks):
 
     name = "nf4"
     quantise_into = staticmethod(kernels.quantise_nf4_into)
+    own_kernels = kernels.quantise_nf4_into, kernels.dequantise_nf4
     block = kernels.BLOCK
     share = 0.1519037 + 2.0**-22
 
@@ -205,6 +213,7 @@ class OneBit(PoisonedBlocks):
 
     name = "onebit"
     quantise_into = staticmethod(kernels.quantise_onebit_into)
+    own_kernels = kernels.quantise_onebit_into, kernels.dequantise_onebit
     block = kernels.ONEBIT_BLOCK
     share = 1 + 2.0**-7
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tiercheck import schema
 from tiercheck.errors import Corruption
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import Kernel, SparseGradient
 from tiercheck.named import format_text, options_of
 from tiercheck.types import Buffer, Fidelity
 
@@ -207,3 +207,11 @@ class Codec(abc.ABC):
     def residual_size(self, dtype: str, shape: Sequence[int]) -> int:
         """Elements of the residual that :meth:`encode` needs for such a tensor; 0: it runs without."""
         return 0
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        """Every kernel that :meth:`encode`, :meth:`decode` and :meth:`decode_sparse` may call.
+
+        They are compiled before the first step, so that none compiles while training waits. A codec of another
+        distribution declares its own: ``Kernel(reference, cpu="package.module", examples=...)``.
+        """
+        return ()

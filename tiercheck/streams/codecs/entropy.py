@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 from tiercheck.errors import Corruption
 from tiercheck.format.container import RunningChecksum
+from tiercheck.kernels import Kernel
 from tiercheck.kernels import threads as pieces
 from tiercheck.streams.codecs.checks import (
     check_description,
@@ -110,6 +111,15 @@ class ExactEntropy(Codec):
         pieces.run(join, pieces.split(size, threads, unit=FRAME_ELEMENTS))
         values = kernels.widen(patterns) if narrowed else patterns.view(DTYPES[encoding.dtype])
         return values.reshape(encoding.shape)
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return (
+            *PLAIN.kernels_used(),
+            kernels.split_and_pack_exponents,
+            kernels.split_exponents,
+            kernels.unpack_exponents,
+            kernels.join_exponents,
+        )
 
 
 def planes(size: int, itemsize: int) -> tuple[Part, Part]:

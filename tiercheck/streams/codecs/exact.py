@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tiercheck import kernels
 from tiercheck.format.container import copy_with_checksum
+from tiercheck.kernels import Kernel
 from tiercheck.streams.codecs.checks import (
     check_description,
     check_dtype,
@@ -66,3 +67,6 @@ class Exact(Codec):
         narrowed = encoding.dtype == "F32" and part.dtype == "BF16"
         patterns = part_array(part, "BF16" if narrowed else encoding.dtype, encoding.shape)
         return kernels.widen(patterns.reshape(-1)).reshape(encoding.shape) if narrowed else patterns
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return kernels.is_bfloat16, kernels.narrow_into, kernels.widen

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption
+from tiercheck.kernels import Kernel
 from tiercheck.named import format_text, options_of
 from tiercheck.streams.codecs.encoding import FLOATS, Codec, Encoding, Part, Slot, StoredPart
 from tiercheck.types import Fidelity
@@ -67,3 +68,6 @@ class Feedback(Codec):
 
     def residual_size(self, dtype: str, shape: Sequence[int]) -> int:
         return math.prod(shape) if dtype in FLOATS and dtype in self.codec.dtypes else 0
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return self.codec.kernels_used()

@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 from tiercheck.streams.codecs.checks import flat_array
 
-__all__ = ["from_float32", "lose_rounding", "rounded", "to_float32"]
+__all__ = ["KERNELS_USED", "from_float32", "lose_rounding", "rounded", "to_float32"]
+
+KERNELS_USED = (kernels.widen, kernels.round_bfloat16_into, kernels.lose_bfloat16)
+"""What the functions of this module call."""
 
 SLICE_ELEMENTS = 1 << 14
 """Elements that NumPy works on at a time: what it makes in between stays in the cache."""

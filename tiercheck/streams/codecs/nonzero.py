@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import Kernel, SparseGradient
 from tiercheck.streams.codecs import indices as layout
 from tiercheck.streams.codecs.checks import check_dtype, flat_array, refuse_residual
 from tiercheck.streams.codecs.encoding import DTYPES, FLOATS, Codec, Encoding, Part, Slot, StoredPart
@@ -77,6 +77,9 @@ class Nonzero(Codec):
         indices, values = self.stored(encoding, parts)
         flat = indices.flat()
         return None if flat is None else SparseGradient(flat, to_float32(values, encoding.dtype))
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return PLAIN.kernels_used()
 
     def stored(self, encoding: Encoding, parts: Mapping[str, StoredPart]) -> tuple[Indices, NDArray[Any]]:
         most = capacity(math.prod(encoding.shape), encoding.dtype)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from tiercheck import kernels
 from tiercheck.errors import Corruption
-from tiercheck.kernels import SparseGradient
+from tiercheck.kernels import Kernel, SparseGradient
 from tiercheck.streams.codecs import indices as layout
 from tiercheck.streams.codecs.checks import check_dtype, check_residual, flat_array
 from tiercheck.streams.codecs.encoding import FLOATS, Codec, Encoding, Part, Slot, StoredPart
-from tiercheck.streams.codecs.floats import from_float32, rounded
+from tiercheck.streams.codecs.floats import KERNELS_USED, from_float32, rounded
 from tiercheck.streams.codecs.indices import Indices, chunks, planned_parts, read_indices
 from tiercheck.types import Fidelity
 
@@ -105,6 +105,17 @@ class Sparse(Codec):
         indices, values = self.stored(encoding, parts)
         flat = indices.flat()
         return None if flat is None else SparseGradient(flat, rounded(values, encoding.dtype))
+
+    def kernels_used(self) -> tuple[Kernel[..., Any], ...]:
+        return (
+            kernels.select_threshold,
+            kernels.compact_into,
+            kernels.compact,
+            kernels.to_half,
+            kernels.from_half,
+            kernels.settle,
+            *KERNELS_USED,
+        )
 
     def stored(self, encoding: Encoding, parts: Mapping[str, StoredPart]) -> tuple[Indices, NDArray[np.float32]]:
         capacity = self.capacity(math.prod(encoding.shape))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import AdamStep, reason_not_replayable, replay_fused_adam
+from tiercheck.kernels import AdamStep, replay_fused_adam
 from tiercheck.kernels.gradients import Gradient
 from tiercheck.kernels.registry import has_numba
 from tiercheck.streams.optimizers.optimizer import (
@@ -58,6 +58,8 @@ class Adam(ReplayableOptimizer[AdamStep]):
     kind = "torch.optim.adam.Adam"
     state = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     counter = "step"
+    decoupled: ClassVar[bool] = False
+    """Whether weight decay is decoupled if the options do not say (AdamW), or L2 (Adam)."""
     forms = (
         Form("numba", partial(fused, "numba"), FUSED, X86, "numba"),
         Form("numba_tiles", numba_tiles, SEPARATE, X86, "numba"),
@@ -66,10 +68,26 @@ class Adam(ReplayableOptimizer[AdamStep]):
     )
 
     def reason_not_replayable(self, options: Mapping[str, Any]) -> str | None:
-        return reason_not_replayable(self.kind, options)
+        for variant in ("differentiable", "capturable"):
+            if options.get(variant):
+                return f"{variant} is on"
+        missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in options]
+        return f"its options lack {', '.join(missing)}" if missing else None
 
     def step(self, options: Mapping[str, Any], count: int) -> AdamStep:
-        return AdamStep.of(self.kind, options, count)
+        self.check_replayable(options)
+        beta1, beta2 = options["betas"]
+        return AdamStep(
+            step=count,
+            lr=float(options["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(options["eps"]),
+            weight_decay=float(options["weight_decay"]),
+            decoupled=bool(options.get("decoupled_weight_decay", self.decoupled)),
+            amsgrad=bool(options.get("amsgrad", False)),
+            maximize=bool(options.get("maximize", False)),
+        )
 
     def needs(self, step: AdamStep) -> tuple[str, ...]:
         return self.state if step.amsgrad else self.state[:2]

@@ -11,3 +11,4 @@ class AdamW(Adam):
     """AdamW, as :class:`~tiercheck.streams.optimizers.adam.Adam`."""
 
     kind = "torch.optim.adamw.AdamW"
+    decoupled = True

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gradients import Gradient
 
 __all__ = ["FUSED", "SEPARATE", "X86", "Array", "Form", "Function", "ReplayableOptimizer", "State"]
@@ -82,6 +83,11 @@ class ReplayableOptimizer(abc.ABC, Generic[S]):
     @abc.abstractmethod
     def variants(self) -> Iterator[dict[str, Any]]:
         """Keyword arguments of the class to certify with: every path that its step can take."""
+
+    def check_replayable(self, options: Mapping[str, Any]) -> None:
+        """Errors: ``ConfigurationError`` if :meth:`reason_not_replayable` has a reason."""
+        if reason := self.reason_not_replayable(options):
+            raise ConfigurationError(f"this step cannot be replayed: {reason}; call the optimizer instead")
 
     def needs(self, step: S) -> tuple[str, ...]:
         """Which of :attr:`state` the step reads and writes, in that order."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tiercheck.kernels.threads import run, split
 from tiercheck.streams.optimizers.optimizer import Array, Form, Function, ReplayableOptimizer, State
 from tiercheck.streams.optimizers.registry import find_optimizer
 
-__all__ = ["Replay", "Setting", "replay_for"]
+__all__ = ["Replay", "Setting", "replay_for", "warm_up"]
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,33 @@ def approximation_of(optimizer: ReplayableOptimizer[Any], implementation: str, c
     return Replay(name, optimizer, implementation, function, exact=False)
 
 
-def why_not(form: Form, optimizer: ReplayableOptimizer[Any], setting: Setting) -> str | None:
+def warm_up(optimizer: ReplayableOptimizer[Any], setting: Setting, *, exact: bool = True) -> None:
+    """Compile what :func:`replay_for` may choose, or load it from a cache, so that no recovery waits for a compiler.
+
+    Each form that could stand for the optimizer takes two steps with eight elements, one step with a sparse gradient,
+    for each of the optimizer's variants. That certifies none of them. ``exact=False``: its approximation, too.
+    """
+    functions = [
+        function_of(form, setting.implementation, setting.instruction_set)
+        for form in optimizer.forms
+        if form.automatic and unsupported(form, setting) is None
+    ]
+    if not exact:
+        try:
+            functions += [function for _, function in filter(None, [optimizer.approximation()])]
+        except ConfigurationError as error:
+            logger.info("the approximation of %s is not compiled: %s", optimizer.kind, error)
+    gradient = np.linspace(-1, 1, 8, dtype=np.float32)
+    gradients = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]
+    for function, options in product(functions, optimizer.variants()):
+        steps = [optimizer.step(options, 2) for _ in gradients]
+        state = {name: np.zeros_like(gradient) for name in optimizer.needs(steps[0])}
+        with np.errstate(all="ignore"):
+            function(np.zeros_like(gradient), state, gradients, steps)
+
+
+def unsupported(form: Form, setting: Setting) -> str | None:
+    """Why the form does not stand for an optimizer that runs so, by its own declaration; ``None`` if it may."""
     if setting.implementation not in form.implementations:
         return (
             f"it replays the implementations {', '.join(sorted(form.implementations))}, not {setting.implementation!r}"
@@ -156,6 +183,13 @@ def why_not(form: Form, optimizer: ReplayableOptimizer[Any], setting: Setting) -
     for module in (form.needs, "torch"):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed"
+    return None
+
+
+def why_not(form: Form, optimizer: ReplayableOptimizer[Any], setting: Setting) -> str | None:
+    """Why the form does not replay this optimizer in this process, or ``None``: it was certified."""
+    if reason := unsupported(form, setting):
+        return reason
     from tiercheck.streams.optimizers import certification
 
     if (setting.torch_version, setting.instruction_set) != certification.environment():

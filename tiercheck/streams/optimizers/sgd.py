@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.kernels import SgdStep, reason_sgd_not_replayable, replay_sgd
+from tiercheck.kernels import SgdStep, replay_sgd
 from tiercheck.kernels.gradients import Gradient
 from tiercheck.streams.optimizers.optimizer import (
     FUSED,
@@ -45,10 +45,23 @@ class Sgd(ReplayableOptimizer[SgdStep]):
     )
 
     def reason_not_replayable(self, options: Mapping[str, Any]) -> str | None:
-        return reason_sgd_not_replayable(self.kind, options)
+        if options.get("differentiable"):
+            return "differentiable is on"
+        needed = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+        missing = [name for name in needed if name not in options]
+        return f"its options lack {', '.join(missing)}" if missing else None
 
     def step(self, options: Mapping[str, Any], count: int) -> SgdStep:
-        return SgdStep.of(options, first=count == 1)
+        self.check_replayable(options)
+        return SgdStep(
+            lr=float(options["lr"]),
+            momentum=float(options["momentum"]),
+            dampening=float(options["dampening"]),
+            weight_decay=float(options["weight_decay"]),
+            nesterov=bool(options["nesterov"]),
+            first=count == 1,
+            maximize=bool(options.get("maximize", False)),
+        )
 
     def needs(self, step: SgdStep) -> tuple[str, ...]:
         return self.state if step.momentum else ()

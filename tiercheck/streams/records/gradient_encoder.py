@@ -31,7 +31,10 @@ from tiercheck.streams.codecs import DTYPES, Codec, Encoding, Slot, decode, deco
 from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_of
 from tiercheck.types import Fidelity
 
-__all__ = ["GradientEncoder", "forget_sent", "scratch"]
+__all__ = ["KERNELS_USED", "GradientEncoder", "forget_sent", "scratch"]
+
+KERNELS_USED = (kernels.scatter,)
+"""What training on the compressed gradient calls, beside the kernels of the codec."""
 
 
 @dataclass(frozen=True)

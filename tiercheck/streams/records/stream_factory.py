@@ -1,15 +1,19 @@
-"""Which stream a configuration asks for."""
+"""Which stream a configuration asks for, and which kernels it calls."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tiercheck.errors import ConfigurationError
-from tiercheck.streams.codecs.registry import refuse_unknown
+from tiercheck.kernels import Kernel
+from tiercheck.streams.codecs.registry import codec, refuse_unknown
 from tiercheck.streams.records.differential import DifferentialStream
+from tiercheck.streams.records.gradient_encoder import KERNELS_USED
 from tiercheck.streams.records.iteration import IterationStream
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, SnapshotStream
 from tiercheck.streams.tensors.provider import StateProvider
 
-__all__ = ["stream_of"]
+__all__ = ["kernels_used", "stream_of"]
 
 
 def stream_of(
@@ -38,3 +42,10 @@ def stream_of(
         train_on_compressed=train_on_compressed,
         encode_threads=encode_threads,
     )
+
+
+def kernels_used(codec_name: str, *, train_on_compressed: bool = False) -> tuple[Kernel[..., Any], ...]:
+    """The kernels that the stream of these arguments may call. Errors: ``ConfigurationError``, as :func:`stream_of`."""
+    if codec_name in SNAPSHOT_CODECS:
+        return SNAPSHOT_CODECS[codec_name].kernels_used()
+    return (*codec(codec_name).kernels_used(), *(KERNELS_USED if train_on_compressed else ()))

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from tiercheck.kernels import SparseGradient
+from tiercheck.streams.optimizers import replay as replays
 from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
 from tiercheck.streams.replay.runs import Gradient, Step
 from tiercheck.streams.tensors.provider import StateProvider
 
-__all__ = ["InPlace", "kernel_for"]
+__all__ = ["InPlace", "kernel_for", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
     ``exact=False``: one that is not exact, where it is the faster one: for Adam over sparse gradients. Errors:
     ``ConfigurationError`` if that cannot be had.
     """
-    identity = provider.identity().optimizer
-    optimizer = find_optimizer(identity.kind)
+    optimizer = find_optimizer(provider.identity().optimizer.kind)
     if optimizer is None:
         return None
     now = [how_it_runs(group) for group in provider.hyperparameters()]
-    if len(set(now)) != 1 or any([how_it_runs(group) for group in step.hyperparameters] != now for step in steps):
+    setting = setting_of(provider)
+    if setting is None or any([how_it_runs(group) for group in step.hyperparameters] != now for step in steps):
         return None  # the optimizer was told to run otherwise in between, which rounds otherwise
     if any(optimizer.reason_not_replayable(group) for step in steps for group in step.hyperparameters):
         return None
@@ -114,9 +115,26 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
         return None
     sparse = any(isinstance(each, SparseGradient) for step in steps for each in step.gradients.values())
     approximate = not exact and sparse and optimizer.approximation() is not None
-    setting = Setting(now[0], identity.torch_version, identity.instruction_set, identity.device)
     replay = replay_for(optimizer, setting, exact=not approximate)
     return None if replay is None else InPlace(replay)
+
+
+def warm_up(provider: StateProvider, *, exact: bool = True) -> None:
+    """Compile the kernels that :func:`kernel_for` may choose for this provider, if there are any."""
+    optimizer, setting = find_optimizer(provider.identity().optimizer.kind), setting_of(provider)
+    if optimizer is None or setting is None:
+        return
+    if not any(optimizer.reason_not_replayable(group) for group in provider.hyperparameters()):
+        replays.warm_up(optimizer, setting, exact=exact)
+
+
+def setting_of(provider: StateProvider) -> Setting | None:
+    """How the provider's optimizer runs now; ``None`` if its parameter groups run in several ways."""
+    identity = provider.identity().optimizer
+    implementations = {how_it_runs(group) for group in provider.hyperparameters()}
+    if len(implementations) != 1:
+        return None
+    return Setting(implementations.pop(), identity.torch_version, identity.instruction_set, identity.device)
 
 
 def how_it_runs(group: Mapping[str, Any]) -> str:

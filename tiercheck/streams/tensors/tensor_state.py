@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tiercheck import kernels
 from tiercheck.config import CheckpointConfig
 from tiercheck.format.container import Shard
 from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.codecs import codec
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.base import BaseState, read_base
 from tiercheck.streams.records.differential import Differential, read_differentials
 from tiercheck.streams.records.expected import Expected
 from tiercheck.streams.records.gradient_encoder import forget_sent
 from tiercheck.streams.records.snapshot import advanced
-from tiercheck.streams.records.stream_factory import stream_of
+from tiercheck.streams.records.stream_factory import kernels_used, stream_of
+from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
@@ -33,8 +35,11 @@ class TensorState:
         self._provider = provider
         self._config = config
 
-    def prepare(self) -> None:
-        kernels.warm_up()
+    def prepare(self, codecs: Collection[str] = ()) -> None:
+        config = self._config
+        used = kernels_used(config.codec, train_on_compressed=config.train_on_compressed)
+        kernels.warm_up([*used, *(each for text in codecs for each in codec(text).kernels_used())])
+        kernel_selection.warm_up(self._provider, exact=config.exact_replay)
 
     def stream(self, world_size: int) -> StateStream:
         return stream_of(

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.replays import Positional, replay_of
-from tiercheck import kernels
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import adam
 from tiercheck.streams.optimizers import certification
 from tiercheck.streams.optimizers import replay as replaying
 from tiercheck.streams.optimizers.adam import Adam
+from tiercheck.streams.optimizers.registry import optimizer_of
 
 Array = NDArray[np.float32]
 ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
@@ -79,8 +79,7 @@ def replayed(
     """The same by replay, in batches of so many steps."""
     state = [start.copy(), np.zeros_like(start), np.zeros_like(start)]
     steps = [
-        kernels.AdamStep.of(replay.kind, {**OPTIONS, **options}, count)
-        for count, options in enumerate(schedule, start=1)
+        optimizer_of(replay.kind).step({**OPTIONS, **options}, count) for count, options in enumerate(schedule, start=1)
     ]
     for first in range(0, len(steps), batch):
         replay(*state, gradients[first : first + batch], steps[first : first + batch], threads=threads)
@@ -201,7 +200,7 @@ def test_a_state_of_any_shape_is_worked_on_in_place() -> None:
     flat = replayed(replay, start, gradients, [{}], batch=1)
     state = [start.copy().reshape(5, 12), np.zeros((5, 12), np.float32), np.zeros((5, 12), np.float32)]
     gradients[0].flags.writeable = False
-    replay(*state, gradients, [kernels.AdamStep.of(ADAMW, OPTIONS, 1)])
+    replay(*state, gradients, [optimizer_of(ADAMW).step(OPTIONS, 1)])
     assert differing([each.reshape(-1) for each in state], flat) == 0
 
 
@@ -212,7 +211,7 @@ def test_no_steps_and_no_elements_change_nothing(implementation: str) -> None:
     replay(*state, [], [])
     assert all(np.all(each == 2) for each in state)
     empty = [np.zeros(0, np.float32) for _ in range(4)]
-    replay(*empty[:3], empty[3:], [kernels.AdamStep.of(ADAMW, OPTIONS, 1)])
+    replay(*empty[:3], empty[3:], [optimizer_of(ADAMW).step(OPTIONS, 1)])
 
 
 class TestSupport:
@@ -288,26 +287,27 @@ class TestRefusals:
     @pytest.mark.parametrize("variant", ["differentiable", "capturable"])
     def test_variants_are_left_to_the_optimizer(self, variant: str) -> None:
         options = {**OPTIONS, variant: True}
-        assert kernels.reason_not_replayable(ADAMW, options) == f"{variant} is on"
+        assert optimizer_of(ADAMW).reason_not_replayable(options) == f"{variant} is on"
         with pytest.raises(ConfigurationError, match=f"{variant} is on; call the optimizer"):
-            kernels.AdamStep.of(ADAMW, options, 1)
+            optimizer_of(ADAMW).step(options, 1)
 
     def test_the_options_of_real_optimizers_are_understood(self) -> None:
         parameter = torch.nn.Parameter(torch.zeros(1))
         for kind, optimizer in CLASSES.items():
             group = optimizer([parameter], weight_decay=0.5).param_groups[0]
-            step = kernels.AdamStep.of(kind, group, 3)
+            step = optimizer_of(kind).step(group, 3)
             assert (step.decoupled, step.weight_decay, step.lr) == (kind == ADAMW, 0.5, 1e-3)
         group = torch.optim.Adam([parameter], decoupled_weight_decay=True).param_groups[0]
-        assert kernels.AdamStep.of(ADAM, group, 1).decoupled
+        assert optimizer_of(ADAM).step(group, 1).decoupled
 
     def test_missing_options_are_named(self) -> None:
-        assert kernels.reason_not_replayable(ADAM, {"lr": 1.0, "betas": (0, 0)}) == "its options lack eps, weight_decay"
+        reason = optimizer_of(ADAM).reason_not_replayable({"lr": 1.0, "betas": (0, 0)})
+        assert reason == "its options lack eps, weight_decay"
 
     @pytest.mark.parametrize("step", [0, -1, adam.STEP_MAX])
     def test_step_counts_that_torch_cannot_count_are_refused(self, step: int) -> None:
         with pytest.raises(ConfigurationError, match="step count"):
-            kernels.AdamStep.of(ADAM, OPTIONS, step)
+            optimizer_of(ADAM).step(OPTIONS, step)
 
     @pytest.mark.parametrize(
         ("which", "bad", "message"),
@@ -323,10 +323,10 @@ class TestRefusals:
         arrays: list[Any] = [np.zeros(8, np.float32) for _ in range(4)]
         arrays[which] = bad
         with pytest.raises(ConfigurationError, match=message):
-            certain(ADAMW, "fused", None)(*arrays[:3], arrays[3:], [kernels.AdamStep.of(ADAMW, OPTIONS, 1)])
+            certain(ADAMW, "fused", None)(*arrays[:3], arrays[3:], [optimizer_of(ADAMW).step(OPTIONS, 1)])
 
     def test_read_only_and_overlapping_state(self) -> None:
-        replay, step = certain(ADAMW, "fused", None), kernels.AdamStep.of(ADAMW, OPTIONS, 1)
+        replay, step = certain(ADAMW, "fused", None), optimizer_of(ADAMW).step(OPTIONS, 1)
         p, m, v, g = (np.zeros(8, np.float32) for _ in range(4))
         with pytest.raises(ConfigurationError, match="param overlaps exp_avg"):
             replay(p, p, v, [g], [step])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiercheck.kernels import accuracy
 from tiercheck.kernels.adam import AdamStep, Coefficients, SparseGradient
 from tiercheck.kernels.gradients import Gradient, dense
 from tiercheck.kernels.runs import RUN_MAX, TOLERANCE, runs_of
+from tiercheck.streams.optimizers.registry import optimizer_of
 
 Array = NDArray[np.float32]
 KINDS = [ADAM, ADAMW]
@@ -80,7 +82,7 @@ class TestVariants:
             coefficient = torch.clamp(0.05 / (norm + 1e-6), max=1.0)
             assert coefficient < 1
             optimizer.step()
-            steps.append(AdamStep.of(kind, OPTIONS, count, gradient_scale=coefficient.item()))
+            steps.append(replace(optimizer_of(kind).step(OPTIONS, count), gradient_scale=coefficient.item()))
         held = optimizer.state[parameter]
         expected = [each.detach().numpy() for each in (parameter, held["exp_avg"], held["exp_avg_sq"])]
         state = [start.copy(), np.zeros_like(start), np.zeros_like(start)]
@@ -120,7 +122,8 @@ class TestClosedForm:
         generator = np.random.default_rng([size, steps])
         scales = (scale * np.exp(1.5 * generator.standard_normal(size))).astype(np.float32)
         options = {**OPTIONS, "betas": (0.9, beta2), "eps": eps}
-        counts = [AdamStep.of(ADAMW, {**options, "lr": 1e-3 * (1 + 0.5 * np.sin(n))}, n) for n in range(1, steps + 11)]
+        rates = {n: 1e-3 * (1 + 0.5 * np.sin(n)) for n in range(1, steps + 11)}
+        counts = [optimizer_of(ADAMW).step({**options, "lr": lr}, n) for n, lr in rates.items()]
         draws = [generator.standard_normal(size, dtype=np.float32) * scales for _ in counts]
         state = [generator.standard_normal(size, dtype=np.float32) * np.float32(0.02), *np.zeros((2, size), np.float32)]
         certain(ADAMW, "fused", None)(*state, draws[:10], counts[:10])
@@ -240,15 +243,15 @@ class TestRefusals:
         state = [np.zeros(8, np.float32) for _ in range(3)]
         outside = SparseGradient(np.array([3, 8], np.uint32), np.ones(2, np.float32))
         with pytest.raises(ConfigurationError, match="has the index 8, and param 8 elements"):
-            certain(ADAMW, "fused", None)(*state, [outside], [AdamStep.of(ADAMW, OPTIONS, 1)])
+            certain(ADAMW, "fused", None)(*state, [outside], [optimizer_of(ADAMW).step(OPTIONS, 1)])
         values = SparseGradient(np.array([0], np.uint32), state[0][:1])
         with pytest.raises(ConfigurationError, match="param overlaps gradients"):
-            certain(ADAMW, "fused", None)(*state, [values], [AdamStep.of(ADAMW, OPTIONS, 1)])
+            certain(ADAMW, "fused", None)(*state, [values], [optimizer_of(ADAMW).step(OPTIONS, 1)])
 
     def test_the_maximum_of_amsgrad_is_neither_missing_nor_ignored(self) -> None:
         p, m, v, x, g = (np.zeros(8, np.float32) for _ in range(5))
         replay = certain(ADAMW, "fused", None)
-        plain, amsgrad = AdamStep.of(ADAMW, OPTIONS, 1), AdamStep.of(ADAMW, {**OPTIONS, "amsgrad": True}, 1)
+        plain, amsgrad = optimizer_of(ADAMW).step(OPTIONS, 1), optimizer_of(ADAMW).step({**OPTIONS, "amsgrad": True}, 1)
         for steps, largest in (([amsgrad], None), ([plain], x)):
             with pytest.raises(ConfigurationError, match="these steps need the state exp_avg, exp_avg_sq"):
                 replay(p, m, v, [g], steps, max_exp_avg_sq=largest)

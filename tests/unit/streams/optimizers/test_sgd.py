@@ -15,8 +15,10 @@ from tests.unit.streams.optimizers.test_adam import random_problem
 from tests.unit.streams.optimizers.test_adam_variants import sparse
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.gradients import Gradient, dense
-from tiercheck.kernels.sgd import SGD, SgdStep, reason_sgd_not_replayable
+from tiercheck.kernels.sgd import SgdStep
+from tiercheck.streams.optimizers.registry import optimizer_of
 
+SGD = "torch.optim.sgd.SGD"
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -73,7 +75,7 @@ def test_a_large_tensor_on_threads_in_two_batches(implementation: str) -> None:
     for threads in (1, 2, 3):
         param, buffer = start.copy(), np.full_like(start, np.nan)
         for first in (0, 2):
-            steps = [SgdStep.of(options, first=count == 0) for count in (first, first + 1)]
+            steps = [optimizer_of(SGD).step(options, count + 1) for count in (first, first + 1)]
             replay(param, buffer, gradients[first : first + 2], steps, threads=threads)
         assert differing_values([param, buffer], expected) == 0
 
@@ -82,7 +84,7 @@ def test_a_sum_of_gradients_is_not_the_same() -> None:
     """Why differentials of SGD are not merged by adding them up."""
     start, gradients = random_problem(10_000, 2)
     stepped, summed = start.copy(), start.copy()
-    step = SgdStep.of(OPTIONS, first=False)
+    step = optimizer_of(SGD).step(OPTIONS, 2)
     certain("fused")(stepped, None, gradients, [step, step])
     certain("fused")(summed, None, [gradients[0] + gradients[1]], [step])
     assert differing_values([summed], [stepped]) > 0
@@ -90,17 +92,16 @@ def test_a_sum_of_gradients_is_not_the_same() -> None:
 
 class TestRefusals:
     def test_what_cannot_be_replayed(self) -> None:
-        assert reason_sgd_not_replayable("a.b.C", OPTIONS) == f"a.b.C is not {SGD}"
-        assert reason_sgd_not_replayable(SGD, {**OPTIONS, "differentiable": True}) == "differentiable is on"
-        assert reason_sgd_not_replayable(SGD, {"lr": 1.0}) is not None
+        assert optimizer_of(SGD).reason_not_replayable({**OPTIONS, "differentiable": True}) == "differentiable is on"
+        assert optimizer_of(SGD).reason_not_replayable({"lr": 1.0}) is not None
         with pytest.raises(ConfigurationError, match="call the optimizer"):
-            SgdStep.of({"lr": 1.0}, first=True)
+            optimizer_of(SGD).step({"lr": 1.0}, 1)
         with pytest.raises(ConfigurationError, match="needs momentum"):
             SgdStep(lr=0.1, nesterov=True)
 
     def test_the_options_of_a_real_optimizer_are_understood(self) -> None:
         group = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.25).param_groups[0]
-        assert SgdStep.of(group, first=True) == SgdStep(lr=0.5, momentum=0.25, first=True)
+        assert optimizer_of(SGD).step(group, 1) == SgdStep(lr=0.5, momentum=0.25, first=True)
 
     def test_state_and_steps_that_do_not_fit(self) -> None:
         replay, p, b, g = certain("fused"), *np.zeros((3, 8), np.float32)

@@ -1,17 +1,32 @@
-"""After ``warm_up`` nothing is compiled while training waits."""
+"""After ``prepare`` nothing is compiled while training, or a recovery, waits."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from tiercheck import kernels
+from tiercheck.config import CheckpointConfig
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.kernels import Kernel
+from tiercheck.streams.codecs import codec
+from tiercheck.streams.records.stream_factory import kernels_used
+from tiercheck.streams.tensors.tensor_state import TensorState
+
 SCRIPT = """
 import itertools, sys
-import numpy as np
 import numba.core.dispatcher
+import numpy as np
+import torch
 from tests.encoding import encode, gradient, hold
 from tiercheck import kernels
+from tiercheck.config import CheckpointConfig
+from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.codecs import codec_names, FLOATS, decode, decode_sparse
+from tiercheck.streams.tensors.tensor_state import TensorState
 
 def compiled():
     found = {}
@@ -22,7 +37,15 @@ def compiled():
                     found[f"{each.py_func.__module__}.{each.__name__}"] = list(map(str, each.signatures))
     return found
 
-kernels.warm_up()
+def optimizers(parameters):
+    yield torch.optim.Adam(parameters, fused=True, amsgrad=True)
+    yield torch.optim.AdamW(parameters, foreach=True)
+    yield torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+model = torch.nn.Linear(3, 2)
+made = itertools.cycle(optimizers(list(model.parameters())))
+for name, optimizer in zip(["snapshot", "snapshot+nf4", *codec_names()], made):
+    TensorState(ModuleProvider(model, optimizer), CheckpointConfig(codec=name, exact_replay=False)).prepare()
 before = compiled()
 assert len(before) > 20, before
 for name, dtype, size, threads in itertools.product(codec_names(), FLOATS, (0, 1, 700, 150_001), (1, 2)):
@@ -35,6 +58,7 @@ for name, dtype, size, threads in itertools.product(codec_names(), FLOATS, (0, 1
 encode("exact", (gradient(999).view(np.uint32) & 0xFFFF0000).view(np.float32), "F32")
 encode("sparse", np.ones(300_000, np.float32), "F32")
 encode("sparse+feedback", np.ones(300_000, np.float32), "F32")
+from tiercheck.kernels import torch_tiles
 from tiercheck.kernels.cpu.replay import adam, closed_form, sgd
 state = [np.ones(700, np.float32) for _ in range(3)]
 few = kernels.SparseGradient(np.arange(3, dtype=np.uint32), np.ones(3, np.float32))
@@ -42,6 +66,7 @@ steps = [kernels.AdamStep(n, 1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True) for n 
 for gradients in ([few, few], [np.ones(700, np.float32), few]):
     adam.replay_fused_adam(*state, gradients, steps, contracted=True)
     adam.replay_fused_adam(*state, gradients, steps, contracted=False)
+    torch_tiles.replay_adam_with_numba(*state, gradients, steps, contracted=True)
     closed_form.replay_sparse_adam(*state, gradients, steps)
     for momentum in (0.0, 0.9):
         scalars = [kernels.SgdStep(1e-3, momentum)] * 2
@@ -54,3 +79,19 @@ assert not late, late
 def test_nothing_is_compiled_after_it() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["exact", "sparse", "int8+feedback", "snapshot+nf4"])
+def test_only_the_kernels_in_use_are_warmed_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(3, 2)
+    state = TensorState(ModuleProvider(model, torch.optim.Adagrad(model.parameters())), CheckpointConfig(codec=name))
+    warmed: list[Kernel[..., object]] = []
+    monkeypatch.setattr(Kernel, "warm_up", lambda kernel: warmed.append(kernel))
+    state.prepare(["exact+entropy"])
+    assert set(warmed) == {*kernels_used(name), *codec("exact+entropy").kernels_used()}
+    assert set(warmed) < set(kernels.KERNELS.values())
+
+
+def test_training_on_the_compressed_gradient_also_scatters() -> None:
+    assert kernels.scatter in kernels_used("sparse", train_on_compressed=True)
+    assert kernels.scatter not in kernels_used("sparse")
