@@ -22,6 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
+from tiercheck.streams.tensors.provider import extras_of  # noqa: E402
 
 WIDTH, VOCABULARY, LENGTH = 32, 61, 12
 BASE, RESUME, END = 2, 4, 6
@@ -325,7 +326,7 @@ def snapshot(provider: DeepSpeedProvider) -> dict[str, Any]:
     return {
         "masters": cloned(dict(provider.masters())),
         "optimizer_state": cloned(dict(provider.optimizer_state())),
-        "extras": cloned(dict(provider.extras())),
+        "extras": cloned(extras_of(provider)),
         "hyperparameters": provider.hyperparameters(),
     }
 

@@ -80,8 +80,8 @@ def overruled_options(
     if not differing:
         return None
     return (
-        f"the checkpoint overrules the script: {', '.join(sorted(differing))}; to change an option, set it in "
-        "optimizer.param_groups after attach"
+        f"the checkpoint overrules the script: {', '.join(sorted(differing))}; to change an option, set it "
+        "after attach (one of torch's in optimizer.param_groups)"
     )
 
 

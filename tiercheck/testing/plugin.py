@@ -41,6 +41,7 @@ REWRITTEN = (
     "driver_kit.writers",
     "gradients",
     "optimizers",
+    "providers",
     "stateful",
 )
 KIT_MODULES = "tiercheck.testing.driver_kit."

@@ -117,7 +117,7 @@ class TestAnOptionThatTheCheckpointOverrules:
         self.resume(hierarchy, weight_decay=0.2)
         assert lines(said, logging.WARNING) == [
             "the checkpoint overrules the script: weight_decay=0.1 instead of 0.2 (group 0); to change an option, set "
-            "it in optimizer.param_groups after attach"
+            "it after attach (one of torch's in optimizer.param_groups)"
         ]
 
     def test_an_option_that_is_the_same_is_not(self, said: pytest.LogCaptureFixture) -> None:

@@ -37,8 +37,7 @@ from tiercheck.streams.tensors.provider import (
     StateProvider,
     check_shapes,
     copy_into,
-    describe_tensor,
-    digest,
+    extras_of,
     plain_options,
     set_options,
 )
@@ -84,19 +83,9 @@ class DeepSpeedProvider:
             f"{name} {tuple(getattr(parameter, 'ds_shape', parameter.shape))} {parameter.dtype}"
             for name, parameter in engine.module.named_parameters()
         ]
-        masters = [describe_tensor(name, tensor) for name, tensor in self.masters().items()]
-        extras = [describe_tensor(name, tensor) for name, tensor in self.extras().items()]
-        elements = sum(tensor.numel() for tensor in self.masters().values())
-        return Identity(
-            framework=self._framework(),
-            world_size=torch.distributed.get_world_size(),
-            model=digest([*parameters, *masters, *extras]),
-            model_summary=(
-                f"{len(parameters)} parameters, of which this rank updates {len(masters)} tensors of "
-                f"{elements:,} elements, and {len(extras)} others"
-            ),
-            optimizer=OptimizerIdentity.of(self._layout.inner, next(iter(self.masters().values())).device),
-        )
+        optimizer = OptimizerIdentity.of(self._layout.inner, next(iter(self.masters().values())).device)
+        world_size = torch.distributed.get_world_size()
+        return Identity.of(self._framework(), self, optimizer, world_size=world_size, parameters=parameters)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {master.name: master.tensor.detach() for master in self._layout.masters()}
@@ -114,9 +103,6 @@ class DeepSpeedProvider:
             for master in self._layout.masters()
             if states.get(master.tensor)
         }
-
-    def extras(self) -> Mapping[str, torch.Tensor]:
-        return {**self.frozen(), **self.buffers()}
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         """This rank's part of every parameter that the optimizer does not update."""
@@ -316,9 +302,9 @@ class DeepSpeedProvider:
         unknown = sorted(optimizer_state.keys() - self.expected())
         if unknown:
             raise Mismatch(f"the checkpoint has optimizer state for {', '.join(unknown[:5])}, which this rank lacks")
-        check_shapes({**self.masters(), **self.extras()}, {**masters, **extras})
+        check_shapes(self.masters(), masters)
+        copy_into(extras_of(self), extras)
         copy_into(self.masters(), masters)
-        copy_into(self.extras(), extras)
         for master in self._layout.masters():
             self._load_optimizer_state(master, optimizer_state.get(master.name, {}))
         self._layout.forget_state_links()

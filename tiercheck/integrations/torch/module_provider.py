@@ -13,9 +13,9 @@ from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
+    check_shapes,
     copy_into,
-    describe_tensor,
-    digest,
+    extras_of,
     plain_options,
     set_options,
 )
@@ -50,17 +50,9 @@ class ModuleProvider:
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
-        shapes = [describe_tensor(name, tensor) for name, tensor in self._masters.items()]
-        extras = [describe_tensor(name, tensor) for name, tensor in self.extras().items()]
-        parameters = sum(tensor.numel() for tensor in self._masters.values())
         device = next(iter(self._masters.values())).device
-        return Identity(
-            framework="torch",
-            world_size=self._world_size,
-            model=digest([*shapes, *extras]),
-            model_summary=f"{len(shapes)} trained tensors of {parameters:,} elements, {len(extras)} others",
-            optimizer=OptimizerIdentity.of(self._optimizer, device),
-        )
+        optimizer = OptimizerIdentity.of(self._optimizer, device)
+        return Identity.of("torch", self, optimizer, world_size=self._world_size)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self._masters.items()}
@@ -75,9 +67,6 @@ class ModuleProvider:
             for name, tensor in self._masters.items()
             if self._optimizer.state.get(tensor)
         }
-
-    def extras(self) -> Mapping[str, torch.Tensor]:
-        return {**self.frozen(), **self.buffers()}
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self._tensors.others(self._masters.values()).items()}
@@ -131,8 +120,9 @@ class ModuleProvider:
         extras: Mapping[str, torch.Tensor],
         hyperparameters: list[dict[str, Any]],
     ) -> None:
+        check_shapes(self.masters(), masters)
+        copy_into(extras_of(self), extras)
         copy_into(self.masters(), masters)
-        copy_into(self.extras(), extras)
         for name, parameter in self._masters.items():
             self._optimizer.state.pop(parameter, None)
             if name in optimizer_state:
@@ -177,7 +167,7 @@ class ModuleProvider:
             )
         if not self._masters:
             raise UnsupportedSetup("the optimizer updates no parameter, so there is nothing to save")
-        for name, tensor in {**self._masters, **self.extras()}.items():
+        for name, tensor in {**self._masters, **extras_of(self)}.items():
             if type(tensor.data) is not torch.Tensor:
                 raise UnsupportedSetup(
                     f"{name} is a {type(tensor.data).__name__}; supported are plain tensors, on one process, "

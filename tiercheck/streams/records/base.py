@@ -37,7 +37,7 @@ from tiercheck.format.host_state import pack
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in
-from tiercheck.streams.tensors.provider import Identity, StateProvider
+from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.writes import Watch
 
 __all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
@@ -195,5 +195,5 @@ def _tensors(provider: StateProvider) -> tuple[dict[str, torch.Tensor], dict[str
                 tensors[f"state/{name}/{key}"] = value
             else:
                 values.setdefault(name, {})[key] = value
-    tensors.update({f"extra/{name}": tensor for name, tensor in provider.extras().items()})
+    tensors.update({f"extra/{name}": tensor for name, tensor in extras_of(provider).items()})
     return tensors, values

@@ -22,7 +22,7 @@ from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.tensors.as_bytes import DTYPES
-from tiercheck.streams.tensors.provider import Identity, StateProvider
+from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.types import shown
 
 __all__ = ["Expected"]
@@ -41,6 +41,8 @@ OPTIONS = frozenset({
 })  # fmt: skip
 """Of a parameter group's options, those that torch's optimizers read, and a replay. What becomes of any other one while
 a job trains is the user's affair; and another version of torch has other ones."""
+OPTIONS_HELD = frozenset(("options", "hyperparameters"))
+"""Where a host state may hold the options of each parameter group."""
 OWN = frozenset(("counters", "loss_scale"))
 """Of the host state, what frameworks make beside options and generators; the rest comes from objects of the user's."""
 Described = tuple[torch.dtype, tuple[int, ...]]
@@ -67,7 +69,7 @@ class Expected:
             identity=provider.identity(),
             masters=described(provider.masters()),
             state={name: described(each) for name, each in tensors.items()},
-            extras=described(provider.extras()),
+            extras=described(extras_of(provider)),
             buffers=described(provider.buffers()),
             options=provider.hyperparameters(),
             host_state=provider.host_state(),
@@ -166,17 +168,24 @@ class Expected:
             saved = found.get(key)
             if isinstance(here, dict) and not isinstance(saved, dict):
                 raise Corruption(f"its host state has a {type(saved).__name__} for {key!r}")
-            fits = True
-            if key in ("options", "hyperparameters"):
+            if key in OPTIONS_HELD and self._are_options(here):
                 self._check_options(saved)
-            elif key == "random":
-                fits = alike_generators(here, saved)
-            elif key == "next":
-                fits = alike_following(self.host_state["random"], saved)
-            elif key in OWN:
-                fits = alike(here, saved, exactly=True)
-            if not fits:
+            if not self._fits(key, here, saved) and self._fits(key, here, here):
                 raise Corruption(f"its host state has something else for {key!r} than such a job saves")
+
+    def _are_options(self, here: Any) -> bool:
+        """Whether the live host state holds the options of each parameter group there."""
+        known = isinstance(here, list) and len(here) == len(self.options)
+        return known and all(isinstance(each, dict) for each in here)
+
+    def _fits(self, key: str, here: Any, saved: Any) -> bool:
+        """Whether ``saved`` has the form that the integrations of this project give to what they call so. Another
+        integration's state may be of another form, which its live state does not fit either."""
+        if key == "random":
+            return alike_generators(here, saved)
+        if key == "next":
+            return alike_following(self.host_state.get("random"), saved)
+        return key not in OWN or alike(here, saved, exactly=True)
 
     def _first_difference(self, base: BaseState) -> str:
         """The first tensor that the saved model and this one do not share, in words."""
@@ -205,9 +214,9 @@ def counted(value: Any) -> str:
     return str(len(value)) if isinstance(value, list) else f"a {type(value).__name__} of"
 
 
-def alike_generators(here: Mapping[str, Any], saved: Any) -> bool:
+def alike_generators(here: Any, saved: Any) -> bool:
     """Whether both are of the same generators, whatever the number of GPUs: the job may have seen others."""
-    if not isinstance(saved, dict):
+    if not isinstance(here, dict) or not isinstance(saved, dict):
         return False
     gpus, known = saved.get("cuda", []), here.get("cuda", [])
     rest = {kind: state for kind, state in here.items() if kind != "cuda"}
@@ -218,10 +227,10 @@ def alike_generators(here: Mapping[str, Any], saved: Any) -> bool:
     )
 
 
-def alike_following(here: Mapping[str, Any], saved: Any) -> bool:
+def alike_following(here: Any, saved: Any) -> bool:
     """Whether it says what the next forward pass begins with: which generators are as they were, and the others'
     states."""
-    if not isinstance(saved, dict):
+    if not isinstance(here, dict) or not isinstance(saved, dict):
         return False
     quiet, used = saved.get("quiet"), saved.get("used")
     if not isinstance(quiet, list) or not all(isinstance(kind, str) for kind in quiet):

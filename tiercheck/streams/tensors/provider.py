@@ -3,14 +3,20 @@
 A provider is the only thing that knows how a framework lays out its training state. The streams read it
 through this protocol, and recovery writes it back through the same. Tensors are handed out *live*: what
 :meth:`StateProvider.masters` returns is the memory the optimizer updates, so a capture must be done before
-the next step, and a replay in place needs no copy.
+the next step, and a replay in place needs no copy. What is no tensor of torch's, such as a NumPy array, is handed out
+as a tensor that shares its memory (``torch.from_numpy``).
+
+``docs/how-to/write-an-integration.md`` writes one, and :class:`tiercheck.testing.providers.StateProviderTests`
+certifies it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +26,7 @@ from tiercheck.errors import Mismatch
 from tiercheck.streams.replay.libraries import library_of
 from tiercheck.streams.tensors.storable import PLAIN, to_plain
 
-__all__ = ["Identity", "OptimizerIdentity", "StateProvider"]
+__all__ = ["Identity", "OptimizerIdentity", "StateProvider", "check_shapes", "copy_into", "extras_of"]
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,27 @@ class OptimizerIdentity:
     def of(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerIdentity:
         kind: type = type(optimizer)
         return cls(
-            kind=f"{kind.__module__}.{kind.__qualname__}",
+            kind=qualified(kind),
             implementation=implementation_of(optimizer, device),
             torch_version=str(torch.__version__),
             instruction_set=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device_name(device),
             device=device.type,
             library=library_of(kind),
+        )
+
+    @classmethod
+    def without_torch(cls, kind: type, *, distributions: Sequence[str] = ()) -> OptimizerIdentity:
+        """Of an optimizer whose class is not torch's, and which computes on the host. Its code and the version of its
+        package are told by themselves; ``distributions`` are the others that its step computes with, such as ``numpy``.
+        """
+        used = [f"{name} {metadata.version(name)}" for name in distributions]
+        return cls(
+            kind=qualified(kind),
+            implementation="called",
+            torch_version="",
+            instruction_set=torch.backends.cpu.get_cpu_capability(),
+            device="cpu",
+            library=", ".join([*used, library_of(kind)]),
         )
 
 
@@ -66,13 +87,39 @@ class Identity:
     """The same in words, for the message that refuses another model."""
     optimizer: OptimizerIdentity
 
+    @classmethod
+    def of(
+        cls,
+        framework: str,
+        provider: StateProvider,
+        optimizer: OptimizerIdentity,
+        *,
+        world_size: int = 1,
+        parameters: Sequence[str] = (),
+    ) -> Identity:
+        """Of what a provider holds, by the names, shapes and dtypes of its tensors. ``parameters``: what the model is
+        in words, one line each, if a rank's tensors do not tell."""
+        masters, others = provider.masters(), extras_of(provider)
+        tensors = [describe_tensor(name, tensor) for name, tensor in (*masters.items(), *others.items())]
+        elements = sum(tensor.numel() for tensor in masters.values())
+        model = f"{len(parameters)} parameters, and on this rank " if parameters else ""
+        return cls(
+            framework=framework,
+            world_size=world_size,
+            model=digest([*parameters, *tensors]),
+            model_summary=f"{model}{len(masters)} trained tensors of {elements:,} elements, {len(others)} others",
+            optimizer=optimizer,
+        )
+
 
 class StateProvider(Protocol):
-    """One rank's training state."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of four methods."""
 
+    @abstractmethod
     def identity(self) -> Identity:
-        """What this rank trains, and how."""
+        """What this rank trains, and how (:meth:`Identity.of`)."""
 
+    @abstractmethod
     def masters(self) -> Mapping[str, torch.Tensor]:
         """The tensors the optimizer updates, live, by a name that is stable across restarts.
 
@@ -80,29 +127,38 @@ class StateProvider(Protocol):
         """
 
     def group_of(self) -> Mapping[str, int]:
-        """The index of each master's parameter group."""
+        """The index of each master's parameter group. By default there is one group."""
+        return dict.fromkeys(self.masters(), 0)
 
+    @abstractmethod
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Per master, the optimizer's tensors for it (``exp_avg``, ``step``...), live; empty before the first step."""
-
-    def extras(self) -> Mapping[str, torch.Tensor]:
-        """Tensors of the module that no optimizer updates: persistent buffers and frozen parameters, live."""
+        """Per master, the optimizer's tensors for it (``exp_avg``, ``step``...), live, and plain values. It may be
+        empty before the first step."""
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that no optimizer updates alone, live."""
+        """The parameters that no optimizer updates, live. By default there are none."""
+        return {}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The persistent buffers alone, live: any forward pass may change them."""
+        """What a forward pass may change, and no optimizer does (running statistics), live. By default there is
+        nothing."""
+        return {}
 
+    @abstractmethod
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Per parameter group, its options as plain values (``lr``, ``betas``, ``weight_decay``...)."""
+        """Per parameter group, its options as plain values (``lr``, ``betas``, ``weight_decay``...). If the loop moves
+        ``lr``, ``initial_lr`` holds what it began with: a start compares that with the checkpoint's, and warns if they
+        differ."""
 
+    @abstractmethod
     def host_state(self) -> dict[str, Any]:
         """Everything else that the next iteration depends on: RNGs, schedulers, scalers, data position.
 
-        Plain values, ``bytes`` and NumPy arrays only, as of the *end* of the current iteration.
+        Plain values, ``bytes`` and NumPy arrays only, as of the *end* of the current iteration. The name ``doubts`` is
+        taken (:class:`~tiercheck.streams.doubts.Doubts`).
         """
 
+    @abstractmethod
     def load(
         self,
         *,
@@ -111,17 +167,32 @@ class StateProvider(Protocol):
         extras: Mapping[str, torch.Tensor],
         hyperparameters: list[dict[str, Any]],
     ) -> None:
-        """Make the given values (copied) the rank's state. :meth:`refresh` must follow."""
+        """Make the given values the rank's state; they are copied, since their memory is another's. ``extras``: what
+        :meth:`frozen` and :meth:`buffers` return. :meth:`refresh` follows. Errors: ``Mismatch`` if names or shapes
+        differ, before anything is changed (:func:`copy_into`)."""
 
+    @abstractmethod
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
         """Run the optimizer's own step on the masters with these gradients and options. A master without a
-        gradient is left out, as the optimizer leaves out a parameter whose ``grad`` is ``None``."""
+        gradient is left out, as the optimizer leaves out a parameter whose ``grad`` is ``None``. The gradients are not
+        written to."""
 
     def refresh(self) -> None:
-        """Rebuild what derives from the masters (low-precision copies, gathered parameters). Collective."""
+        """Rebuild what derives from the masters (low-precision copies, gathered parameters). Collective. By default
+        nothing derives from them."""
 
+    @abstractmethod
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned."""
+
+
+def extras_of(provider: StateProvider) -> dict[str, torch.Tensor]:
+    """All tensors that no optimizer updates, live."""
+    return {**provider.frozen(), **provider.buffers()}
+
+
+def qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def implementation_of(optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from tests.training import Training, memory
-from tiercheck.errors import Mismatch
+from tiercheck.errors import Corruption, Mismatch
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.streams.records.expected import alike_following, alike_generators
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.records.base import BaseState
+from tiercheck.streams.records.expected import Expected, alike_following, alike_generators
+from tiercheck.streams.tensors.provider import extras_of
 from tiercheck.tiers.memory import MemoryDriver
 
 LAST = 6
@@ -72,6 +76,18 @@ def test_a_job_that_was_changed_is_refused_and_loses_nothing(hierarchy: Hierarch
     training = Training()
     with training.attach(hierarchy) as checkpointer:
         assert (checkpointer.version, training.parameters()) == (LAST, before.parameters())
+
+
+def test_an_integration_may_call_its_host_state_as_it_likes() -> None:
+    """Names to which the integrations of this project give a form have none of their own."""
+    own = {"random": [1, 2], "next": 7, "options": {"lr": 1}, "counters": "many"}
+    training = Training()
+    provider = ModuleProvider(training.model, training.optimizer)
+    here, options = Expected.of(provider), provider.hyperparameters()
+    base = BaseState(provider.identity(), provider.masters(), {}, extras_of(provider), options, own, {})
+    replace(here, host_state=own).check_base(base)
+    with pytest.raises(Corruption):  # they do give one
+        here.check_base(base)
 
 
 def generators(gpus: int | None) -> dict[str, Any]:
