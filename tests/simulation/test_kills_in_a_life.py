@@ -6,10 +6,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-import pytest
-
 from tests.simulation import virtual_time
 from tests.simulation.life import CONFIG, Cluster, Process
+from tests.simulation.seeds import play_each
 from tests.simulation.test_whole_lives import trained
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import CommitKey, parse
@@ -63,12 +62,15 @@ def check_end(processes: list[Process]) -> None:
         assert process.state.bits == state.bits
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_kill_at_any_call_costs_nothing_that_was_promised(seed: int) -> None:
-    """What had returned is there if the memory is; else the newest committed base. Every eighth call of each seed."""
+def kill_here_and_there(seed: int) -> None:
     calls = virtual_time.run(calls_of_a_life(seed))
     assert calls > 100
-    for number in range(1 + 2 * seed, calls + 1, 8):
+    for number in range(1 + 4 * seed, calls + 1, 8):
         kind = number // 8 + seed  # the four kinds take turns
         moment, lost = ("before", "after")[kind % 2], kind // 2 % 2 == 1
         virtual_time.run(killed_at(seed, number, moment, lost=lost))
+
+
+def test_a_kill_at_any_call_costs_nothing_that_was_promised() -> None:
+    """What had returned is there if the memory is; else the newest committed base. Every eighth call of each seed."""
+    play_each(kill_here_and_there, range(2))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.cluster import Cluster
+from tests.simulation.seeds import play_each
 from tests.simulation.surveys import Found
 from tests.simulation.test_policies_under_failures import MODES, SEEDS, cluster_of, run
 from tests.simulation.tiers import Tier
@@ -115,6 +116,5 @@ class OldViews(Cluster):
 
 
 @pytest.mark.parametrize("mode", ["a shared tier", "a shared tier, snapshots", "no shared tier"])
-@pytest.mark.parametrize("seed", SEEDS[:12])
-def test_invariants_hold_however_old_a_view_is(seed: int, mode: str) -> None:
-    run(cluster_of(seed, OldViews, **MODES[mode]))
+def test_invariants_hold_however_old_a_view_is(mode: str) -> None:
+    play_each(lambda seed: run(cluster_of(seed, OldViews, **MODES[mode])), SEEDS)

@@ -49,7 +49,10 @@ def test_importing_the_package_imports_no_dependency_at_all() -> None:
 
 def test_the_front_door_does_import_torch() -> None:
     """Else the tests above could not fail."""
-    assert "torch" in modules_after("from tiercheck import Checkpointer")
+    statement = "import sys; sys.modules['torch'] = None; from tiercheck import Checkpointer"
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: "), "it is imported, and is not to be had"
+    assert "torch" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("framework", ["torch", "deepspeed"])

@@ -25,6 +25,7 @@ from tiercheck.testing.plugin import (
     WHOLE,
     CertificationReport,
     kit_tests,
+    times,
 )
 
 CLAIMS = [(DRIVER, "x://y"), (f"{CAPABILITY}mappable", "False"), (f"{CAPABILITY}survives", "RACK")]
@@ -150,8 +151,15 @@ def test_the_kit_s_tests_are_known_whatever_a_subclass_makes_of_them() -> None:
     whole = kit_tests(Cut)
     assert whole == kit_tests(TierDriverTests)
     assert whole["test_create"] == whole["test_update"] == 1
-    assert whole["test_what_is_put_is_what_is_there"] == 6
     assert "test_my_own" not in whole
+
+
+def test_a_test_of_the_kit_with_parameters_runs_once_for_each() -> None:
+    @pytest.mark.parametrize("n", range(3))
+    @pytest.mark.parametrize("name", ["a", "b"])
+    def test_many() -> None: ...
+
+    assert times(test_many) == 6
 
 
 def test_one_that_fails_is_not() -> None:
@@ -207,36 +215,35 @@ from tiercheck.tiers.memory import MemoryDriver
 class TestCut(TierDriverTests):
     test_create = None
     async def test_update(self): ...
-    async def make_driver(self): return MemoryDriver("mine")
-    async def second_client(self, driver): return MemoryDriver("mine")
+    async def make_driver(self): return MemoryDriver("cut")
+    async def second_client(self, driver): return MemoryDriver("cut")
     async def raw_get(self, driver, key): return None
     async def raw_put(self, driver, key, content): ...
     def crash_before_publish(self, driver): return None
 """
 
 
-@pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_test_that_an_author_replaced_is_not_the_kit_s(tmp_path: Path, processes: str) -> None:
-    pytest.importorskip("xdist")
-    (tmp_path / "test_cut.py").write_text(CUT_TEST)
-    select = "test_update or test_create or test_into_must"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", processes, "-k", select]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == pytest.ExitCode.OK, done.stdout
-    whole = kit_tests(TierDriverTests)
-    assert "TestCut (memory://mine): not certified whole, 2 passed" in done.stdout
-    assert f"{len(whole) - 1} of the kit's {len(whole)} tests did not pass whole" in done.stdout
-
-
-def test_reports_of_several_processes_are_one(tmp_path: Path) -> None:
-    """With pytest-xdist, and with nothing configured: the kit's marks work without asyncio_mode."""
-    pytest.importorskip("xdist")
-    (tmp_path / "test_mine.py").write_text(AUTHORS_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-k", "test_reserve_and or test_create or test_closed"]
-    done = subprocess.run(
-        [*command, "--strict-markers"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+def run_authors_tests(folder: Path, processes: int) -> str:
+    """What pytest says of them, with nothing configured: the kit's marks work without asyncio_mode."""
+    (folder / "test_cut.py").write_text(CUT_TEST)
+    (folder / "test_mine.py").write_text(AUTHORS_TEST)
+    select = (
+        "TestCut and (test_update or test_create or test_into_must) or TestMine and (test_reserve_and or test_create)"
     )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "-k", select, "--strict-markers"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert "test_mine.py TestMine (memory://mine): NOT certified, 0 passed, 2 failed" in done.stdout
-    assert "mappable = True: broken in 1 of 1 tests" in done.stdout
-    assert "None == b'first'" in done.stdout, "the kit's assertions explain themselves"
+    return done.stdout
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_the_report_says_what_failed_and_what_an_author_replaced(tmp_path: Path, processes: int) -> None:
+    """Reports of several processes, by pytest-xdist, are one."""
+    pytest.importorskip("xdist")
+    said = run_authors_tests(tmp_path, processes)
+    whole = kit_tests(TierDriverTests)
+    assert "TestCut (memory://cut): not certified whole, 2 passed" in said
+    assert f"{len(whole) - 1} of the kit's {len(whole)} tests did not pass whole" in said
+    assert "test_mine.py TestMine (memory://mine): NOT certified, 0 passed, 2 failed" in said
+    assert "mappable = True: broken in 1 of 1 tests" in said
+    assert "None == b'first'" in said, "the kit's assertions explain themselves"

@@ -154,15 +154,16 @@ class Centred(torch.optim.SGD):
                 parameter.grad.data.sub_(parameter.grad.data.mean())
         return super().step(closure)
 
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 40000)
-optimizer = Centred(model.parameters(), lr=0.1)
-checkpointer = attach(model, optimizer, Hierarchy.of(sys.argv[1]), config=CheckpointConfig(base_every=4))
-model(torch.ones(2, 4)).pow(2).sum().backward()
-optimizer.step()
-checkpointer.end_iteration()
-checkpointer.abort()
-print("version", checkpointer.version)
+for _ in range(2):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 40000)
+    optimizer = Centred(model.parameters(), lr=0.1)
+    checkpointer = attach(model, optimizer, Hierarchy.of(sys.argv[1]), config=CheckpointConfig(base_every=4))
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+    checkpointer.end_iteration()
+    checkpointer.abort()
+    print("version", checkpointer.version)
 """
 
 
@@ -174,8 +175,7 @@ def name() -> Iterator[str]:
 
 
 def test_an_optimizer_that_writes_to_gradients_is_replayed(name: str) -> None:
-    for version in (1, 2):
-        run = subprocess.run(
-            [sys.executable, "-c", IN_PLACE, f"shm://{name}?size=64MiB"], capture_output=True, text=True, timeout=60
-        )
-        assert (run.returncode, run.stdout) == (0, f"version {version}\n"), run.stderr
+    """In a process of its own, which a write to memory that is mapped read-only would kill."""
+    command = [sys.executable, "-c", IN_PLACE, f"shm://{name}?size=64MiB"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (0, "version 1\nversion 2\n"), run.stderr
