@@ -61,7 +61,7 @@ class Emulator:
     """
 
     stream = None
-    sizes = (0, 1, 2, 31, 255, 256, 257, 4095, 4097, 9001)
+    sizes = (0, 1, 31, 255, 256, 257, 4097)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -53,15 +53,15 @@ def test_what_is_lost_is_added_to_the_residual(bits: NDArray[np.uint32], seed: i
         assert residual.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 200_003])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_makes_no_difference(size: int, threads: int) -> None:
-    values = np.random.default_rng(size).standard_normal(size, dtype=np.float32)
-    assert np.array_equal(rounded(values, "numba", threads), rounded(values, "reference"))
-    residuals = [np.ones(size, np.float32) for _ in BACKENDS]
-    for residual, by in zip(residuals, BACKENDS, strict=True):
-        kernels.lose_bfloat16.by(by)(values, residual, threads=threads)
-    assert np.array_equal(*residuals)
+def test_the_number_of_threads_makes_no_difference(threads: int) -> None:
+    for size in (0, 1, 4095, 4096, 4097, 200_003):
+        values = np.random.default_rng(size).standard_normal(size, dtype=np.float32)
+        assert np.array_equal(rounded(values, "numba", threads), rounded(values, "reference")), size
+        residuals = [np.ones(size, np.float32) for _ in BACKENDS]
+        for residual, by in zip(residuals, BACKENDS, strict=True):
+            kernels.lose_bfloat16.by(by)(values, residual, threads=threads)
+        assert np.array_equal(*residuals), size
 
 
 @pytest.mark.parametrize("by", BACKENDS)

@@ -13,7 +13,8 @@ from tiercheck.kernels.division import DIVISOR_MIN, candidates, nearest, recipro
 TWO_BINADES = (np.arange(1 << 24, dtype=np.uint32) + np.uint32(0x3F000000)).view(np.float32)
 """Every significand, under an even and an odd exponent."""
 
-CORRECTIONS = [float(np.float32((1 - beta2**step) ** 0.5)) for beta2 in (0.999, 0.95, 0.99) for step in (1, 2, 7, 300)]
+FRACTIONS = ((0.999, 1), (0.95, 2), (0.99, 7), (0.95, 300))
+CORRECTIONS = [float(np.float32((1 - beta2**step) ** 0.5)) for beta2, step in FRACTIONS]
 
 
 @compiled

@@ -45,11 +45,11 @@ class TestNarrowing:
             assert np.array_equal(narrowed, bits)
 
     @pytest.mark.parametrize("by", BACKENDS)
-    @pytest.mark.parametrize("position", [0, 4095, 4096, 9999])
-    def test_one_value_with_low_bits_is_seen_wherever_it_is(self, by: str, position: int) -> None:
-        values = np.ones(10_000, np.float32)
-        values.view(np.uint32)[position] |= 1
-        assert not kernels.is_bfloat16.by(by)(values)
+    def test_one_value_with_low_bits_is_seen_wherever_it_is(self, by: str) -> None:
+        for position in (0, 4095, 4096, 9999):
+            values = np.ones(10_000, np.float32)
+            values.view(np.uint32)[position] |= 1
+            assert not kernels.is_bfloat16.by(by)(values), position
 
     def test_refuses_an_output_of_another_size(self) -> None:
         with pytest.raises(ValueError, match="4 values"):

@@ -44,18 +44,18 @@ def test_a_name_is_declared_once() -> None:
         declare(compact, cpu="compaction")
 
 
-@EACH
-def test_every_form_has_the_arguments_of_the_reference(kernel: kernels.Kernel[..., Any]) -> None:
-    forms = [inspect.signature(kernel.by(name)).parameters for name in ("reference", "numba")]
-    assert list(forms[0]) == list(forms[1]) == list(inspect.signature(kernel).parameters)
+def test_every_form_has_the_arguments_of_the_reference() -> None:
+    for kernel in KERNELS.values():
+        forms = [inspect.signature(kernel.by(name)).parameters for name in ("reference", "numba")]
+        assert list(forms[0]) == list(forms[1]) == list(inspect.signature(kernel).parameters), kernel
 
 
-@EACH
-def test_an_array_on_a_gpu_is_refused_and_the_message_says_what_to_call(kernel: kernels.Kernel[..., Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"tiercheck\.kernels\.cuda"):
-        kernel(OnDevice())
+def test_an_array_on_a_gpu_is_refused_and_the_message_says_what_to_call() -> None:
+    for kernel in KERNELS.values():
+        with pytest.raises(ConfigurationError, match=r"tiercheck\.kernels\.cuda"):
+            kernel(OnDevice())
     with pytest.raises(ConfigurationError, match="no form 'fortran': choose numba, reference or cuda"):
-        kernel.by("fortran")
+        kernels.compact.by("fortran")
 
 
 @EACH
@@ -91,19 +91,19 @@ def without_payloads(array: NDArray[Any]) -> bytes:
     return array.tobytes()
 
 
-@EACH
-def test_the_device_of_an_array_chooses_the_form(kernel: kernels.Kernel[..., Any]) -> None:
-    assert kernel.form_for(np.zeros(4, np.float32)) == "numba"
-    form = kernel.form_for(OnDevice())
-    assert form == "cuda"
-    if not kernel.cuda:
-        with pytest.raises(ConfigurationError, match="has no CUDA form"):
-            kernel.by(form)
-    elif importlib.util.find_spec("cupy") is None:
-        with pytest.raises(ConfigurationError, match=r"pip install 'tiercheck\[gpu\]'"):
-            kernel.by(form)
-    else:
-        assert kernel.by(form) is kernel.cuda[0].load()
+def test_the_device_of_an_array_chooses_the_form() -> None:
+    for kernel in KERNELS.values():
+        assert kernel.form_for(np.zeros(4, np.float32)) == "numba", kernel
+        form = kernel.form_for(OnDevice())
+        assert form == "cuda", kernel
+        if not kernel.cuda:
+            with pytest.raises(ConfigurationError, match="has no CUDA form"):
+                kernel.by(form)
+        elif importlib.util.find_spec("cupy") is None:
+            with pytest.raises(ConfigurationError, match=r"pip install 'tiercheck\[gpu\]'"):
+                kernel.by(form)
+        else:
+            assert kernel.by(form) is kernel.cuda[0].load(), kernel
 
 
 def doubled(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -124,10 +124,9 @@ def test_a_kernel_of_another_distribution_is_warmed_up_in_its_own_module(monkeyp
     assert kernel.name not in KERNELS
 
 
-@EACH
-def test_what_runs_on_a_gpu_is_where_the_declaration_says(kernel: kernels.Kernel[..., Any]) -> None:
+def test_what_runs_on_a_gpu_is_where_the_declaration_says() -> None:
     pytest.importorskip("cupy")
-    for form in kernel.cuda:
+    for form in (form for kernel in KERNELS.values() for form in kernel.cuda):
         module, _, name = form.function.partition(":")
         assert name in importlib.import_module(f"tiercheck.kernels.cuda.{module}").__all__
-        assert "stream" in inspect.signature(form.load()).parameters
+        assert "stream" in inspect.signature(form.load()).parameters, form.function

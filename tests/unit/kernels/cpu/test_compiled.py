@@ -29,24 +29,24 @@ def double(array: NDArray[np.float32]) -> None:
         lent[i] *= lent.dtype.type(2)
 
 
-@pytest.mark.parametrize("count", [1, 16, 512, 4096])
-def test_what_is_kept_alive_is_not_used_again(count: int) -> None:
-    assert sum_of_ones(count) == (count, 7 * count)
+def test_what_is_kept_alive_is_not_used_again() -> None:
+    for count in (1, 16, 512, 4096):
+        assert sum_of_ones(count) == (count, 7 * count), count
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.int8, np.uint16, np.uint32])
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.uint16])
 def test_what_is_borrowed_is_the_same_memory(dtype: type[np.generic]) -> None:
     array = np.arange(7).astype(dtype)
     double(array[2:])
     assert array.tolist() == [0, 1, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize("before", range(17))
-def test_what_is_aligned_begins_a_line_and_keeps_its_size(before: int) -> None:
-    room = np.zeros(100 + LINE + before, np.float32)[before:]
-    lined = address_and_size(room)
-    assert lined == (lined[0] // 64 * 64, 100)
-    assert room.ctypes.data <= lined[0] <= room.ctypes.data + 4 * LINE
+def test_what_is_aligned_begins_a_line_and_keeps_its_size() -> None:
+    for before in range(17):
+        room = np.zeros(100 + LINE + before, np.float32)[before:]
+        lined = address_and_size(room)
+        assert lined == (lined[0] // 64 * 64, 100), before
+        assert room.ctypes.data <= lined[0] <= room.ctypes.data + 4 * LINE, before
 
 
 @compiled
