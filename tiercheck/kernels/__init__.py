@@ -1,9 +1,11 @@
-"""Numeric kernels: arrays in, arrays out. They know nothing of tiers, and import torch and Numba lazily.
+"""Numeric kernels: arrays in, arrays out. They know nothing of tiers, and import torch and Numba on first use.
 
-:mod:`~tiercheck.kernels.catalogue` declares each of them once. :mod:`~tiercheck.kernels.reference` (NumPy) is the
-specification; :mod:`~tiercheck.kernels.cpu` (Numba) gives the same bits. Where Numba is installed it runs.
-``kernels.compact.by("reference")`` chooses a form, and a choice that cannot be had raises
-:class:`~tiercheck.errors.ConfigurationError`.
+:mod:`~tiercheck.kernels.catalogue` declares each kernel once. :mod:`~tiercheck.kernels.reference` (NumPy) is the
+specification; :mod:`~tiercheck.kernels.cpu` (Numba) and :mod:`~tiercheck.kernels.cuda` (CuPy) give the same bits.
+
+A call takes arrays in host memory and runs the Numba form, or the reference if Numba is not installed.
+``kernels.compact.by("reference")`` chooses a form by its name; a form that cannot run here raises
+:class:`~tiercheck.errors.ConfigurationError`. Nothing in this package calls the CUDA forms yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far a replay that is not exact may be off, and a self-test of it against the exact one."""
+"""The error that an approximate replay may have, and a self-test that measures it against the exact replay."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from tiercheck.kernels.reference.adam import replay_fused_adam
 __all__ = ["ERROR_MAX", "movement_error"]
 
 ERROR_MAX = 2e-5
-"""Distance from the exact replay's parameters, relative to the distance these moved (Euclidean norms).
+"""The largest allowed distance from the exact replay's parameters, relative to the distance that these moved
+(Euclidean norms).
 
-Of the arithmetic. Where steps are so small that parameters hardly move by units in their last place, rounding alone
-puts any two orders of operations further apart, and the exact replay as far from the real numbers."""
+This bounds the error of the formula. If steps are so small that parameters move by a few units in the last place,
+rounding is larger than that: it separates any two orders of operations, and the exact replay from real arithmetic."""
 
 
 @cache
 def movement_error(replay: Callable[..., None]) -> float:
-    """The error of a sparse replay of Adam: the largest of small problems, roots far from eps, near and below."""
+    """The error of a sparse replay of Adam, as a share of the movement: the largest over three small problems, with
+    roots of the second moment far above eps, near eps and below it.
+
+    ``replay(param, exp_avg, exp_avg_sq, gradients, steps)`` works in place on 1-D fp32 arrays.
+    """
     errors = []
     for beta2, scale in ((0.999, 1e-3), (0.95, 1e-7), (0.95, 1e-9)):
         generator = np.random.default_rng(7)

@@ -1,4 +1,4 @@
-"""What one step of Adam or AdamW is, apart from its state; and which of them can be replayed."""
+"""The scalars of one step of Adam or AdamW."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from tiercheck.kernels.gradients import SparseGradient
 __all__ = ["STEP_MAX", "AdamStep", "Coefficients", "SparseGradient"]
 
 STEP_MAX = 1 << 24
-"""torch counts the steps in fp32, which stops counting here."""
+"""torch counts steps in fp32, which cannot count further than this."""
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """One step's scalars. ``step`` is the optimizer's count *after* the step: 1 for its first.
+    """One step's scalars, as an optimizer's options state them.
+
+    ``step`` is the optimizer's count *after* the step: 1 for the first step.
 
     Source: Kingma and Ba, *Adam* (2015), algorithm 1; Loshchilov and Hutter, *Decoupled Weight Decay
-    Regularization* (2019), algorithm 2 (``decoupled``), otherwise weight decay is L2; Reddi et al., *On the
+    Regularization* (2019), algorithm 2 (``decoupled``; if false, weight decay is L2); Reddi et al., *On the
     Convergence of Adam and Beyond* (2018), algorithm 2 (``amsgrad``, with torch's bias correction).
 
-    ``gradient_scale`` (of clipping, or the inverse of a loss scale) is rounded to fp32 and multiplied with the
-    gradient before anything else, rounding once more: as torch's clipping multiplies the gradients in place.
-    ``maximize`` then negates it, which is exact. A scale of 1 changes no bit.
+    ``gradient_scale`` is a clipping coefficient, or the inverse of a loss scale. It is rounded to fp32; the gradient is
+    multiplied by it first, and rounded once more, as torch's clipping does in place. ``maximize`` then negates the
+    gradient, which is exact. A scale of 1 changes no bit.
+
+    Errors: ``ConfigurationError`` for a step count or a beta out of range.
     """
 
     step: int
@@ -48,16 +52,16 @@ class AdamStep:
 
     @property
     def coupled(self) -> bool:
-        """Whether decay is added to the gradient (L2)."""
+        """Whether weight decay is added to the gradient (L2)."""
         return self.weight_decay != 0 and not self.decoupled
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """An :class:`AdamStep` as torch's kernels use it: computed in double, then rounded to fp32."""
+    """The scalars of an :class:`AdamStep` as torch's kernels use them: computed in fp64, then rounded to fp32."""
 
     decay: np.float32
-    """``1 - lr * weight_decay`` where decoupled, else ``weight_decay``."""
+    """``1 - lr * weight_decay`` if decoupled, else ``weight_decay``."""
     decoupled: bool
     decays: bool
     weight1: np.float32
@@ -67,7 +71,7 @@ class Coefficients:
     eps: np.float32
     negative_step_size: np.float32
     multiplier: np.float32
-    """What the gradient is multiplied with first: its scale, negative where the step maximizes."""
+    """The gradient is multiplied by this first: its scale, negative if the step maximizes."""
 
     @classmethod
     def of(cls, step: AdamStep) -> Coefficients:

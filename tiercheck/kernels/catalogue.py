@@ -1,10 +1,10 @@
 """Every kernel, declared once: reference, Numba form, CUDA forms, and examples of calls.
 
-The reference's docstring says what a kernel computes. All forms give its bits, NaN payloads aside. A form of
+The reference's docstring says what a kernel computes. All forms give its bits, the payloads of NaNs aside. A form of
 :mod:`tiercheck.kernels.cpu` has the name and the arguments of its reference.
 
-To add a kernel: write the reference, write the forms, declare them here. What dispatches, warms up, compiles for a GPU
-and compares walks the declarations.
+To add a kernel: write the reference, write the forms, declare them here. Dispatch, warm-up, the compilation for a GPU
+and the test that compares the forms all read the declarations. A codec also names it in ``kernels_used``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Calls = Iterator[Call]
 
 
 def floats_of(size: int, seed: int) -> NDArray[np.float32]:
-    """Of all magnitudes; if there are three, one zero, one infinity and one NaN."""
+    """Values of many magnitudes. The first three are zero, infinity and NaN."""
     generator = np.random.default_rng([size, seed])
     values = (generator.standard_normal(size) * 10.0 ** generator.integers(-30, 30)).astype(np.float32)
     values[:3] = [0, np.inf, np.nan][: values[:3].size]
@@ -96,7 +96,7 @@ def each_source(size: int, seed: int) -> Iterator[tuple[compaction.Values, dict[
 def threshold_calls(size: int, seed: int) -> Calls:
     for source, options in each_source(size, seed):
         yield (source, 0.5, seed), options
-    # More than are looked at: positions are drawn.
+    # More values than samples: positions are drawn at random.
     yield (floats_of(compaction.SAMPLES + 1, seed), 0.5, seed), {}
 
 
@@ -136,7 +136,7 @@ compact_into = declare(
 )
 
 
-# Survivors: fp16 under a scale, and back to where they were.
+# Survivors: as fp16 under a scale, and back into a dense array.
 
 
 def survivor_calls(size: int, seed: int) -> Calls:
@@ -194,7 +194,7 @@ scatter_add = declare(
 
 
 def block_calls(code: type, code_bits: int, scale: type, block: int, *, whole: bool) -> Callable[[int, int], Calls]:
-    """``whole``: the last block has all its codes."""
+    """``whole``: the last block is stored whole, even if it is short."""
 
     def calls(size: int, seed: int) -> Calls:
         count = -(-size // block)
@@ -260,7 +260,7 @@ dequantise_onebit = declare(
 )
 
 
-# Patterns: bf16, and exponents apart from the other bits.
+# Bit patterns: bf16, and exponents apart from the other bits.
 
 
 def float_calls(size: int, seed: int) -> Calls:
@@ -353,7 +353,7 @@ pack_exponents = declare(
 )
 split_and_pack_exponents = declare(
     exponents.split_and_pack_exponents, cpu="exponents", examples=split_packing_calls
-)  # a device does the one after the other
+)  # a GPU runs the two kernels one after the other
 unpack_exponents = declare(
     exponents.unpack_exponents,
     cpu="exponents",
@@ -362,7 +362,8 @@ unpack_exponents = declare(
 )
 
 
-# Replays. An optimizer (tiercheck.streams.optimizers) says which of them stands for it, and certifies it.
+# Replays. An optimizer (tiercheck.streams.optimizers) chooses its replay, which is then certified by experiment.
+# The first CUDA form gives the bits of torch's CPU kernel, the second models torch's CUDA kernel.
 
 replay_fused_adam = declare(
     adam.replay_fused_adam,

@@ -1,24 +1,26 @@
-"""Division by a constant without a divider, rounded as the division would be.
+"""Division by a constant without a division instruction, with the rounding of the division.
 
-Adam divides the square root of every second moment by one number a step. With the reciprocal of that number in two
-parts, ``high = RN(1 / c)`` and ``low = RN(1 / c - high)``, the quotient is ``fma(x, high, RN(x * low))``.
+Adam divides the square root of each second moment by a number c, which is the same for all elements of a step. Let
+``RN`` round to the nearest fp32 number. With the reciprocal of c in two parts, ``high = RN(1 / c)`` and
+``low = RN(1 / c - high)``, the quotient is ``fma(x, high, RN(x * low))``.
 
 Source: Brisebarre, Muller and Raina, *Accelerating correctly rounded floating-point division when the divisor is known
-in advance* (IEEE Transactions on Computers 53(8), 2004), section 4. The argument, for fp32, and which ``x`` have
-to be tried:
+in advance* (IEEE Transactions on Computers 53(8), 2004), section 4. The proof for fp32, and the ``x`` that must be
+tried:
 
-Let ``c = C / 2**23`` and ``x = X / 2**23`` with integers in ``[2**23, 2**24)``; other exponents shift everything
-alike, as long as nothing underflows. Then ``|low| <= 2**-25``. The reciprocal's error is at most half a unit of low's
-last place, ``2**-50``, which ``x < 2`` makes less than ``2**-49``; the rounding of ``x * low``, less than ``2**-24``,
-errs by at most ``2**-49``. So what the fma rounds lies within ``E < 2**-48`` of ``x / c``, and the result can be wrong
-only where a middle of two neighbouring fp32 numbers lies within E of ``x / c``.
+Let ``c = C / 2**23`` and ``x = X / 2**23`` with integers C and X in ``[2**23, 2**24)``. Other exponents scale every
+quantity by the same power of two, as long as nothing underflows. Then ``|low| <= 2**-25``. The error of
+``high + low`` is at most half a unit in the last place of low, ``2**-50``; times ``x < 2`` that is less than
+``2**-49``. ``x * low`` is less than ``2**-24``, so its rounding error is at most ``2**-49``. The fma therefore rounds
+a number that is within ``E < 2**-48`` of ``x / c``. Its result is wrong only if a midpoint of two neighbouring fp32
+numbers is within E of ``x / c``.
 
-- ``X >= C``: such a middle is ``(2 M + 1) / 2**24``. Its distance from ``X / C`` is ``|R| / (C * 2**24)`` with the
-  integer ``R = X * 2**24 - C * (2 M + 1)``, which is not zero (a quotient of fp32 numbers is never such a middle).
-  Within E would mean ``|R| < C * 2**-24 < 1``: never.
-- ``X < C``: the middle is ``(2 M + 1) / 2**25``, ``R = X * 2**25 - C * (2 M + 1)``, and within E means
-  ``|R| < C * 2**-23 < 2``: only ``R = 1`` or ``R = -1``. Then C is odd and ``X = +-2**-25 (mod C)``: two candidates,
-  which are tried.
+- ``X >= C``: such a midpoint is ``(2 M + 1) / 2**24``. Its distance from ``X / C`` is ``|R| / (C * 2**24)`` with the
+  integer ``R = X * 2**24 - C * (2 M + 1)``. R is not zero, since a quotient of fp32 numbers is never a midpoint. A
+  distance less than E requires ``|R| < C * 2**-24 < 1``, which is impossible.
+- ``X < C``: the midpoint is ``(2 M + 1) / 2**25`` and ``R = X * 2**25 - C * (2 M + 1)``. A distance less than E
+  requires ``|R| < C * 2**-23 < 2``, so ``R = 1`` or ``R = -1``. Then C is odd and ``X = +-2**-25 (mod C)``: two
+  candidates, which :func:`reciprocal` tries.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import numpy as np
 __all__ = ["DIVISOR_MIN", "Reciprocal", "reciprocal"]
 
 DIVISOR_MIN = 2.0**-27
-"""Of divisors from here to 1, and quotients of square roots (0, or from 2**-75 to 2**64), no part underflows:
+"""The smallest divisor, of at most 1, for which nothing underflows with square roots (0, or from 2**-75 to 2**64):
 ``low`` is 0 or at least 2**-47, since ``1 - c * high`` is a multiple of 2**-47."""
 
 BITS = 24
@@ -40,7 +42,7 @@ BITS = 24
 
 @dataclass(frozen=True)
 class Reciprocal:
-    """``1 / c`` in two parts; ``exact`` where they divide every square root as a division would."""
+    """``1 / c`` in two parts. ``exact``: they divide every square root of an fp32 number as a division would."""
 
     high: np.float32
     low: np.float32
@@ -49,7 +51,7 @@ class Reciprocal:
 
 @lru_cache(maxsize=4096)
 def reciprocal(divisor: float) -> Reciprocal:
-    """The reciprocal of an fp32 number that is not zero."""
+    """The reciprocal of ``divisor``, an fp32 number that is not zero. Cached."""
     c = Fraction(divisor)
     high = nearest(1 / c)
     low = nearest(1 / c - high)
@@ -60,7 +62,7 @@ def reciprocal(divisor: float) -> Reciprocal:
 
 
 def candidates(divisor: float) -> list[int]:
-    """The only significands that may be divided wrongly."""
+    """The only significands for which the two parts may give another quotient than the division."""
     significand = int(np.float32(divisor).view(np.uint32)) & 0x7FFFFF | 0x800000
     if significand % 2 == 0:
         return []
@@ -69,7 +71,7 @@ def candidates(divisor: float) -> list[int]:
 
 
 def nearest(value: Fraction) -> Fraction:
-    """``value`` rounded to 24 bits, half to even, whatever its exponent."""
+    """``value`` rounded to 24 bits, half to even, with an unbounded exponent."""
     if value == 0:
         return value
     exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()

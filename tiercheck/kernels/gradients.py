@@ -1,4 +1,4 @@
-"""The gradients a replay takes, dense and sparse, and what it asks of the arrays it works on."""
+"""The gradients that a replay takes, dense and sparse, and the checks of the arrays that it works on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ __all__ = ["Gradient", "SparseGradient", "check_gradients", "check_state", "dens
 
 @dataclass(frozen=True, eq=False)
 class SparseGradient:
-    """A gradient that is +0.0 but for ``values`` (fp32) at ``indices`` (uint32, strictly ascending): both 1-D.
+    """A gradient whose elements at ``indices`` are ``values`` and whose other elements are +0.0.
+
+    ``indices`` (uint32, strictly ascending) and ``values`` (fp32) are 1-D, contiguous, aligned, and of one length.
 
     Raises:
-        ConfigurationError: other dtypes, lengths that differ, indices that do not ascend.
+        ConfigurationError: for arrays of any other form.
     """
 
     indices: NDArray[np.uint32]
@@ -37,21 +39,22 @@ class SparseGradient:
             raise ConfigurationError("a sparse gradient's indices must ascend, each once")
 
     def dense(self, size: int) -> NDArray[np.float32]:
+        """The gradient as a new array of ``size`` elements. Errors: ``IndexError`` if an index is beyond it."""
         out = np.zeros(size, np.float32)
         out[self.indices] = self.values
         return out
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of ``indices`` that lies in ``start..stop-1``, as a half-open range of positions."""
+        """The positions in ``indices`` of those in ``start..stop-1``, as a half-open range."""
         if start >= stop:
             return 0, 0
-        # Asked with the indices' own dtype: for another one, NumPy copies all of them, tile after tile.
+        # In the dtype of the indices: for any other, NumPy copies all of them at each call.
         first = np.searchsorted(self.indices, np.uint32(start))
         last = np.searchsorted(self.indices, np.uint32(stop - 1), side="right")
         return int(first), int(last)
 
     def piece(self, start: int, stop: int) -> SparseGradient:
-        """The gradient of elements ``start..stop-1``, counted from ``start``."""
+        """The gradient of elements ``start..stop-1``, with indices that count from ``start``. The values are a view."""
         first, last = self.between(start, stop)
         return SparseGradient(self.indices[first:last] - np.uint32(start), self.values[first:last])
 
@@ -60,12 +63,15 @@ Gradient: TypeAlias = NDArray[np.float32] | SparseGradient
 
 
 def dense(gradient: Gradient, size: int) -> NDArray[np.float32]:
-    """The gradient as an array: itself, or zeros and the values."""
+    """The gradient as an array of ``size`` elements: a dense one itself, of a sparse one a new array."""
     return gradient.dense(size) if isinstance(gradient, SparseGradient) else gradient
 
 
 def check_state(state: Mapping[str, NDArray[np.float32]]) -> None:
-    """Refuse state that cannot be worked on in place: ``ConfigurationError``."""
+    """Check that a replay can work on the state in place: contiguous fp32 arrays, of one size, writable, disjoint.
+
+    Errors: ``ConfigurationError`` that names the array.
+    """
     size = next(iter(state.values())).size
     for name, array in state.items():
         check_array(name, array, size)
@@ -77,7 +83,10 @@ def check_state(state: Mapping[str, NDArray[np.float32]]) -> None:
 
 
 def check_gradients(state: Mapping[str, NDArray[np.float32]], gradients: Sequence[Gradient]) -> None:
-    """Refuse gradients that do not fit the state, or lie in its memory: ``ConfigurationError``."""
+    """Check that the gradients have the state's size and do not share its memory.
+
+    Errors: ``ConfigurationError`` that names the gradient.
+    """
     size = next(iter(state.values())).size
     for index, gradient in enumerate(gradients):
         name = f"gradients[{index}]"

@@ -1,9 +1,8 @@
-"""What a kernel is, in which forms it exists, and which of them runs.
+"""What a kernel is, in which forms it exists, and which form runs.
 
-A kernel is declared once, in :mod:`tiercheck.kernels.catalogue`: its reference in NumPy, which is its specification and
-gives it its name and its types, the module of :mod:`tiercheck.kernels.cpu` that has it in Numba, what it is on a GPU,
-and examples of calls. Everything else follows from that declaration: what a call runs, what :func:`warm_up` compiles,
-what NVRTC compiles, and what the tests compare.
+A kernel is declared once, in :mod:`tiercheck.kernels.catalogue`: its reference in NumPy, its Numba form, its CUDA
+forms, and examples of calls. Everything else follows from the declaration: which form a call runs, what :func:`warm_up`
+and NVRTC compile, and what the tests compare.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ WARM_UP_ELEMENTS = 512
 
 @dataclass(frozen=True)
 class CudaForm:
-    """A kernel on NVIDIA GPUs: a function that takes a stream and the caller's buffers."""
+    """A kernel on an NVIDIA GPU: a function that takes a stream and the caller's buffers."""
 
     function: str
-    """Its module in :mod:`tiercheck.kernels.cuda` and its name there: ``blocks:quantise_into``."""
+    """Its module in :mod:`tiercheck.kernels.cuda` and its name, such as ``blocks:quantise_into``."""
     entries: Mapping[str, tuple[str, ...]]
-    """By CUDA source, the ``__global__`` functions that it launches."""
+    """The ``__global__`` functions that it launches, by CUDA source."""
 
     def load(self) -> Callable[..., Any]:
         """The function. Errors: ``ImportError`` without CuPy."""

@@ -1,27 +1,31 @@
 """Runs of steps without a gradient, in closed form.
 
-An element's moments get a gradient in step a (or are what they were before step 1: a = 0), and none reaches them again
-until after step b. Step j of the run (a <= j <= b) finds them multiplied by the betas j - a times, and moves the
-parameter by ``w_j * m_a / (sqrt(v_a) + x_j)``, where, with ``B1`` and ``B2`` the products of the betas since a,
-``t_j = sqrt(B2) / root_correction_j``, ``w_j = step_size_j * B1 / t_j`` and ``x_j = eps_j / t_j``. With the decay that
-each movement still meets taken into the weights, what moves the parameter is a sum of ``w_j / (s + x_j)``,
-``s = sqrt(v_a)``, for which two fractions stand:
+An element has a gradient in step a, and none from then until step b. (a = 0 stands for the moments before step 1.) The
+steps a to b are a *run*. In step j of the run (a <= j <= b), Adam's moments are those of step a, multiplied by the
+betas of the steps since. The step moves the parameter by ``w_j * m_a / (s + x_j)`` with
+
+    ``s = sqrt(v_a)``,  ``t_j = sqrt(B2) / root_correction_j``,  ``w_j = step_size_j * B1 / t_j``,  ``x_j = eps_j /
+    t_j``
+
+where B1 and B2 are the products of the betas since a. Weight decay in the later steps scales a movement; its factor is
+taken into ``w_j``. The sum of ``w_j / (s + x_j)`` over the run is approximated by two fractions:
 
     ``param_b = D * param - m_a * (K1 / (s + X1) + K2 / (s + X2))``
 
-The nodes X and the weights K are those of Gauss' quadrature with the weights ``w_j`` at the points ``x_j``: they have
-the sum of the weights and the first three moments of the points. Its error is the integral of ``(x - X1)^2 (x - X2)^2``
-times at most ``1 / (s + min x_j)^5``; relative to the run's movement, which is at least ``1 / (s + mean x)``, at most
+D is the product of the decay factors. The nodes X and the weights K are those of the Gauss quadrature for the weights
+``w_j`` at the points ``x_j``: the sum of the weights and the first three moments agree. The error of the sum is at most
+the weighted mean square of ``(x - X1)(x - X2)``, times ``1 / (s + min x)^5``. The run's movement is at least
+``1 / (s + mean x)``, per weight. So the relative error is at most
 
-    ``E (mean x / min x) / (s + min x_j)^4``,  E the integral's share of the weights.
+    ``E (mean x / min x) / (s + min x)^4``,  E the weighted mean of ``(x - X1)^2 (x - X2)^2``.
 
-It is 0 in runs of one or two steps, and where eps is. Elements of which it may be more than :data:`TOLERANCE` are left
-to the exact steps: those whose root is near eps or below.
+It is 0 for runs of one or two steps, and if eps is 0. An element whose bound exceeds :data:`TOLERANCE`, since its root
+is near eps or below, takes the exact steps instead.
 
 Source: Golub and Welsch, *Calculation of Gauss quadrature rules* (Mathematics of Computation 23, 1969), for two nodes.
 
-Everything is rounded to fp32 once a run instead of once a step, in another order, so that the result is not the
-optimizer's bit for bit: an explicit choice.
+The result is rounded to fp32 once a run, not once a step, and in another order. It does not have the optimizer's bits:
+such a replay is used only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -36,42 +40,44 @@ from tiercheck.kernels.adam import AdamStep, Coefficients
 __all__ = ["RUN", "RUN_MAX", "TOLERANCE", "has_closed_form", "runs_of"]
 
 RUN_MAX = 64
-"""Steps whose runs are tabled together."""
+"""The most steps for which one table of runs is made."""
 
 TOLERANCE = 2.0**-19
-"""The largest error of a run that is not from rounding, relative to the movement in it."""
+"""The largest error of the closed form, rounding aside, relative to the run's movement."""
 
 SPREAD_MIN = 1e-13
-"""Points whose variance is a smaller share of their squared mean are one point: double precision sees no more."""
+"""If the variance of the points is a smaller share of their squared mean, they count as one point: fp64 cannot tell
+them apart."""
 
 RUN = np.dtype(
     [(name, np.float32) for name in ("beta1", "beta2", "decay", "weight1", "point1", "weight2", "point2", "least")],
     align=True,
 )
-"""A run's scalars: ``D`` is ``decay``, ``K`` and ``X`` are ``weight`` and ``point``; under ``least``, a second moment
-takes the exact steps."""
+"""A run's scalars: ``decay`` is D, ``weight`` and ``point`` are K and X. An element whose second moment is below
+``least`` takes the exact steps."""
 
 Doubles = NDArray[np.float64]
 
 
 def has_closed_form(step: AdamStep) -> bool:
-    """Whether a step without a gradient needs nothing but the moments: neither L2 decay nor a running maximum."""
+    """Whether a step without a gradient depends on the moments alone: it has neither L2 decay nor amsgrad's maximum."""
     return not step.coupled and not step.amsgrad
 
 
 @lru_cache(maxsize=16)
 def runs_of(steps: tuple[AdamStep, ...]) -> NDArray[np.void]:
-    """The scalars of every run, a record of :data:`RUN` each: ``[b, a]`` for steps a to b, or 1 to b where a is 0.
+    """The scalars of every run of these steps: an array of :data:`RUN`, of shape (n + 1, n + 1) for n steps.
 
-    Read-only, and kept: tensor after tensor takes the same steps.
+    Row b and column a hold the run of steps a to b; column 0 holds that of steps 1 to b. Entries with a > b are zero.
+    The result is read-only and cached, since every tensor takes the same steps.
     """
     size = len(steps) + 1
     runs = np.zeros((size, size), RUN)
     beta1, beta2, decay = np.ones(size), np.ones(size), np.ones(size)
-    sums = np.zeros((5, size))  # of the weights, times the points to the powers 0 to 4
+    sums = np.zeros((5, size))  # of weight * point**k for k = 0 to 4
     smallest, sound = np.full(size, np.inf), np.full(size, True)
     for b in range(size):
-        begun = slice(0, b + 1)  # the runs that have begun; the last of them with this step
+        begun = slice(0, b + 1)  # the runs that have begun; the last one begins with this step
         if b > 0:
             c = Coefficients.of(steps[b - 1])
             kept = float(c.decay) if c.decays else 1.0
@@ -92,7 +98,8 @@ def runs_of(steps: tuple[AdamStep, ...]) -> NDArray[np.void]:
 
 
 def fill_fractions(row: NDArray[np.void], sums: Doubles, smallest: Doubles, sound: NDArray[np.bool_]) -> None:
-    """The two fractions from the weights' sums, and from where on they are good enough; where not ``sound``: never."""
+    """Write the two fractions of each run, and ``least``, from the sums. A run that is not ``sound`` has ``least``
+    infinity: every element takes the exact steps."""
     total = sums[0]
     with np.errstate(all="ignore"):
         mean, power2, power3, power4 = sums[1:] / total
@@ -102,7 +109,7 @@ def fill_fractions(row: NDArray[np.void], sums: Doubles, smallest: Doubles, soun
         spread = variance > SPREAD_MIN * mean**2
         slant = np.where(spread, third / variance, 0)
         width = np.where(spread, np.sqrt(slant**2 + 4 * variance), 1)
-        below, above = (slant - width) / 2, (slant + width) / 2  # the nodes, as seen from the mean
+        below, above = (slant - width) / 2, (slant + width) / 2  # the nodes, less the mean
         error = np.where(spread, np.maximum(fourth - slant * third - variance**2, 0), 0)
         root = np.where(error > 0, (error * mean / (smallest * TOLERANCE)) ** 0.25 - smallest, 0)
         weight1 = np.where(spread, total * above / width, total)

@@ -1,7 +1,7 @@
-"""What one step of SGD is, apart from its state; and which of its steps can be replayed.
+"""The scalars of one step of SGD.
 
-Steps are replayed one after the other. Adding their gradients up first would save work without momentum, decay or a
-schedule, but ``p - lr * (g1 + g2)`` is rounded otherwise than ``(p - lr * g1) - lr * g2``: a sum is never exact.
+Steps are replayed one after the other. Without momentum, decay or a schedule, one step with the sum of the gradients
+would be less work. But ``p - lr * (g1 + g2)`` and ``(p - lr * g1) - lr * g2`` round differently, so it is not exact.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ __all__ = ["SgdCoefficients", "SgdStep"]
 
 @dataclass(frozen=True)
 class SgdStep:
-    """One step's scalars. ``first``: the tensor's first step with momentum, which starts its buffer with the gradient.
+    """One step's scalars. ``first``: the tensor's first step with momentum, which sets the buffer to the gradient.
 
     ``gradient_scale`` and ``maximize`` are as in :class:`~tiercheck.kernels.adam.AdamStep`.
 
     Source: Sutskever et al., *On the importance of initialization and momentum in deep learning* (2013), with
-    torch's changes, which its documentation of ``torch.optim.SGD`` states.
+    torch's changes, which the documentation of ``torch.optim.SGD`` states.
+
+    Errors: ``ConfigurationError`` for Nesterov's step without momentum.
     """
 
     lr: float
@@ -41,7 +43,7 @@ class SgdStep:
 
 @dataclass(frozen=True)
 class SgdCoefficients:
-    """An :class:`SgdStep` as torch's kernels use it: computed in double, then rounded to fp32."""
+    """The scalars of an :class:`SgdStep` as torch's kernels use them: computed in fp64, then rounded to fp32."""
 
     multiplier: np.float32
     decay: np.float32

@@ -1,6 +1,6 @@
-"""A kernel on several threads: the array in contiguous pieces, one a thread.
+"""Running a kernel on several threads: each thread works on one contiguous piece of the array.
 
-Compiled kernels release the GIL and start no thread of their own, so that what a caller grants is what runs.
+Compiled kernels release the GIL and start no threads, so that no more threads run than the caller grants.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ __all__ = ["PIECE_MIN", "run", "split"]
 Result = TypeVar("Result")
 
 PIECE_MIN = 1 << 16
-"""Fewer elements are not worth a thread."""
+"""Elements of a piece, at least: for fewer, starting a thread costs more than it saves."""
 
 
 def split(size: int, threads: int, *, unit: int = 64) -> list[slice]:
-    """``range(size)`` in at most ``threads`` contiguous pieces of about equal size; at least one, perhaps empty.
+    """``range(size)`` in at most ``threads`` contiguous pieces of about equal size. There is at least one, perhaps
+    empty.
 
-    Pieces start at multiples of ``unit``: blocks stay whole, and only the last piece has a vector tail, as the whole
-    array has. Errors: ``ValueError`` for less than one thread.
+    Pieces start at multiples of ``unit``. So blocks stay whole, and only the last piece ends in a partial vector, as
+    the whole array does. Errors: ``ValueError`` for less than one thread.
     """
     if threads < 1:
         raise ValueError(f"a kernel runs on at least one thread, not {threads}")
@@ -32,7 +33,10 @@ def split(size: int, threads: int, *, unit: int = 64) -> list[slice]:
 
 
 def run(function: Callable[[slice], Result], pieces: Sequence[slice]) -> list[Result]:
-    """``function`` of each piece, in the pieces' order; the first on the calling thread, each other on its own."""
+    """Call ``function`` with each piece, the first on the calling thread and each other on its own thread.
+
+    Returns the results in the order of the pieces. Errors: those of ``function``; every thread has ended then.
+    """
     if len(pieces) == 1:
         return [function(pieces[0])]
     with ThreadPoolExecutor(len(pieces) - 1, thread_name_prefix="tiercheck-kernel") as pool:

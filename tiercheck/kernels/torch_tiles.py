@@ -1,10 +1,9 @@
-"""Replay with torch's own operations, a tile at a time: for ``single_tensor`` and ``foreach``.
+"""Replay of Adam with torch's own operations, a tile at a time: for ``single_tensor`` and ``foreach``.
 
-Both run these operations in this order on CPU (``torch/optim/adam.py``: ``_single_tensor_adam``,
-``_multi_tensor_adam``). Each is elementwise, and its result does not depend on where in an array an element
-lies, so that the same operations on tiles give the same bits, with one read and one write of the state for any
-number of steps. Writing the arithmetic ourselves would not: torch's square root goes through a vector
-library that is not always correctly rounded.
+On a CPU both run the operations below in this order (``torch/optim/adam.py``: ``_single_tensor_adam`` and
+``_multi_tensor_adam``). Each operation is elementwise, and its result does not depend on the element's position. So
+the same operations on tiles give the same bits, and read and write the state once for any number of steps. A square
+root of our own would not do: torch takes it from a vector library that does not always round correctly.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from tiercheck.kernels.gradients import Gradient, SparseGradient
 __all__ = ["TILE", "replay_adam", "replay_adam_with_numba"]
 
 TILE = 32704
-"""Elements a tile: enough for torch's cost of a call to matter little, with state and gradient in the second-level
-cache, and under torch's grain size, so that each operation runs on the calling thread."""
+"""Elements of a tile. It is large enough that the cost of calling torch matters little, small enough that state and
+gradient stay in the second-level cache, and below torch's grain size, so that torch uses the calling thread alone."""
 
 Array = NDArray[np.float32]
 
@@ -36,7 +35,10 @@ def replay_adam(
     *,
     max_exp_avg_sq: Array | None = None,
 ) -> None:
-    """Apply the steps in order, in place. All arrays are 1-D, float32 and contiguous, of one size."""
+    """Apply the steps in order, in place. All arrays are 1-D, fp32, contiguous, and of one size.
+
+    ``max_exp_avg_sq`` is given if, and only if, the steps have amsgrad. A gradient may be sparse. Nothing is checked.
+    """
     state = [torch.from_numpy(array) for array in (param, exp_avg, exp_avg_sq)]
     largest = None if max_exp_avg_sq is None else torch.from_numpy(max_exp_avg_sq)
     scratch = torch.empty(3, TILE)
@@ -80,7 +82,7 @@ def one_step(
 
 
 def tile_of(gradient: Gradient, start: int, stop: int, zeros: Array) -> Array:
-    """A tile of a gradient: of a dense one a view, of a sparse one in the array given."""
+    """Elements ``start..stop-1`` of a gradient: a view of a dense one; a sparse one is written into ``zeros``."""
     if not isinstance(gradient, SparseGradient):
         return gradient[start:stop]
     first, last = gradient.between(start, stop)
@@ -99,10 +101,10 @@ def replay_adam_with_numba(
     max_exp_avg_sq: Array | None = None,
     contracted: bool,
 ) -> None:
-    """As :func:`replay_adam`, with torch for the square roots alone; the rest are two loops in Numba.
+    """:func:`replay_adam` in two loops of Numba, with torch for the square roots alone.
 
-    ``contracted``: torch's vector code fuses the multiplications of ``lerp`` and ``addcmul`` into their additions
-    (AVX2 and AVX-512), or does not.
+    ``contracted``: whether torch's vector code fuses the multiplications of ``lerp`` and ``addcmul`` into their
+    additions, as it does with AVX2 and AVX-512.
     """
     from tiercheck.kernels.cpu.compiled import frozen
     from tiercheck.kernels.cpu.replay import adam as cpu
@@ -128,7 +130,7 @@ def replay_adam_with_numba(
 
 
 def readable(gradient: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The same memory, without torch's warning about read-only arrays; nothing here writes to a gradient."""
+    """The same memory as a writable view, since torch warns about read-only arrays. Nothing here writes to it."""
     if gradient.flags.writeable:
         return gradient
     address = gradient.__array_interface__["data"][0]

@@ -13,7 +13,7 @@ from tiercheck.kernels.gradients import Gradient, dense
 __all__ = ["fma", "replay_fused_adam"]
 
 VECTOR = 8
-"""Lanes of the vectors in torch's fused kernel; it has no AVX-512 variant."""
+"""fp32 lanes of a vector in torch's fused kernel, which has no AVX-512 variant."""
 
 
 def replay_fused_adam(
@@ -28,9 +28,15 @@ def replay_fused_adam(
 ) -> None:
     """Apply the steps in order, in place, with the rounding of torch's fused CPU kernel.
 
-    ``contracted``: its compiler fused multiplications into additions (every x86 build with AVX2). There the second
-    moment of the last ``size % 8`` elements is contracted the other way round. ``exp_avg`` is a lerp in two
-    branches, as in torch's ``lerp``. ``max_exp_avg_sq`` is there for amsgrad. A sparse gradient is +0.0 elsewhere.
+    All arrays are fp32, 1-D, contiguous, and of one size; there is one gradient for each step. A sparse gradient is
+    +0.0 elsewhere. ``max_exp_avg_sq`` is given for amsgrad, and only then. Nothing is checked.
+
+    ``contracted``: the compiler fused multiplications into additions (every x86 build with AVX2). Then the second
+    moment of the last ``size % 8`` elements fuses the other product: ``fma(v, beta2, weight * g * g)``. ``exp_avg`` is
+    a lerp in two branches, as in torch's ``lerp``.
+
+    Source: Kingma and Ba, *Adam* (2015), algorithm 1; Loshchilov and Hutter, *Decoupled Weight Decay Regularization*
+    (2019), algorithm 2; the order of operations is that of torch's ``FusedAdamKernel.cpp``.
     """
     multiply_add = fma if contracted else multiply_then_add
     vectors = param.size - param.size % VECTOR
@@ -63,7 +69,9 @@ def replay_fused_adam(
 
 
 def raise_maximum(maximum: NDArray[np.float32], values: NDArray[np.float32], vectors: int) -> None:
-    """In place; a NaN stays or comes in, but behind the last whole vector none comes in: there it is ``std::max``."""
+    """Raise ``maximum`` to ``values``, in place. A NaN in either makes the maximum NaN. Behind the last whole vector,
+    torch uses ``std::max``: there a NaN in ``values`` leaves the maximum as it is.
+    """
     kept = maximum[vectors:].copy()
     np.maximum(maximum, values, out=maximum)
     maximum[vectors:] = np.where(np.isnan(values[vectors:]), kept, maximum[vectors:])
@@ -80,8 +88,8 @@ def fma(
 ) -> NDArray[np.float32]:
     """``a * b + c`` in fp32, rounded once.
 
-    The product is exact in fp64. The sum is rounded there *to odd*: its error (Knuth's TwoSum) says whether it is
-    inexact, and then the neighbour with the odd last bit is taken, from which rounding to fp32 cannot err twice.
+    The product is exact in fp64. The sum is rounded to fp64 *to odd*: Knuth's TwoSum computes its error, and if that is
+    not zero, the neighbour whose last bit is odd is taken. Rounding that number to fp32 gives the correct result.
 
     Source: Boldo and Melquiond, *Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
     odd* (2008), theorem 2.

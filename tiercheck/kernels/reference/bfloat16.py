@@ -13,28 +13,28 @@ INFINITY = np.uint16(0x7F80)
 
 
 def is_bfloat16(values: NDArray[np.float32]) -> bool:
-    """Whether bf16 holds every fp32 value exactly: its low 16 bits are zero."""
+    """Whether bf16 holds every value exactly, that is, whether the low 16 bits of each are zero."""
     return not np.any(values.view(np.uint32) & np.uint32(0xFFFF))
 
 
 def narrow_into(values: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-    """Write the upper 16 bits of fp32 values: their bf16 patterns, where :func:`is_bfloat16`.
+    """Write the upper 16 bits of fp32 values. If :func:`is_bfloat16`, these are their bf16 patterns.
 
-    Errors: ``ValueError`` where ``out`` has another size.
+    Errors: ``ValueError`` if ``out`` has another size.
     """
     check_pair(values, out)
     out[:] = values.view(np.uint32) >> np.uint32(16)
 
 
 def widen(patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The fp32 values of bf16 patterns; every bit survives."""
+    """The fp32 values of bf16 patterns, as a new array. Every bit survives."""
     return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def round_bfloat16_into(values: NDArray[np.float32], out: NDArray[np.uint16], *, threads: int = 1) -> None:
-    """Write the patterns of the nearest bf16, of two the even one; 0x7FC0 for every NaN.
+    """Write the pattern of the nearest bf16 of each value, ties to even; 0x7FC0 for every NaN.
 
-    Errors: ``ValueError`` where ``out`` has another size.
+    Errors: ``ValueError`` if ``out`` has another size.
     """
     check_pair(values, out)
     bits = values.view(np.uint32)
@@ -43,10 +43,10 @@ def round_bfloat16_into(values: NDArray[np.float32], out: NDArray[np.uint16], *,
 
 
 def lose_bfloat16(values: NDArray[np.float32], residual: NDArray[np.float32], *, threads: int = 1) -> None:
-    """Add to ``residual`` what ``values`` lose as bf16: ``residual + (values - rounded)``, an fp32 subtraction and an
-    addition; 0 where what is rounded to is not finite.
+    """Add to ``residual``, in place, what ``values`` lose when they are rounded to bf16.
 
-    Errors: ``ValueError`` where ``residual`` has another size.
+    That is ``residual + (values - rounded)``, an fp32 subtraction and an fp32 addition; 0 if the rounded value is not
+    finite. Errors: ``ValueError`` if ``residual`` has another size.
     """
     check_pair(values, residual)
     patterns = np.empty(values.size, np.uint16)

@@ -1,11 +1,17 @@
-"""Block quantisation in NumPy: 8-bit codes, and a scale a block; and what the encoders of blocks share.
+"""Block quantisation in NumPy: 8-bit codes with one scale for each block; and what all encoders of blocks share.
 
-An encoder encodes ``x``, which is ``values``, or their square roots, correctly rounded, where ``rooted``; less
-``before`` (fp32, one a value), one fp32 subtraction an element, where that is given; plus the ``residual`` (fp32, one a
-value, writable), one fp32 addition an element, where that is given. A last, short block is one that ends in zeros.
+Every encoder (``quantise_*_into``) encodes ``x``, which it computes from ``values`` in this order:
 
-In a residual it leaves what the codes lose: ``x - decoded``, one fp32 subtraction, or 0 where that is not finite. Added
-to the next values, it is sent then (error feedback: Seide et al. 2014, "1-bit stochastic gradient descent", section 3).
+- ``rooted``: the square roots of the values, correctly rounded, instead of the values;
+- ``before`` (fp32, one for each value), if given, is subtracted: one fp32 subtraction an element;
+- ``residual`` (fp32, one for each value, writable), if given, is added: one fp32 addition an element.
+
+A last, short block is filled up with zeros. In ``residual`` the encoder leaves what the codes lose: ``x - decoded``,
+one fp32 subtraction, or 0 if that is not finite. The caller passes it with the next values, which then carry it (error
+feedback).
+
+Source: Dettmers et al., *8-bit Optimizers via Block-wise Quantization* (2022), section 2.1, with linear codes; error
+feedback: Seide et al., *1-bit stochastic gradient descent* (2014), section 3.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ LARGEST = np.finfo(np.float32).max
 INT8_MAX = np.float32(127)
 
 MULTIPLIED_MIN, MULTIPLIED_MAX = np.float32(2.0**-126), np.float32(2.0**126)
-"""Between these, a scale and its reciprocal are both normal numbers, and :func:`quotients` multiplies."""
+"""If a scale is in this range, it and its reciprocal are normal numbers, and :func:`quotients` multiplies."""
 
 
 def quantise_into(
@@ -50,16 +56,17 @@ def quantise_into(
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> bool:
-    """Write 8-bit codes, and a scale for every block of 256: ``x ~ code * scale``, ``|error| <= scale / 2``.
+    """Write 8-bit codes, and one scale for each block of 256: ``x ~ code * scale``, ``|error| <= scale / 2``.
 
-    The scale is the block's largest finite magnitude / 127, rounded up where 127 scales would not reach it
-    (denormals); the code is :func:`quotients` of x and the scale, rounded half to even. A value that is not finite
-    gets the code -128, and leaves its block's scale alone. The bound on the error holds to 127 units in the last
-    place of fp32 at the scale: ``|error| <= scale * (1/2 + 127 * 2**-22)``, of which the reciprocal takes a third,
-    the product another and the product of decoding the last, with as much to spare.
+    The scale is the block's largest finite magnitude / 127, or the next number up if 127 scales do not reach that
+    magnitude (denormals). The code is :func:`quotients` of x and the scale, rounded half to even. An x that is not
+    finite has the code -128 and does not affect the scale.
 
-    ``codes`` has as many elements as ``values``, ``scales`` one a block. Returns whether any x is not
-    finite. Errors: ``ValueError`` for other sizes.
+    With rounding, ``|error| <= scale * (1/2 + 127 * 2**-22)``: the reciprocal, the product and the product of decoding
+    each add at most ``127 * 2**-24`` scales.
+
+    ``codes`` has as many elements as ``values``, ``scales`` one for each block; ``before``, ``rooted`` and ``residual``
+    as in the module's description. Returns whether any x is not finite. Errors: ``ValueError`` for other sizes.
     """
     check_sizes(values.size, codes, scales)
     x = in_blocks(values, before, rooted, residual, BLOCK)
@@ -74,7 +81,7 @@ def quantise_into(
 
 
 def scales_reaching(largest: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``largest / 127``, or the next number up where 127 times that falls short of ``largest``."""
+    """``largest / 127``, or the next number up if 127 times that is less than ``largest``."""
     scales = largest / INT8_MAX
     with np.errstate(over="ignore"):
         short = scales * INT8_MAX < largest
@@ -82,10 +89,10 @@ def scales_reaching(largest: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def dequantise(codes: NDArray[np.int8], scales: NDArray[np.float32], *, threads: int = 1) -> NDArray[np.float32]:
-    """``code * scale`` in fp32, within the finite numbers; NaN for the code -128, and where the scale makes it NaN.
+    """The fp32 values ``code * scale``, clipped to the finite numbers; NaN for the code -128 or a scale that is NaN.
 
-    Any codes and any scales decode; an encoder's scales are finite and not negative.
-    Errors: ``ValueError`` unless there is one scale a block.
+    Any codes and any scales decode; those of an encoder are finite and not negative.
+    Errors: ``ValueError`` if there is not one scale for each block of codes.
     """
     check_sizes(codes.size, codes, scales)
     spread = np.repeat(scales, BLOCK)[: codes.size]
@@ -100,7 +107,7 @@ def check_sizes(size: int, codes: NDArray[np.int8], scales: NDArray[np.float32])
 
 
 def check_size(what: str, array: NDArray[np.generic], needed: int, size: int) -> None:
-    """``ValueError`` unless ``array`` has the elements that ``size`` values need."""
+    """Errors: ``ValueError`` if ``array`` has not ``needed`` elements, which ``size`` values need."""
     if array.size != needed:
         raise ValueError(f"{size} values need {needed} {what}, not {array.size}")
 
@@ -112,9 +119,9 @@ def in_blocks(
     residual: NDArray[np.float32] | None,
     block: int,
 ) -> NDArray[np.float32]:
-    """``x`` as rows of ``block`` elements, the last one filled up with zeros.
+    """``x`` (see the module's description) as rows of ``block`` elements, the last one filled up with zeros.
 
-    Errors: ``ValueError`` where there is not one ``before``, or one residual, a value.
+    Errors: ``ValueError`` if ``before`` or ``residual`` is given and has another size than ``values``.
     """
     rows = np.zeros((-(-values.size // block), block), np.float32)
     x = rows.reshape(-1)[: values.size]
@@ -132,11 +139,11 @@ def in_blocks(
 
 
 def quotients(x: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of finite ``x`` over their finite scales (one a row): what is rounded to a code.
+    """Rows of finite ``x`` divided by their finite scales, one for each row: codes are made of these quotients.
 
-    ``x * (1 / scale)``, the reciprocal and the product each rounded to fp32, where the scale lies in
-    [2**-126, 2**126], so that neither it nor its reciprocal is a denormal; elsewhere ``x / scale``, rounded once;
-    and 0 where the scale is 0.
+    If the scale is in [2**-126, 2**126], so that neither it nor its reciprocal is a denormal, the quotient is
+    ``x * (1 / scale)``, with the reciprocal and the product each rounded to fp32. Else it is ``x / scale``, rounded
+    once, or 0 if the scale is 0.
     """
     divisors = np.where(scales == 0, np.float32(1), scales)[:, None]
     multiplied = (divisors >= MULTIPLIED_MIN) & (divisors <= MULTIPLIED_MAX)
@@ -145,7 +152,7 @@ def quotients(x: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np
 
 
 def keep_lost(x: NDArray[np.float32], decoded: NDArray[np.float32], residual: NDArray[np.float32]) -> None:
-    """Leave ``x - decoded`` in ``residual``, and 0 where that is not finite. ``x`` as :func:`in_blocks` gave it."""
+    """Write ``x - decoded`` to ``residual``, or 0 if that is not finite. ``x`` is what :func:`in_blocks` returned."""
     with np.errstate(invalid="ignore"):
         lost = x.reshape(-1)[: residual.size] - decoded
     residual[:] = np.where(np.isfinite(lost), lost, np.float32(0))

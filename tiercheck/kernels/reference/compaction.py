@@ -1,10 +1,11 @@
 """Compaction in NumPy: the elements of largest magnitude of a gradient, in order.
 
-``values`` are fp32, fp16, or bf16 patterns (uint16). Whatever they are, survivors and residuals are fp32.
+``values`` are fp32, fp16, or bf16 patterns (uint16). *Survivors*, the elements that are kept, are always fp32, and so
+are residuals.
 
-With error feedback, ``residual`` (fp32, one an element, in the caller's memory) holds what earlier encodings lost. Then
-``x = values + residual``, one fp32 addition an element, takes the place of the values, and ``residual`` becomes ``x``:
-what is stored of the survivors, the caller takes off it with :func:`tiercheck.kernels.reference.settle`.
+With error feedback, ``residual`` (fp32, one for each element, writable) holds what earlier encodings lost. Then
+``x = values + residual``, one fp32 addition an element, is compacted instead of the values, and ``residual`` becomes
+``x``. The caller then subtracts what it stored of the survivors: :func:`tiercheck.kernels.settle`.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ __all__ = [
 Values: TypeAlias = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
 
 SAMPLES = 1 << 16
-"""Elements :func:`select_threshold` looks at."""
+"""Elements that :func:`select_threshold` looks at."""
 
 SAMPLED_TOGETHER = 4
-"""Neighbours among them. They share a line of the cache, and reading lines is what samples cost. Runs of four, each
-from a stratum of its own, tell as much of real gradients as single samples that know nothing of one another: over 60
-seeds the share reached varied by 3.5 % and 4.0 % (standard deviation, ratio 0.01); by 4.6 % with runs of 8."""
+"""Consecutive elements in one run of samples. They share a cache line, and the cost of sampling is that of reading
+cache lines. On real gradients, runs of four, each from its own stratum, estimate the threshold as well as independent
+single samples: over 60 seeds the standard deviation of the share that reached it was 3.5 % and 4.0 % (ratio 0.01); it
+was 4.6 % with runs of eight."""
 
 ELEMENTS_MAX = 2**32 - 1
-"""Indices have 32 bits."""
+"""The most elements of one call: indices have 32 bits."""
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 
@@ -55,12 +57,15 @@ INFINITY = np.uint32(0x7F800000)
 def select_threshold(
     values: Values, ratio: float, seed: int, *, residual: NDArray[np.float32] | None = None, threads: int = 1
 ) -> float:
-    """A magnitude that about ``ratio`` of ``values`` (plus ``residual``) reach, from a fixed number of random samples.
+    """A magnitude that about the share ``ratio`` of ``values`` (plus ``residual``) reach, estimated from random
+    samples.
 
-    Deterministic for (seed, size, values, residual), none of which it changes. With 64K samples the share reached is
-    within a tenth of a ratio of 0.01, as a rule; where neighbours have the same magnitude, four samples tell as much as
-    one, and it is within a fifth. Never zero (a zero tells nothing) and never above infinity, so that
-    :func:`compact` keeps whatever is not finite.
+    The result is a function of (seed, size, values, residual, ratio); no argument is changed. With ``SAMPLES`` samples
+    and a ratio of 0.01, the share that reaches it is usually within a tenth of the ratio. If neighbours have equal
+    magnitudes, four samples carry as much information as one, and it is within a fifth. The result is never zero, and
+    never above infinity, so that :func:`compact` keeps every element that is not finite.
+
+    Errors: ``ValueError`` for a ratio outside of (0, 1], and for arrays as :func:`compact`.
 
     Source: Deep Gradient Compression (Lin et al., 2018), section 3, with a fixed number of samples instead of a share.
     """
@@ -79,13 +84,14 @@ def select_threshold(
 
 
 def sample_positions(size: int, seed: int) -> NDArray[np.uint32]:
-    """Where :func:`select_threshold` looks: ``SAMPLES`` random positions below ``size``, a function of both.
+    """The positions of :func:`select_threshold`'s samples: ``SAMPLES`` of them below ``size``, a function of size and
+    seed.
 
-    They are runs of ``SAMPLED_TOGETHER`` neighbours, which begin at multiples of that: one run at random from each of
-    as many strata of equal size, in order; two strata may share a run at their border. (Up to three elements at the
-    end belong to no run.) The number of a run is hashed by two rounds of multiplications and shifts, with the seed's
-    keys before each, to 32 bits, which are scaled to its stratum: any number of them can be had at once, on any
-    device. ``size`` is ``SAMPLES`` to 2**32 - 1.
+    The elements are divided into strata of equal size, one for each run of ``SAMPLED_TOGETHER`` consecutive samples.
+    Each run begins at a random multiple of ``SAMPLED_TOGETHER`` in its stratum; two strata may share a run at their
+    border, and up to three elements at the end belong to no run. The begin is a 32-bit hash of the run's number and the
+    seed's keys, scaled to the stratum, so that all positions can be computed in parallel, on any device. ``size`` is
+    ``SAMPLES`` to 2**32 - 1.
 
     Source: the constants and shifts are those of lowbias32 (Wellons, hash-prospector, 2018).
     """
@@ -116,13 +122,13 @@ def sample_keys(seed: int) -> tuple[np.uint32, np.uint32]:
 def compact(
     values: Values, threshold: float, *, residual: NDArray[np.float32] | None = None, threads: int = 1
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """The indices (ascending) and values of the elements whose magnitude is at least ``threshold``.
+    """The indices (uint32, ascending) and values (fp32) of the elements whose magnitude is at least ``threshold``.
 
-    Magnitudes are compared as integers: a NaN is larger than an infinity, which is larger than any number, so
-    that no threshold up to infinity loses one. ``residual``, if given, is left as ``values + residual``.
+    Magnitudes are compared as integers: a NaN is larger than an infinity, and an infinity larger than any number. So a
+    threshold up to infinity keeps them all. If ``residual`` is given, it becomes ``values + residual``.
 
-    Errors: ``ValueError`` for 2**32 elements or more, a threshold that is no magnitude, and arrays of other sizes,
-    dtypes or layouts than the module's; nothing was touched then.
+    Errors: ``ValueError`` for 2**32 elements or more, for a threshold that is negative or NaN, and for arrays of other
+    sizes, dtypes or layouts than the module's; nothing was changed then.
     """
     check_values(values, residual)
     least = threshold_bits(threshold)
@@ -142,11 +148,11 @@ def compact_into(
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> int:
-    """:func:`compact` into the caller's buffers, of one size; returns how many elements reach ``threshold``.
+    """:func:`compact` into the caller's buffers, both of one size. Returns how many elements reach ``threshold``.
 
-    Where that is more than the buffers hold, they hold the first ones, in index order; where it is less, what stands
-    behind them is not specified. Either way ``residual`` is ``values + residual`` for **all** elements: a caller for
-    whom the buffers were too small goes on with ``compact(residual, threshold)``.
+    If more elements reach it than the buffers hold, the buffers hold the first ones, in index order. If fewer do, the
+    rest of the buffers is unspecified. In both cases ``residual`` becomes ``values + residual`` for **all** elements:
+    if the buffers were too small, the caller goes on with ``compact(residual, threshold)``.
 
     Errors: as :func:`compact`, and ``ValueError`` for buffers that are not writable, fp32 and uint32, and of one size.
     """
@@ -166,7 +172,7 @@ def threshold_bits(threshold: float) -> np.uint32:
 
 
 def widened(values: Values) -> NDArray[np.float32]:
-    """The values in fp32; every bit of them survives."""
+    """The values in fp32, without a loss."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32, copy=False)
@@ -180,7 +186,7 @@ def added(values: Values, residual: NDArray[np.float32] | None) -> NDArray[np.fl
 
 
 def wanted_of(samples: int, ratio: float) -> int:
-    """How many of the samples are to reach the threshold."""
+    """How many of the samples shall reach the threshold."""
     return min(samples, max(1, round(ratio * samples)))
 
 
@@ -190,7 +196,7 @@ def check_ratio(ratio: float) -> None:
 
 
 def check_values(values: Values, residual: NDArray[np.float32] | None) -> None:
-    """Errors: ``ValueError`` where a compaction cannot work on these arrays."""
+    """Errors: ``ValueError`` if a compaction cannot work on these arrays."""
     if values.dtype not in (np.float32, np.float16, np.uint16):
         raise ValueError(f"values are float32, float16 or bf16 patterns (uint16), not {values.dtype}")
     if values.size > ELEMENTS_MAX:
@@ -204,7 +210,7 @@ def check_values(values: Values, residual: NDArray[np.float32] | None) -> None:
 
 
 def check_buffers(indices: NDArray[np.uint32], survivors: NDArray[np.float32]) -> None:
-    """Errors: ``ValueError`` where a compaction cannot write to these arrays."""
+    """Errors: ``ValueError`` if a compaction cannot write to these arrays."""
     if indices.dtype != np.uint32 or survivors.dtype != np.float32 or indices.size != survivors.size:
         raise ValueError(
             f"indices are uint32 and survivors float32, one each; not {indices.size} {indices.dtype} and "

@@ -1,17 +1,17 @@
-"""Exponents in few bits, in NumPy: those of a block lie close together, and a block is coded against its own.
+"""Lossless coding of exponents in few bits, in NumPy.
 
-Neighbouring elements of a gradient have exponents that differ by a few, those of a whole tensor by dozens. A code of
-three bits counts down from an exponent that is the block's own; its last value stands for an exponent that is stored as
-it is. On gradients that takes 3.4 bits an element, where the entropy of all exponents together is 3.6; and hardly any
-of it depends on the elements before, so that it is several times as fast as a coder of symbols.
+The exponents of neighbouring elements of a gradient differ by a few; those of a whole tensor differ by dozens. So each
+block has its own *highest* exponent, and a code of three bits counts down from it. The last code stands for an exponent
+that is stored as it is. On gradients this takes 3.4 bits an element; the entropy of the exponents of a whole tensor is
+3.6. Hardly any step depends on earlier elements, so that it is several times as fast as an entropy coder.
 
-What n exponents are packed into, blocks being of 256 and the last one filled up with its last exponent:
+The format. Blocks have 256 exponents; a last, short block is filled up with its last exponent. In this order:
 
-- one byte a block: the *highest* exponent that it codes;
-- 96 bytes a block: the codes, ``highest - exponent`` from 0 to 6, or 7. First the low two bits of each: those of
-  elements j, j + 64, j + 128 and j + 192 in byte j, the first in the lowest bits. Then the high bits: those of j,
-  j + 32, ... in byte j;
-- one byte each: the exponents whose code is 7, in order.
+- for each block, one byte: the *highest* exponent that it codes;
+- for each block, 96 bytes: the codes, which are ``highest - exponent`` if that is 0 to 6, else 7. The first 64 bytes
+  are the low two bits of each code: byte j holds those of elements j, j + 64, j + 128 and j + 192, from its lowest bits
+  up. The last 32 bytes are the high bits: byte j holds those of elements j, j + 32, ..., j + 224;
+- for each code 7, in order, one byte: the exponent.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 EXPONENT_BLOCK = 256
 CODE_BYTES = EXPONENT_BLOCK * 3 // 8
 CODED = 7
-"""As many exponents a block has codes for, from the highest one down."""
+"""Exponents for which a block has a code: the highest one and the six below it."""
 STORED = 7
-"""The code of any other."""
+"""The code of every other exponent, which is stored as it is."""
 
 
 def blocks_of(size: int) -> int:
@@ -45,16 +45,16 @@ def blocks_of(size: int) -> int:
 
 
 def packed_bytes_max(size: int) -> int:
-    """Bytes that ``size`` exponents take at most."""
+    """The most bytes that ``size`` packed exponents take."""
     return blocks_of(size) * (1 + CODE_BYTES + EXPONENT_BLOCK)
 
 
 def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> int:
-    """Write them to the front of ``packed``; returns the bytes that they take.
+    """Pack ``exponents`` (uint8, 1-D) into the front of ``packed`` (uint8, 1-D). Returns the bytes that they take.
 
-    Of the exponents from a block's largest one down to six less, that is chosen as the highest with which the fewest
-    have to be stored; the larger one, where that is no reason. Errors: ``ValueError`` where ``packed`` has not the room
-    of :func:`packed_bytes_max`.
+    A block's *highest* is chosen among its largest exponent and the six below that, so that the fewest exponents are
+    stored; of equally good ones, the largest. Errors: ``ValueError`` if ``packed`` is smaller than
+    :func:`packed_bytes_max`.
     """
     check_room(exponents.size, packed)
     blocks = in_blocks(exponents)
@@ -71,9 +71,9 @@ def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> i
 def split_and_pack_exponents(
     patterns: NDArray[np.uint16] | NDArray[np.uint32], rest: NDArray[np.uint8], packed: NDArray[np.uint8]
 ) -> int:
-    """Part ``patterns`` as :func:`split_exponents` does, and pack the exponents as :func:`pack_exponents` does.
+    """:func:`split_exponents` and :func:`pack_exponents` in one call. Returns the bytes that the exponents take.
 
-    (A device does the one after the other, which are two launches.) Errors: as theirs; nothing is written then.
+    Errors: those of the two; nothing was written then.
     """
     check_rest(patterns, rest)
     check_room(patterns.size, packed)
@@ -83,9 +83,9 @@ def split_and_pack_exponents(
 
 
 def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) -> None:
-    """Write to ``exponents`` what :func:`pack_exponents` has packed. Any bytes of the right number make exponents.
+    """Write to ``exponents`` (uint8, 1-D) what :func:`pack_exponents` has packed. Any bytes of the right length decode.
 
-    Errors: ``ValueError`` where it is not the right number, for that many exponents and codes of 7.
+    Errors: ``ValueError`` if the length of ``packed`` is not that of so many exponents with so many codes 7.
     """
     count = blocks_of(exponents.size)
     check_packed(count, packed)
@@ -114,7 +114,7 @@ def packed_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def unpacked_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The inverse."""
+    """The inverse of :func:`packed_codes`."""
     low = packed[:, None, :64] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
     high = packed[:, None, 64:] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
     codes: NDArray[np.uint8] = low.reshape(-1, EXPONENT_BLOCK) | high.reshape(-1, EXPONENT_BLOCK) << np.uint8(2)

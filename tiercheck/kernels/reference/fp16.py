@@ -1,4 +1,4 @@
-"""fp32 values as fp16 under one power-of-two scale, in NumPy: without a scale, small gradients flush to zero."""
+"""fp32 values as fp16 under one power-of-two scale, in NumPy. Without a scale, small gradients would become zero."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["EXPONENT_MAX", "check_exponent", "check_halves", "from_half", "to_ha
 LARGEST = np.finfo(np.float32).max
 
 EXPONENT_MAX = 15 + 149
-"""No scale shifts further: that of the smallest denormal of fp32."""
+"""The largest magnitude of a scale's exponent: that for the smallest denormal of fp32."""
 
 
 def to_half(survivors: NDArray[np.float32], out: NDArray[np.float16]) -> int:
-    """Write ``survivors * 2**exponent`` in fp16, rounded once, to nearest even; returns the exponent.
+    """Write ``survivors * 2**exponent`` (fp32) to ``out`` (fp16), rounded once, half to even. Returns the exponent.
 
-    It brings the largest finite magnitude to [2**14, 2**15); it is 15 where there is none but zero. So a value is off
-    by at most 2**-11 of itself, or by 2**-39 of the largest. Infinities stay, NaNs keep their upper bits, quieted.
-    Errors: ``ValueError`` where ``out`` has another size.
+    The exponent brings the largest finite magnitude to [2**14, 2**15); it is 15 if no finite survivor is other than
+    zero. So the error of a value is at most 2**-11 of itself, or 2**-39 of the largest. Infinities stay infinities;
+    NaNs keep their upper bits and become quiet. Errors: ``ValueError`` if ``out`` has another size or dtype.
     """
     check_halves(survivors, out)
     largest = np.abs(survivors[np.isfinite(survivors)]).max(initial=0)
@@ -29,10 +29,10 @@ def to_half(survivors: NDArray[np.float32], out: NDArray[np.float16]) -> int:
 
 
 def from_half(halves: NDArray[np.float16], exponent: int) -> NDArray[np.float32]:
-    """``halves * 2**-exponent`` in fp32, rounded once; what is finite stays so, if need be as the largest number.
+    """The values ``halves * 2**-exponent`` in fp32, rounded once. A finite value stays finite, clipped to the largest.
 
-    (The largest numbers of fp32 round to 2**15 in fp16, which is 2**128 when scaled back.)
-    Errors: ``ValueError`` for an exponent that no scale has.
+    (The largest numbers of fp32 round to 2**15 in fp16, which becomes 2**128 when it is scaled back.)
+    Errors: ``ValueError`` if ``exponent`` is more than :data:`EXPONENT_MAX` away from zero.
     """
     check_exponent(exponent)
     with np.errstate(all="ignore"):

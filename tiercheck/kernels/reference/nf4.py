@@ -1,4 +1,4 @@
-"""4-bit block quantisation in NumPy: NormalFloat-4, two codes a byte, a scale a block.
+"""4-bit block quantisation in NumPy: NormalFloat-4, two codes in a byte, one scale for each block.
 
 Source: QLoRA (Dettmers et al., 2023), section 3 and appendix E.
 """
@@ -41,18 +41,19 @@ LEVELS = np.array(
     ],
     np.float32,
 )
-"""What the 16 codes stand for, in scales: quantiles of the normal distribution, with 0 and both ends exact."""
+"""The values of the 16 codes, in units of the scale: quantiles of the normal distribution; -1, 0 and 1 are exact."""
 
 BOUNDARIES = ((LEVELS[:-1].astype(np.float64) + LEVELS[1:]) / 2).astype(np.float32)
-"""The middles between neighbouring levels, rounded to fp32: a code is the number of them that lie below."""
+"""The midpoints of neighbouring levels, rounded to fp32. A code is the number of boundaries below the quotient."""
 
 ZERO_CODE = 7
 
 HALF = BLOCK // 2
-"""Bytes a block: byte j holds the code of element j in its low nibble, and of element j + 128 in its high one."""
+"""Bytes of a block's codes. Byte j holds the code of element j in its low nibble, that of element j + 128 in the
+high."""
 
 POISONED = np.uint32(0x7FC00000)
-"""The pattern of the scale of a block that holds a NaN or an infinity."""
+"""The fp32 pattern of the scale of a block with a NaN or an infinity."""
 
 
 def quantise_nf4_into(
@@ -65,16 +66,17 @@ def quantise_nf4_into(
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> bool:
-    """Write 128 bytes of codes, and a scale, for every block of 256: ``x ~ LEVELS[code] * scale``.
+    """Write 128 bytes of codes and one scale for each block of 256: ``x ~ LEVELS[code] * scale``.
 
-    The scale is the block's largest magnitude. The code is that of the level nearest to :func:`quotients` of x and
-    the scale: the number of ``BOUNDARIES`` less than it, so that a tie goes to the lower level. So ``|error|`` is at
-    most half of the widest gap between levels, .1519037 scales, and 2**-22 of the scale, and 2**-150 (denormals),
-    more. Elements past the end are zeros. A block with a NaN or an infinity is poisoned: its codes are those of
-    zeros, its scale is NaN (0x7FC00000), all of it decodes to NaN and its residual is 0.
+    The scale is the block's largest magnitude. The code is that of the level nearest to :func:`quotients` of x and the
+    scale: the number of ``BOUNDARIES`` below it, so that a tie goes to the lower level. ``|error|`` is at most half of
+    the widest gap between levels, 0.1519037 scales, plus 2**-22 scales, plus 2**-150 (denormals). A block with a NaN or
+    an infinity is *poisoned*: its codes are those of zeros, its scale is NaN (0x7FC00000), all of its elements decode
+    to NaN, and its residual is 0.
 
-    ``codes`` has 128 bytes a block, ``scales`` one element. Returns whether any x is not
-    finite. Errors: ``ValueError`` for other sizes.
+    ``codes`` has 128 bytes for each block, ``scales`` one element; ``before``, ``rooted`` and ``residual`` as in
+    :mod:`tiercheck.kernels.reference.blocks`. Returns whether any x is not finite. Errors: ``ValueError`` for other
+    sizes.
     """
     check_sizes(values.size, codes, scales)
     x = in_blocks(values, before, rooted, residual, BLOCK)
@@ -92,9 +94,9 @@ def quantise_nf4_into(
 def dequantise_nf4(
     codes: NDArray[np.uint8], scales: NDArray[np.float32], size: int, *, threads: int = 1
 ) -> NDArray[np.float32]:
-    """The first ``size`` values: ``LEVELS[code] * scale``, rounded once. Any codes and any scales decode.
+    """The first ``size`` values: ``LEVELS[code] * scale``, rounded once to fp32. Any codes and any scales decode.
 
-    Errors: ``ValueError`` unless codes and scales have the sizes that ``size`` values need.
+    Errors: ``ValueError`` if codes and scales do not have the sizes that ``size`` values need.
     """
     check_sizes(size, codes, scales)
     rows = codes.reshape(-1, HALF)

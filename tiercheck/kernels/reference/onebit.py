@@ -1,4 +1,4 @@
-"""1-bit block quantisation in NumPy: the signs, and a bf16 scale a block.
+"""1-bit block quantisation in NumPy: the signs, and one bf16 scale for each block.
 
 Source: 1-bit stochastic gradient descent (Seide et al., 2014), with the mean magnitude of a block as its scale
 (signSGD with error feedback: Karimireddy et al., 2019).
@@ -25,13 +25,13 @@ ONEBIT_BLOCK = 128
 """Elements that share a scale in :func:`quantise_onebit_into`."""
 
 SIGN_BYTES = ONEBIT_BLOCK // 8
-"""Bytes of signs a block."""
+"""Bytes of a block's signs."""
 
 POISONED_PATTERN = 0x7FC0
-"""The bf16 pattern of the scale of a block that holds a NaN or an infinity."""
+"""The bf16 pattern of the scale of a block with a NaN or an infinity."""
 
 LARGEST_PATTERN = 0x7F7F
-"""The bf16 pattern of the largest finite number: no scale of finite values is above it."""
+"""The bf16 pattern of the largest finite number. No scale of finite values is above it."""
 
 
 def quantise_onebit_into(
@@ -44,15 +44,16 @@ def quantise_onebit_into(
     residual: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> bool:
-    """Write 16 bytes of signs, and a bf16 scale, for every block of 128: ``x ~ scale``, or ``-scale`` for a set bit.
+    """Write 16 bytes of signs and one bf16 scale for each block of 128: ``x ~ scale``, or ``-scale`` if the bit is set.
 
-    Bit j % 8 of byte j // 8 is the sign bit of element j, also of a zero; elements past the end have none. The scale
-    is the block's :func:`mean_magnitudes`, rounded to bf16 (half to even), at most the largest finite one. A block
-    with a NaN or an infinity is poisoned: no bit is set, its scale is NaN (0x7FC0), all of it decodes to NaN and its
+    Bit j % 8 of byte j // 8 is the sign bit of element j, also that of a zero. The scale is the block's
+    :func:`mean_magnitudes`, rounded to bf16 (half to even), and at most the largest finite number. A block with a NaN
+    or an infinity is *poisoned*: no bit is set, its scale is NaN (0x7FC0), all of its elements decode to NaN, and its
     residual is 0.
 
-    ``bits`` has 16 bytes a block, ``scales`` one pattern. Returns whether any x is not
-    finite. Errors: ``ValueError`` for other sizes.
+    ``bits`` has 16 bytes for each block, ``scales`` one bf16 pattern; ``before``, ``rooted`` and ``residual`` as in
+    :mod:`tiercheck.kernels.reference.blocks`. Returns whether any x is not finite. Errors: ``ValueError`` for other
+    sizes.
     """
     check_sizes(values.size, bits, scales)
     x = in_blocks(values, before, rooted, residual, ONEBIT_BLOCK)
@@ -67,12 +68,12 @@ def quantise_onebit_into(
 
 
 def mean_magnitudes(x: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """The mean magnitude of each row's elements, of which there are ``size`` in all, and zeros beyond.
+    """The mean magnitude of each row of ``x``. There are ``size`` elements in all; those beyond are zeros.
 
-    Every magnitude is multiplied by 2**-7, so that no sum overflows (what gets under 2**-149 by it is rounded), then
-    element j of the first half is added to element j of the second, until one is left: 64 sums, 32, 16, 8, 4, 2, 1,
-    each rounded to fp32. A last, short block's sum is multiplied by 128 / elements (rounded to fp32), which may
-    overflow.
+    Every magnitude is multiplied by 2**-7, so that no sum overflows (a product below 2**-126 may be rounded). Then
+    element j of the first half is added to element j of the second half, again and again, until one is left: 64 sums,
+    32, 16, 8, 4, 2, 1, each rounded to fp32. The sum of a last, short block is multiplied by 128 / elements (rounded to
+    fp32), which may overflow.
     """
     sums = np.abs(x) * np.float32(1 / ONEBIT_BLOCK)
     while sums.shape[1] > 1:
@@ -86,7 +87,7 @@ def mean_magnitudes(x: NDArray[np.float32], size: int) -> NDArray[np.float32]:
 
 
 def rounded_to_bfloat16(magnitudes: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The nearest bf16 patterns, half to even; the largest finite one for what lies above it."""
+    """The nearest bf16 patterns, half to even; that of the largest finite number for larger magnitudes."""
     bits = magnitudes.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     limited: NDArray[np.uint32] = np.minimum(rounded, np.uint32(LARGEST_PATTERN))
@@ -96,9 +97,9 @@ def rounded_to_bfloat16(magnitudes: NDArray[np.float32]) -> NDArray[np.uint16]:
 def dequantise_onebit(
     bits: NDArray[np.uint8], scales: NDArray[np.uint16], size: int, *, threads: int = 1
 ) -> NDArray[np.float32]:
-    """The first ``size`` values: the scale, its sign bit flipped where a bit is set. Any bits and any scales decode.
+    """The first ``size`` values in fp32: the scale, with its sign bit flipped if the bit is set. Any input decodes.
 
-    Errors: ``ValueError`` unless bits and scales have the sizes that ``size`` values need.
+    Errors: ``ValueError`` if bits and scales do not have the sizes that ``size`` values need.
     """
     check_sizes(size, bits, scales)
     signs = np.unpackbits(bits, count=size, bitorder="little").astype(np.uint32) << np.uint32(31)

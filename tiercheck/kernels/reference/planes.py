@@ -1,4 +1,4 @@
-"""Floating-point patterns in two planes, in NumPy: the exponents, which an entropy coder shrinks, and the rest."""
+"""Floating-point patterns in two parts, in NumPy: the exponents, which compress well, and the rest."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def split_exponents(
     *,
     threads: int = 1,
 ) -> None:
-    """Write the eight bits under the sign bit to ``exponents``, and all others to ``rest``; nothing is lost.
+    """Write the eight bits below the sign bit to ``exponents``, and all other bits to ``rest``. Nothing is lost.
 
-    Those eight are the exponent of bf16 (uint16) and fp32 (uint32), and the exponent and the first three bits of the
-    fraction of fp16 (uint16). The others, sign first, are one byte an element of uint16, and three of uint32, each
-    in a plane of its own: all elements' lowest bytes, then the middle ones, then the highest ones. ``rest`` may also
-    have two dimensions, planes and elements, of which only the last need be contiguous.
+    For bf16 (uint16) and fp32 (uint32) the eight bits are the exponent; for fp16 (uint16) they are the exponent and the
+    first three bits of the fraction. The other bits, the sign first, are one byte for an element of uint16, and three
+    for one of uint32. Each byte has a plane of its own in ``rest``: the lowest bytes of all elements, then the middle
+    ones, then the highest. ``rest`` may also have the shape (planes, elements), with only the last one contiguous.
 
-    Errors: ``ValueError`` unless ``exponents`` has as many elements as ``patterns``, and ``rest`` one or three times
+    Errors: ``ValueError`` if ``exponents`` has not as many elements as ``patterns``, or ``rest`` not one or three times
     as many; ``TypeError`` for patterns of another dtype.
     """
     check_planes(patterns, exponents, rest)
@@ -45,7 +45,7 @@ def join_exponents(
     *,
     threads: int = 1,
 ) -> None:
-    """Write to ``patterns`` what :func:`split_exponents` has parted. Any bytes make patterns. Errors: as there."""
+    """The inverse of :func:`split_exponents`: write to ``patterns``. Any bytes make patterns. Errors: as there."""
     check_planes(patterns, exponents, rest)
     width = patterns.dtype.itemsize * 8
     fraction_bits = width - 9
@@ -59,7 +59,7 @@ def join_exponents(
 
 
 def planes_of(rest: NDArray[np.uint8], patterns: NDArray[Any]) -> NDArray[np.uint8]:
-    """``rest`` by plane, the same memory."""
+    """``rest`` with the shape (planes, elements), the same memory."""
     return rest.reshape(patterns.dtype.itemsize - 1, patterns.size)
 
 

@@ -1,4 +1,4 @@
-"""From survivors back to a dense array, in NumPy."""
+"""Writing survivors into a dense array, in NumPy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ __all__ = ["check_pairs", "scatter", "scatter_add", "settle"]
 
 
 def scatter(indices: NDArray[np.uint32], values: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """``out`` (fp32) is zero but for ``out[indices] = values``; of equal indices the last counts.
+    """Write ``values`` to ``out`` at ``indices``, and zero to all other elements of ``out``. Of equal indices the last
+    counts. ``indices`` are uint32, ``values`` (one for each index) and ``out`` fp32.
 
-    Errors: ``IndexError`` for an index beyond ``out``, ``ValueError`` for other sizes or dtypes; nothing was written.
+    Errors: ``IndexError`` for an index beyond ``out``; ``ValueError`` for other sizes or dtypes, or an ``out`` that is
+    read-only. Nothing was written then.
     """
     check_pairs(indices, out, values)
     out[:] = 0
@@ -19,7 +21,7 @@ def scatter(indices: NDArray[np.uint32], values: NDArray[np.float32], out: NDArr
 
 
 def scatter_add(indices: NDArray[np.uint32], values: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """``out[indices] += values``, each in its turn. Errors: as :func:`scatter`."""
+    """Add ``values`` to ``out`` at ``indices``, in their order: one fp32 addition each. Errors: as :func:`scatter`."""
     check_pairs(indices, out, values)
     with np.errstate(invalid="ignore", over="ignore"):
         np.add.at(out, indices, values)
@@ -31,9 +33,9 @@ def settle(
     survivors: NDArray[np.float32],
     decoded: NDArray[np.float32],
 ) -> None:
-    """Error feedback after a compaction: ``residual[indices] = survivors - decoded``, 0 where that is not finite.
+    """Error feedback after a compaction: ``residual[indices] = survivors - decoded``, or 0 if that is not finite.
 
-    ``decoded`` is what the stored survivors will come back as. Errors: as :func:`scatter`.
+    ``decoded`` are the values to which the stored survivors decode. All are fp32. Errors: as :func:`scatter`.
     """
     check_pairs(indices, residual, survivors, decoded)
     with np.errstate(invalid="ignore", over="ignore"):

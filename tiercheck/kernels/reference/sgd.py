@@ -25,9 +25,14 @@ def replay_sgd(
 ) -> None:
     """Apply the steps in order, in place.
 
-    Every ``a + alpha * b`` of torch is one fma where ``contracted`` (its vector code; AVX2 and AVX-512). The buffer is
-    ``fma(g, 1 - dampening, buffer * momentum)``; in the last ``size % 8`` elements of the ``fused`` kernel, which is
-    compiled as one expression, ``fma(buffer, momentum, g * (1 - dampening))``.
+    All arrays are fp32, 1-D, contiguous, and of one size; there is one gradient for each step. ``momentum_buffer`` is
+    ``None`` for steps without momentum. Nothing is checked.
+
+    ``contracted``: each ``a + alpha * b`` of torch is one fma (its vector code with AVX2 and AVX-512). The buffer
+    becomes ``fma(g, 1 - dampening, buffer * momentum)``. In the last ``size % 8`` elements of the ``fused`` kernel,
+    which is compiled as one expression, it becomes ``fma(buffer, momentum, g * (1 - dampening))``.
+
+    Source: the documentation of ``torch.optim.SGD``, for the formula.
     """
     multiply_add = fma if contracted else multiply_then_add
     vectors = param.size - param.size % VECTOR if fused and contracted else param.size
