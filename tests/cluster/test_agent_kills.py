@@ -27,7 +27,7 @@ from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from tiercheck.tiers.registry import make_driver
 
 __all__ = ["node"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "curve"])

@@ -15,7 +15,7 @@ from tiercheck.agent.client.remote_mover import RemoteMover
 
 __all__ = ["browser", "node"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 
 async def test_a_browser_shows_versions_and_tiers(node: Node, browser: Browser, tmp_path: Path) -> None:

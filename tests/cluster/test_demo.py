@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+from tiercheck.cli import main
+
+pytestmark = pytest.mark.cluster
 SMALL = ["--steps", "44", "--width", "64", "--heads", "2", "--layers", "2", "--sequence", "64"]
 BATCH = 5
 COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", *SMALL, "--batch", str(BATCH), "--json"]
@@ -120,25 +122,33 @@ def wait_for_children(parent: psutil.Process) -> list[psutil.Process]:
         (["--seed", "-1"], "the seed must be in 0.."),
     ],
 )
-def test_what_cannot_be_shown_is_one_line_and_no_traceback(tmp_path: Path, options: list[str], message: str) -> None:
-    done = subprocess.run(
-        [*COMMAND, "--output", str(tmp_path / "out"), *options], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {message}")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
+def test_what_cannot_be_shown_is_one_line_and_no_traceback(
+    tmp_path: Path, options: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(["--output", str(tmp_path / "out"), *options], monkeypatch) == 2
+    printed = capfd.readouterr()
+    assert printed.err.startswith(f"error: {message}")
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
+def refused(options: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    """The exit status of a demo that does not begin, in this process."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test run's own signals stay as they are
+    monkeypatch.setattr(sys, "argv", [*COMMAND[2:], *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_folder_of_somebody_elses_is_not_touched(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "durable").mkdir()
     (tmp_path / "durable" / "thesis.txt").write_text("mine")
-    done = subprocess.run(
-        [*COMMAND, "--output", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert "no earlier demo's output" in done.stderr
+    assert refused(["--output", str(tmp_path)], monkeypatch) == 2
+    assert "no earlier demo's output" in capfd.readouterr().err
     assert (tmp_path / "durable" / "thesis.txt").read_text() == "mine"
 
 

@@ -12,7 +12,7 @@ import pytest
 from tiercheck.demo.launch import Deadlines, TrainerFailure, Trainers
 from tiercheck.demo.settings import TrainingSettings
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 ENDLESS = TrainingSettings(steps=1_000_000, seed=1, width=16, layers=1, heads=1, sequence=8, micro_batch=1)
 
 
@@ -25,8 +25,7 @@ def alive(pid: int) -> bool:
 
 def test_trainers_train_are_stopped_and_are_missed(tmp_path: Path) -> None:
     """One start serves three stories: it trains; a rank that stops is named; kill leaves nobody."""
-    deadlines = Deadlines(step_s=2.0)
-    with Trainers(ENDLESS, tmp_path / "run", deadlines=deadlines) as trainers:
+    with Trainers(ENDLESS, tmp_path / "run") as trainers:
         told: list[int] = []
         ranks = trainers.watch(
             lambda ranks: all(rank.version >= 3 for rank in ranks),
@@ -37,6 +36,7 @@ def test_trainers_train_are_stopped_and_are_missed(tmp_path: Path) -> None:
         pids = [rank.started["pid"] for rank in ranks]
         assert all(alive(pid) for pid in pids)
         os.kill(pids[1], signal.SIGSTOP)
+        trainers.deadlines = Deadlines(step_s=2.0)
         with pytest.raises(TrainerFailure, match=r"rank \d, last seen at version \d+, made no progress for 2 s"):
             trainers.watch(lambda _: False, lambda _: None)
         assert not any(alive(pid) for pid in pids), "a failed watch kills the trainers, a stopped one too"

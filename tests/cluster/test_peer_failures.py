@@ -21,7 +21,7 @@ from tiercheck.tiers.peer import PeerDriver, PeerKeys
 from tiercheck.tiers.shm.driver import remove_namespace
 from tiercheck.types import PutMode
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 CHUNK = 1 << 20
 

@@ -19,7 +19,7 @@ from tests.unit.tiers.peer.test_wire import GREETING, READY
 from tiercheck.tiers.peer import PeerDriver
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 FRAME_BYTES = 64
 """Of an empty frame, once it has been received; on the wire it is two bytes."""

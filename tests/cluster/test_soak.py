@@ -1,4 +1,7 @@
-"""A minute of races under faults on every driver, with real processes and servers that are killed: nothing is lost."""
+"""Races under faults on every driver, with real processes and servers that are killed: nothing is lost.
+
+Fifteen seconds of them here, or until each driver has met faults; ``make soak`` goes on for half an hour.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from benchmarks.soak.limited import LimitedDirectory
 from benchmarks.soak.stores import STORES, Store, Wrong
 from benchmarks.soak.supervise import Account, soak
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
-SECONDS = 60
+SECONDS = 15
 SOAK_S_MAX = 280
 ENOUGH_OPERATIONS = 50
 ROOT = Path(__file__).absolute().parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_a_minute_of_races_under_faults_loses_nothing() -> None:
+def test_fifteen_seconds_of_races_under_faults_lose_nothing() -> None:
     command = [sys.executable, "-m", "benchmarks", "soak", "--minutes", str(SECONDS / 60)]
     soaking = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -110,7 +113,7 @@ def test_workers_that_cannot_work_are_told(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "STALL_S_MAX", 2.0)
+    monkeypatch.setattr(supervise, "STALL_S_MAX", 6.0)  # more than a start takes on a busy machine
     monkeypatch.setattr(supervise, "END_S_MAX", 3.0)
 
     def stop_workers(chance: random.Random) -> None:

@@ -17,7 +17,7 @@ from tiercheck.keys import CommitKey, parse
 
 __all__ = ["node"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 TRAINER = """
 import sys, torch
