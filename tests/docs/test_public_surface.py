@@ -29,6 +29,8 @@ MODULES = (
     "tiercheck.checkpointer",
     "tiercheck.policy.policies",
     "tiercheck.testing.policies",
+    "tiercheck.testing.providers",
+    "tiercheck.streams.tensors.provider",
 )
 
 

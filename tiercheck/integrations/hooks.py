@@ -84,7 +84,7 @@ def attach_hooks(
     config: CheckpointConfig | None,
     policies: Policies | None = None,
 ) -> Checkpointer:
-    """What :func:`hook` makes, and a checkpointer that it serves. Collective.
+    """A checkpointer, and the hooks that ``hook`` makes, which serve it. Collective.
 
     ``hook`` looks at the model and the optimizer, and refuses them on every rank if one rank's cannot be saved,
     before a tier is touched. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.

@@ -180,6 +180,7 @@ class StateProvider(Protocol):
     def refresh(self) -> None:
         """Rebuild what derives from the masters (low-precision copies, gathered parameters). Collective. By default
         nothing derives from them."""
+        return
 
     @abstractmethod
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
