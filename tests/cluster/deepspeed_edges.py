@@ -22,6 +22,7 @@ from tests.cluster.deepspeed_harness import (
     iterate,
     snapshot,
 )
+from tests.cluster.deepspeed_kit import certified
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider, supported
 from tiercheck.streams.tensors.generators import random_state
@@ -331,6 +332,7 @@ EDGES: dict[str, Callable[[], Iterable[str]]] = {
     "skipped-zero0-bf16": lambda: skipped_iterations(Case(0, True)),
     "skipped-zero1-fp16": lambda: skipped_iterations(Case(1, False, clipping=0.3, fp16=True)),
     "skipped-zero0-fp16": lambda: skipped_iterations(Case(0, False, fp16=True)),
+    "kit-zero1-bf16": certified(Case(1, True, clipping=0.3)),
     "half-accumulated": half_accumulated,
     "scheduler-moved-by-others": scheduler_moved_by_others,
     "base-of-version-zero": base_of_version_zero,

@@ -1,7 +1,8 @@
 """``DeepSpeedProvider`` on real engines: two ranks, many checks a launch.
 
 What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit), ``deepspeed_edges.py`` and
-``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), in ``deepspeed_pipeline.py`` (stages
+``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), in ``deepspeed_kit.py``
+(:class:`~tiercheck.testing.providers.StateProviderTests`), in ``deepspeed_pipeline.py`` (stages
 that must meet), and in ``deepspeed_compressed.py`` (the whole way where training uses the compressed gradients).
 """
 
@@ -52,6 +53,7 @@ EDGES = (
     "skipped-zero1-fp16",
     "skipped-zero0-fp16",
     "skipped-in-a-pipeline",
+    "kit-zero1-bf16",
     "half-accumulated",
     "scheduler-moved-by-others",
     "base-of-version-zero",

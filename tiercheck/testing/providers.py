@@ -165,9 +165,10 @@ class StateProviderTests:
         trainer = self.make(1)
         provider = self.provider(trainer)
         held, before = provider.masters(), State.of(provider)
-        self.iterate(trainer)
+        for _ in range(3):  # the first steps of a warm-up may have a rate of zero
+            self.iterate(trainer)
         assert copied_bits(held) == copied_bits(provider.masters()), "the optimizer updates other memory"
-        assert copied_bits(held) != copied_bits(before.masters), "a step changes nothing"
+        assert copied_bits(held) != copied_bits(before.masters), "the steps change nothing"
 
     # What a recovery does with it
 
