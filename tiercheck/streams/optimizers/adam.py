@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
+
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import AdamStep, replay_fused_adam
 from tiercheck.kernels.gradients import Gradient
@@ -72,7 +74,13 @@ class Adam(ReplayableOptimizer[AdamStep]):
             if options.get(variant):
                 return f"{variant} is on"
         missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in options]
-        return f"its options lack {', '.join(missing)}" if missing else None
+        if missing:
+            return f"its options lack {', '.join(missing)}"
+        if np.float32(1 - options["betas"][0]) == 1:
+            # torch's ``lerp`` then adds a zero to the gradient. Behind a whole vector that zero has the other sign, and
+            # a gradient of -0.0 takes it over. Where vectors end depends on torch's threads.
+            return "beta1 is 0, and which sign a zero gets then depends on torch's threads"
+        return None
 
     def step(self, options: Mapping[str, Any], count: int) -> AdamStep:
         self.check_replayable(options)

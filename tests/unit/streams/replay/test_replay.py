@@ -122,41 +122,40 @@ class TestOverlap:
 
 
 @pytest.mark.parametrize("how", ADAMS)
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 class TestTheSameSteps:
     """Two groups with other learning rates, betas, decay and eps: the state is that of the training, bit for bit."""
 
     def check(self, trainer: Trainer, differentials: list[Differential]) -> None:
-        optimizer = type(trainer.optimizer)
+        optimizer = torch.optim.AdamW
         options = {key: trainer.optimizer.defaults[key] for key in ("foreach", "fused", "amsgrad", "maximize")}
         for threads in (1, 2):
             provider = fresh(optimizer, **options)
             replay(provider, differentials, threads=threads)
             assert state_of(provider) == trainer.state(), threads
 
-    def test_groups_with_options_of_their_own(self, optimizer: Any, how: str) -> None:
-        trainer = Trainer(optimizer, **ADAMS[how])
+    def test_groups_with_options_of_their_own(self, how: str) -> None:
+        trainer = Trainer(torch.optim.AdamW, **ADAMS[how])
         self.check(trainer, recorded(trainer, 12))
 
-    def test_options_that_change_from_step_to_step(self, optimizer: Any, how: str) -> None:
-        trainer = Trainer(optimizer, **ADAMS[how])
+    def test_options_that_change_from_step_to_step(self, how: str) -> None:
+        trainer = Trainer(torch.optim.AdamW, **ADAMS[how])
         steps = [
             {"lr": 1e-2 / n, "betas": (0.8, 0.9 + 0.001 * n), "weight_decay": 0.01 * (n % 3)} for n in range(1, 13)
         ]
         self.check(trainer, [trainer.step(**options) for options in steps])
 
-    def test_parameters_without_a_gradient_in_some_steps(self, optimizer: Any, how: str) -> None:
+    def test_parameters_without_a_gradient_in_some_steps(self, how: str) -> None:
         """Their count of steps falls behind, and with it their bias correction. One has none in the first step."""
-        trainer = Trainer(optimizer, **ADAMS[how])
+        trainer = Trainer(torch.optim.AdamW, **ADAMS[how])
         absent: list[list[str]] = [["bias"], [], ["embedding"], ["weight", "bias"], [], ["bias"], [], []]
         self.check(trainer, [trainer.step(without=names) for names in absent])
 
-    def test_a_parameter_that_never_has_one(self, optimizer: Any, how: str) -> None:
-        trainer = Trainer(optimizer, **ADAMS[how])
+    def test_a_parameter_that_never_has_one(self, how: str) -> None:
+        trainer = Trainer(torch.optim.AdamW, **ADAMS[how])
         self.check(trainer, [trainer.step(without=["weight"]) for _ in range(7)])
 
-    def test_skipped_steps(self, optimizer: Any, how: str) -> None:
-        trainer = Trainer(optimizer, **ADAMS[how])
+    def test_skipped_steps(self, how: str) -> None:
+        trainer = Trainer(torch.optim.AdamW, **ADAMS[how])
         self.check(trainer, [trainer.step(skipped=version in (1, 4, 5, 12)) for version in range(1, 13)])
 
 
