@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,8 +164,10 @@ class Past:
 
 
 @pytest.fixture(scope="module")
-def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
-    return Past.of(tmp_path_factory.mktemp("past"))
+def past() -> Iterator[Past]:
+    """In memory: no test of it cuts the power, and each put would wait for its fsync."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tiercheck-test-") as root:
+        yield Past.of(Path(root))
 
 
 def under(urls: list[str], plan: FaultPlan) -> Hierarchy:
@@ -175,26 +178,30 @@ Place = tuple[str, int, Moment]
 """A call, which one of its name, and before, inside or after it."""
 
 
+READS = ("get", "list", "stat", "usage")
+"""These change nothing: to fail or to die inside such a call, or after it, is the same as before it."""
+
+
 def place(point: Point) -> Place:
     return point.call, point.nth, point.moment
 
 
 def places(past: Past) -> list[Place]:
-    """Every place that an attach passes."""
+    """Every place that an attach passes, and that differs from the others."""
     plan = FaultPlan()
     checkpointer = Training().attach(under(past.again(), plan))
     passed = list(plan.points)  # what the mover has done since is no part of it
     checkpointer.abort()
-    return [place(point) for point in passed]
+    return [place(point) for point in passed if point.call not in READS or point.moment is Moment.BEFORE]
 
 
 def test_an_error_at_any_call_to_a_tier_leaves_the_tiers_as_they_were_and_the_name_free(past: Past) -> None:
     failed = 0
+    urls = past.again()
+    before = asyncio.run(contents(urls))
     for target in places(past):
         if target[2] is Moment.SUSPENDED:  # no driver fails there
             continue
-        urls = past.again()
-        before = asyncio.run(contents(urls))
         plan = FaultPlan((Fault(lambda point, at=target: place(point) == at, lambda: Transient("injected")),))
         training = Training()
         try:
@@ -202,8 +209,12 @@ def test_an_error_at_any_call_to_a_tier_leaves_the_tiers_as_they_were_and_the_na
         except TierCheckError as error:
             failed += 1
             assert "injected" in str(error), target
-            assert asyncio.run(contents(urls)) == before, target
-        past.check(urls)
+            assert asyncio.run(contents(urls)) == before, target  # so the next attach finds the same
+        else:
+            past.check(urls)
+            urls = past.again()
+            before = asyncio.run(contents(urls))
+    past.check(urls)
     assert failed >= 5, "others pass: a tier is asked again, or memory serves without it"
 
 
@@ -224,8 +235,11 @@ def test_when_no_base_can_be_captured_nothing_is_gone_but_what_is_superseded_in_
 
 
 def test_a_kill_at_any_call_to_a_tier_costs_nothing(past: Past) -> None:
-    killed = 0
-    for target in places(past):
+    """Of reads in a row the first and the last one stand for all: the tiers hold the same at each of them."""
+    passed, killed = places(past), 0
+    inner = [all(call in READS for call, _, _ in passed[n - 1 : n + 2]) for n in range(len(passed))]
+    targets = [target for n, target in enumerate(passed) if not inner[n] or n in (0, len(passed) - 1)]
+    for target in targets:
         urls = past.again()
         plan = FaultPlan((Fault(lambda point, at=target: place(point) == at, Killed),))
         try:
@@ -233,7 +247,7 @@ def test_a_kill_at_any_call_to_a_tier_costs_nothing(past: Past) -> None:
         except (Killed, TierCheckError):
             killed += 1
         past.check(urls)
-    assert killed > 40
+    assert killed > 0.8 * len(targets)
 
 
 class Breaking(SingleProcess):
@@ -280,20 +294,18 @@ def test_an_error_of_the_provider_leaves_the_tiers_as_they_were(past: Past, monk
     for name in provider_methods():
         monkeypatch.setattr(ModuleProvider, name, counted(name, getattr(ModuleProvider, name)))
     Training().attach(Hierarchy.of(*past.again())).abort()
-    # Most calls are reads of the same kind in a row: the first and the last one of each run stand for it.
-    ends = [n for n in range(len(calls)) if n in (0, len(calls) - 1) or not calls[n - 1] == calls[n] == calls[n + 1]]
-    for at in ends:
+    urls = past.again()
+    before = asyncio.run(contents(urls))
+    for at in range(len(calls)):
         calls.clear()
         fails_at[0] = at
-        urls = past.again()
-        before = asyncio.run(contents(urls))
         training = Training()
         with pytest.raises(ArithmeticError, match="injected"):
             training.attach(Hierarchy.of(*urls))
         fails_at[0] = -1
-        assert asyncio.run(contents(urls)) == before
+        assert asyncio.run(contents(urls)) == before  # so the next attach finds the same, and the name free
         assert not training.optimizer._optimizer_step_pre_hooks, "a hook of ours stays"
-        past.check(urls)
+    past.check(urls)
 
 
 def test_a_rank_that_fails_at_the_end_of_attach_tells_the_others(tmp_path: Path) -> None:
