@@ -18,7 +18,7 @@ __all__ = ["s3_server"]
 
 pytestmark = pytest.mark.cluster
 
-FEW = settings(max_examples=12, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=6, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

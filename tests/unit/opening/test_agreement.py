@@ -233,7 +233,7 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
 
     def first_life(rank: int, group: SimulatedGroup) -> int:
         stuck = faulty(job.others[rank], lambda at: at.call == "put" and "/base/000000000004/" in str(at.key))
-        training, checkpointer = job.start(rank, group, other=stuck, deadline_s=4.0)
+        training, checkpointer = job.start(rank, group, other=stuck, deadline_s=2.0)
         train(training, checkpointer, 6)
         with pytest.raises(SaveError):
             checkpointer.flush()
@@ -249,7 +249,7 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
 
         away = FaultPlan((Fault(strikes, lambda: Transient("it is away"), 2**30),))
         other = Tier(job.others[rank], wrap=lambda driver: FaultyDriver(driver, away)) if rank else job.others[rank]
-        _, checkpointer = job.start(rank, group, other=other, deadline_s=4.0)
+        _, checkpointer = job.start(rank, group, other=other, deadline_s=2.0)
         checkpointer.abort()
         assert checkpointer.recovery is not None
         return checkpointer.recovery.version

@@ -45,21 +45,18 @@ def named(value: object) -> str:
     return value.name if isinstance(value, StrEnum) else getattr(value, "__name__", "")
 
 
-ROWS = [(table, state, event) for table, _, states, events in TABLES for state, event in product(states, events)]
-
-
-@pytest.mark.parametrize(("table", "state", "event"), [row for row in ROWS if row[1:] in row[0]], ids=named)
-def test_a_legal_event_leads_where_the_table_says(table: Table, state: StrEnum, event: StrEnum) -> None:
-    machine = Machine(table, state)
-    assert machine.on(event) is machine.state is table[state, event]
-
-
-@pytest.mark.parametrize(("table", "state", "event"), [row for row in ROWS if row[1:] not in row[0]], ids=named)
-def test_an_illegal_event_raises_and_changes_nothing(table: Table, state: StrEnum, event: StrEnum) -> None:
-    machine = Machine(table, state)
-    with pytest.raises(IllegalTransition, match=f"{event}: impossible while {state}"):
-        machine.on(event)
-    assert machine.state is state
+@pytest.mark.parametrize(("table", "start", "states", "events"), TABLES, ids=named)
+def test_a_legal_event_leads_where_the_table_says_and_an_illegal_one_raises_and_changes_nothing(
+    table: Table, start: StrEnum, states: type[StrEnum], events: type[StrEnum]
+) -> None:
+    for state, event in product(states, events):
+        machine = Machine(table, state)
+        if (state, event) in table:
+            assert machine.on(event) is machine.state is table[state, event], (state, event)
+        else:
+            with pytest.raises(IllegalTransition, match=f"{event}: impossible while {state}"):
+                machine.on(event)
+            assert machine.state is state, event
 
 
 @pytest.mark.parametrize(("table", "start", "states", "events"), TABLES, ids=named)

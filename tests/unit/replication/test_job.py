@@ -18,9 +18,9 @@ def test_a_nomination_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["rank", "world_size", "generation", "batch", "interval"])
-@pytest.mark.parametrize("value", [-1, 10**13, 10**5000, True, 1.0, "1", None, [[10**5000]]], ids=shown)
-def test_numbers_are_bounded(name: str, value: object) -> None:
-    refused({name: value})
+def test_numbers_are_bounded(name: str) -> None:
+    for value in (-1, 10**13, 10**5000, True, 1.0, "1", None, [[10**5000]]):
+        refused({name: value})
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,10 @@ def test_anything_else_is_none(value: object) -> None:
 
 
 def refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="invalid ReplicationJob") as refusal:
+    try:
         schema.read(ReplicationJob, {**schema.plain(SOUND), **changes})
-    assert len(str(refusal.value).encode()) < 300
+    except ValueError as refusal:
+        assert "invalid ReplicationJob" in str(refusal)
+        assert len(str(refusal).encode()) < 300
+    else:
+        pytest.fail(f"{shown(changes)} is taken")

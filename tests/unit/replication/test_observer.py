@@ -95,7 +95,7 @@ def crowd(ranks: range, versions: range) -> list[ObjectInfo]:
     return found
 
 
-async def test_among_400_000_objects_it_commits_and_deletes_and_looks_at_each_name_once(
+async def test_among_40_000_objects_it_commits_and_deletes_and_looks_at_each_name_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed = [0]
@@ -106,8 +106,8 @@ async def test_among_400_000_objects_it_commits_and_deletes_and_looks_at_each_na
         return parse(text)
 
     monkeypatch.setattr(keys, "parse", counted)
-    others = crowd(range(1, 2001), range(1, 195))
-    assert len(others) == 400_000
+    others = crowd(range(1, 201), range(1, 195))
+    assert len(others) == 40_000
     async with shared(others).open() as hierarchy:
         durable = hierarchy.tiers[1].driver
         assert isinstance(durable, Shared)
@@ -119,7 +119,7 @@ async def test_among_400_000_objects_it_commits_and_deletes_and_looks_at_each_na
         expected = [base(10), base(20), MarkerKey(1, 10, 0), MarkerKey(1, 20, 0), CommitKey(1, 10), CommitKey(1, 20)]
         assert set(durable.store.objects) == set(map(str, expected)), "base 0 is deleted, and nothing else"
         assert durable.listings == 2
-        assert parsed[0] < 401_000
+        assert parsed[0] < 40_100
 
 
 async def test_a_look_at_a_tier_where_nothing_changed_makes_nothing_anew() -> None:

@@ -99,16 +99,19 @@ class Job:
         return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-OPTIMIZERS = [
-    pytest.param(torch.optim.AdamW, {}, id="adamw"),
-    pytest.param(torch.optim.Adam, {"foreach": True, "amsgrad": True}, id="adam-amsgrad"),
-    pytest.param(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, id="sgd-momentum"),
-    pytest.param(torch.optim.SGD, {}, id="sgd"),
+ADAMW = (torch.optim.AdamW, {})
+OTHERS = [
+    (torch.optim.Adam, {"foreach": True, "amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {}),
 ]
+FAILURES = [(3, True), (7, True), (8, True), (8, False), (12, True)]
 
 
-@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
-@pytest.mark.parametrize(("failed_after", "says_end"), [(3, True), (7, True), (8, True), (8, False), (12, True)])
+@pytest.mark.parametrize(
+    ("optimizer", "options", "failed_after", "says_end"),
+    [*((*ADAMW, *failure) for failure in FAILURES), *((*other, 7, True) for other in OTHERS)],
+)
 def test_the_resumed_run_is_the_uninterrupted_one(
     optimizer: Any, options: dict[str, Any], failed_after: int, says_end: bool
 ) -> None:

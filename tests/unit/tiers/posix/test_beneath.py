@@ -21,12 +21,17 @@ from tiercheck.tiers.posix.mounts import Traits
 from tiercheck.tiers.posix.nvme import NvmeDriver
 
 
-@pytest.fixture(params=["openat2", "step by step"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "step by step":
+def go(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a path is followed from here on: by ``openat2``, or ``step by step``."""
+    if way == "step by step":
         monkeypatch.setattr(beneath, "has_openat2", lambda: False)
     elif not beneath.has_openat2():
         pytest.skip("this kernel has no openat2")
+
+
+@pytest.fixture(params=["openat2", "step by step"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(request.param, monkeypatch)
 
 
 @pytest.fixture
@@ -45,11 +50,21 @@ def outside(tmp_path: Path) -> Path:
     return tmp_path / "outside"
 
 
-@pytest.fixture(params=["nvme", "lustre", "lustre that remembers"])
+@pytest.fixture(
+    params=[
+        ("nvme", "openat2"),
+        ("nvme", "step by step"),
+        ("lustre", "openat2"),
+        ("lustre that remembers", "step by step"),
+    ],
+    ids=", ".join,
+)
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, root: Path) -> Callable[[], FileDriver]:
-    if request.param == "nvme":
+    kind, way = request.param
+    go(way, monkeypatch)
+    if kind == "nvme":
         return lambda: NvmeDriver(root)
-    traits = Traits(request.param == "lustre", True, True)
+    traits = Traits(kind == "lustre", True, True)
     monkeypatch.setattr(lustre, "traits_of", lambda mount: traits)
     return lambda: LustreDriver(root)
 
@@ -229,6 +244,7 @@ async def test_a_directory_that_cannot_be_made_says_which_and_why(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("way")
 class TestBeneath:
     def test_directories_are_made_and_removed_upwards(self, tmp_path: Path) -> None:
         below = Beneath(tmp_path)

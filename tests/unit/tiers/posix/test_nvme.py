@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import subprocess
@@ -94,29 +95,29 @@ async def test_directories_and_files_are_private(root: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+ERRORS = {
+    errno.ENOSPC: CapacityExceeded,
+    errno.EDQUOT: CapacityExceeded,
+    errno.EIO: Transient,
+    errno.EROFS: Unauthorized,
+    errno.EACCES: Unauthorized,
+    errno.ENOLCK: Unsupported,
+    errno.E2BIG: TierError,
+}
+
+
 @pytest.mark.parametrize("failing", ["writev", "fsync", "utime"])
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [
-        (errno.ENOSPC, CapacityExceeded),
-        (errno.EDQUOT, CapacityExceeded),
-        (errno.EIO, Transient),
-        (errno.EROFS, Unauthorized),
-        (errno.EACCES, Unauthorized),
-        (errno.ENOLCK, Unsupported),
-        (errno.E2BIG, TierError),
-    ],
-)
-async def test_a_failing_call_leaves_nothing_behind(root: Path, failing: str, number: int, error: type) -> None:
+async def test_a_failing_call_leaves_nothing_behind(root: Path, failing: str) -> None:
     async with NvmeDriver(root) as driver:
         await driver.put("a", [b"old"])
-        for mode in (PutMode.OVERWRITE, PutMode.UPDATE((await driver.stat("a")).etag)):
+        modes = (PutMode.OVERWRITE, PutMode.UPDATE((await driver.stat("a")).etag))
+        for (number, error), mode in itertools.product(ERRORS.items(), modes):
             with (
                 mock.patch.object(os, failing, side_effect=OSError(number, os.strerror(number))),
                 pytest.raises(TierError) as caught,
             ):
                 await driver.put("a", [b"new"], mode=mode)
-            assert type(caught.value) is error
+            assert type(caught.value) is error, (errno.errorcode[number], mode)
             assert (caught.value.tier, caught.value.key) == (driver.url, "a")
             assert os.strerror(number) in str(caught.value)
             assert (root / "a").read_bytes() == b"old"
