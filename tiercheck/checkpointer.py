@@ -21,6 +21,7 @@ from typing import Self
 
 import torch
 
+from tiercheck.agent.client.session import AgentSession
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
@@ -68,6 +69,7 @@ class Checkpointer:
             hierarchy,
             group=BlockingGroup(group or SingleProcess()),
             runtime=of_this_process(),
+            find_agent=AgentSession.of,
             config=self.config,
             policies=policies,
             caveats=caveats,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tests.simulation.number_state import NumberState
+from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import Closed, DeadlineExceeded, JobConflict
 from tiercheck.hierarchy import Hierarchy, Tier
@@ -101,6 +102,10 @@ class ProcessDriver(WrappingDriver):
         return result
 
 
+async def no_agent(*_: object) -> NodeAgent:
+    raise AssertionError("the mover runs in the trainer")
+
+
 class Process:
     """One rank, from one start of the job to its end."""
 
@@ -123,6 +128,7 @@ class Process:
             self._hierarchy(),
             group=self._group,
             runtime=Runtime(self._scheduler, {}, self._token, self._lock),
+            find_agent=no_agent,
             config=self.cluster.config,
             caveats=tuple,
         )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tiercheck.agent.client.session import AgentSession
+from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import SaveError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
@@ -30,7 +30,7 @@ class Resources:
 
     ranks: Ranks
     """Its group and its scheduler are given back, too."""
-    agent: AgentSession | None = None
+    agent: NodeAgent | None = None
     process_lock: Lock | None = None
     tiers: OpenHierarchy | None = None
     recorder: Recorder | None = None
@@ -93,7 +93,7 @@ class OpenedJob:
     mover: MoverHandle
     mover_life: concurrent.futures.Future[None]
     """Done when the mover has stopped."""
-    agent: AgentSession | None
+    agent: NodeAgent | None
     """``None``: the mover runs in this process."""
     resources: Resources
     metrics: Metrics

@@ -15,7 +15,7 @@ from typing import Any
 
 from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
-from tiercheck.agent.client.session import AgentSession
+from tiercheck.agent.client.node_agent import FindAgent, NodeAgent
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, GroupError
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
@@ -60,6 +60,7 @@ async def open_job(
     *,
     group: AsyncGroup,
     runtime: Runtime,
+    find_agent: FindAgent,
     config: CheckpointConfig,
     policies: Policies | None = None,
     caveats: Callable[[], Sequence[str]],
@@ -67,13 +68,14 @@ async def open_job(
     """Restore the newest version that every rank can reach, and begin to record what follows it. Collective.
 
     If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` and the runtime's scheduler
-    included. Arguments and errors: as of :class:`tiercheck.checkpointer.Checkpointer`.
+    included. ``find_agent`` is called if the node's agent moves the data. Other arguments and errors: as of
+    :class:`tiercheck.checkpointer.Checkpointer`.
     """
     ranks = Ranks(group, runtime.scheduler, config.deadline_s)
     held = Resources(ranks)
     try:
         config, settled = settle_policies(config, policies)
-        return await _Startup(state, config, settled, ranks, runtime, held).open(hierarchy, caveats)
+        return await _Startup(state, config, settled, ranks, runtime, find_agent, held).open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
         raise
@@ -96,7 +98,7 @@ class _OpenTiers:
     """As this rank sees it: every field of its URLs is filled in."""
     tiers: OpenHierarchy
     demand: Demand
-    agent: AgentSession | None
+    agent: NodeAgent | None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class _Startup:
     policies: JobPolicies
     ranks: Ranks
     runtime: Runtime
+    find_agent: FindAgent
     held: Resources
 
     async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
@@ -185,7 +188,7 @@ class _Startup:
         stream = self.trained.stream(self.ranks.world_size)
         return _State(stream, given)
 
-    async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, AgentSession | None], Any]:
+    async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
         what the other ranks need to know of the agent."""
         environment = self.runtime.environment
@@ -198,13 +201,13 @@ class _Startup:
             )
         if self.config.mover == "trainer" or (self.config.mover == "auto" and not placed.needs_peer):
             return (placed, None), None
-        agent = self.held.agent = await AgentSession.of(
+        agent = self.held.agent = await self.find_agent(
             placed, self.ranks.rank, self.ranks.scheduler, self.config.deadline_s, environment
         )
         return (placed, agent), schema.plain(agent.endpoint(node))
 
     async def open_tiers(
-        self, stream: StateStream, placed: Hierarchy, agent: AgentSession | None, nodes: Sequence[Any]
+        self, stream: StateStream, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]
     ) -> _OpenTiers:
         """``nodes``: what each rank's :meth:`find` tells the others."""
         ranks, config = self.ranks, self.config
@@ -306,7 +309,7 @@ class _Startup:
             found.append(too_little_room(tiers, usage, place.demand.base_nbytes, world_size, self.config))
         return [each for each in found if each is not None]
 
-    async def hand_over(self, agent: AgentSession | None, agreement: Agreement | None, mark: int) -> None:
+    async def hand_over(self, agent: NodeAgent | None, agreement: Agreement | None, mark: int) -> None:
         """Let what was captured be moved from here on, up to what the ranks have agreed on."""
         if agent is not None:
             await self.ranks.gather("handing the movers to the agents", agent.register)

@@ -79,6 +79,11 @@ def test_the_meeting_place_is_the_users_alone(node: Node, monkeypatch: pytest.Mo
         RunDirectory.of("n0")
 
 
+def test_a_job_is_told_the_meeting_place_by_its_own_environment(node: Node) -> None:
+    place = node.folder / "elsewhere"
+    assert RunDirectory.of("n0", {"TIERCHECK_RUN_DIR": str(place)}).root == place != RunDirectory.of("n0").root
+
+
 def test_an_agent_lives_for_as_long_as_its_lock(node: Node) -> None:
     run = RunDirectory.of("n0")
     assert not run.agent_lives()

@@ -17,6 +17,7 @@ import torch
 from tests.training import Training, memory
 from tests.unit.opening.test_failing_ranks import ranks
 from tiercheck.agent.client.endpoint import RankEndpoint
+from tiercheck.agent.client.session import AgentSession
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
@@ -368,7 +369,7 @@ def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypat
     async def of(placed: Hierarchy, rank: int, *_: Any) -> InSession:
         return InSession(rank)
 
-    monkeypatch.setattr(startup.AgentSession, "of", of)
+    monkeypatch.setattr(AgentSession, "of", of)
     ended = ranks(lambda rank, group: life(rank, group, "agent"))
     assert isinstance(ended[1], Transient)
     assert isinstance(ended[0], RecoveryError)

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +60,13 @@ class AgentClient:
     the agent has died: then it is started again (only by a client of :func:`ensure_agent`) and asked again.
     """
 
-    def __init__(self, run: RunDirectory, settings: AgentSettings | None) -> None:
+    def __init__(
+        self, run: RunDirectory, settings: AgentSettings | None, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """``settings``, ``environment``: of an agent that is started; ``None``: none is."""
         self._run = run
         self._settings = settings
+        self._environment = environment
         self._connection: Connection | None = None
         self._hello: HelloReply | None = None
         self._connecting = asyncio.Lock()
@@ -214,7 +219,7 @@ class AgentClient:
             await self._agent_lives(True, min(until, loop.time() + PLATFORM_S))
         async with starting(self._run, max(1.0, until - loop.time())):
             if not self._run.agent_lives():
-                await start_detached(self._run, self._settings, max(1.0, until - loop.time()))
+                await start_detached(self._run, self._settings, self._environment, max(1.0, until - loop.time()))
 
     async def _agent_lives(self, wanted: bool, until: float) -> bool:
         """Wait until one runs, or none; whether it came to that in time. The lock tells, and has to be asked."""
@@ -238,9 +243,11 @@ async def ensure_agent(
     memory_bytes: int | None = None,
     linger_s: float | None = None,
     abandon_s: float | None = None,
+    environment: Mapping[str, str] = os.environ,
     deadline_s: float = START_S_MAX,
 ) -> AgentClient:
     """A client of the agent named ``node`` on this machine, which is started, detached, if none runs.
+    ``environment`` says where its run directory is (``TIERCHECK_RUN_DIR``), and is that of an agent that is started.
 
     Of many processes that call this at once one starts it. What is given besides the name holds for an agent that is
     started; one that runs already keeps its own settings. Errors: ``ConfigurationError`` or ``DeadlineExceeded``, with
@@ -255,16 +262,18 @@ async def ensure_agent(
         chosen = changed(chosen, linger_s=linger_s)
     if abandon_s is not None:
         chosen = changed(chosen, abandon_s=abandon_s)
-    return await _client(node, chosen, deadline_s)
+    return await _client(node, chosen, environment, deadline_s)
 
 
 async def connect_agent(node: str, *, deadline_s: float = 10.0) -> AgentClient:
     """A client of an agent that runs. Errors: ``Transient`` if none does."""
-    return await _client(node, None, deadline_s)
+    return await _client(node, None, os.environ, deadline_s)
 
 
-async def _client(node: str, settings: AgentSettings | None, deadline_s: float) -> AgentClient:
-    client = AgentClient(RunDirectory.of(node), settings)
+async def _client(
+    node: str, settings: AgentSettings | None, environment: Mapping[str, str], deadline_s: float
+) -> AgentClient:
+    client = AgentClient(RunDirectory.of(node, environment), settings, environment)
     try:
         await client.connect(deadline_s)
     except BaseException:

@@ -73,8 +73,9 @@ class AgentSession:
         """Find this node's agent, or start one, and have it move nothing of this rank until :meth:`register`. Until
         then an agent that dies is replaced: the neighbours look for it, too.
 
-        ``TIERCHECK_AGENT_NODE`` is the agent's name; ``TIERCHECK_KEYS`` the directory of keys without which an agent
-        that is started serves this user on its own machine only, and ``TIERCHECK_BIND`` if it listens with them.
+        ``TIERCHECK_AGENT_NODE`` is the agent's name; ``TIERCHECK_RUN_DIR`` where it and its trainers meet;
+        ``TIERCHECK_KEYS`` the directory of keys without which an agent that is started serves this user on its own
+        machine only, and ``TIERCHECK_BIND`` if it listens with them.
         Errors: ``ConfigurationError`` for a hierarchy that another process cannot work with; ``JobConflict`` if another
         process of this node holds the rank, whose mover then goes on; those of the agent's start; ``DeadlineExceeded``
         naming who has not answered.
@@ -91,12 +92,14 @@ class AgentSession:
         bind = environment.get("TIERCHECK_BIND") or (LISTEN_EVERYWHERE if keys else None)
         namespace = hierarchy.tiers[0].url
         node = default_node(environment)
-        lock = TrainerLock(RunDirectory.of(node), namespace, rank)
+        lock = TrainerLock(RunDirectory.of(node, environment), namespace, rank)
 
         async def found() -> AgentClient:
             began = asyncio.get_running_loop().time()
             start_s = min(START_S_MAX, deadline_s)
-            client = await ensure_agent(node, keys=Path(keys) if keys else None, bind=bind, deadline_s=start_s)
+            client = await ensure_agent(
+                node, keys=Path(keys) if keys else None, bind=bind, environment=environment, deadline_s=start_s
+            )
             try:
                 left_s = deadline_s - (asyncio.get_running_loop().time() - began)
                 await client.pause(namespace, rank, deadline_s=max(LEFT_S_MIN, left_s))

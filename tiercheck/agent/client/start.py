@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -39,14 +39,16 @@ async def starting(run: RunDirectory, deadline_s: float) -> AsyncIterator[None]:
         os.close(lock)
 
 
-async def start_detached(run: RunDirectory, settings: AgentSettings, deadline_s: float) -> None:
-    """Start an agent that outlives this process, and wait until it answers.
+async def start_detached(
+    run: RunDirectory, settings: AgentSettings, environment: Mapping[str, str], deadline_s: float
+) -> None:
+    """Start an agent that outlives this process, in this environment, and wait until it answers.
 
     Errors: ``ConfigurationError`` if it ended instead; ``AgentGone`` if it was killed; ``DeadlineExceeded``; each with
     the end of its log.
     """
     try:
-        code = await asyncio.to_thread(_spawn, run, settings, deadline_s)
+        code = await asyncio.to_thread(_spawn, run, settings, environment, deadline_s)
     except subprocess.TimeoutExpired:
         if run.agent_lives():
             return
@@ -67,7 +69,7 @@ async def start_detached(run: RunDirectory, settings: AgentSettings, deadline_s:
         )
 
 
-def _spawn(run: RunDirectory, settings: AgentSettings, deadline_s: float) -> int:
+def _spawn(run: RunDirectory, settings: AgentSettings, environment: Mapping[str, str], deadline_s: float) -> int:
     # What this process can import the agent must find too: a driver may come from anywhere on its path.
     path = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
     descriptor = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -77,7 +79,7 @@ def _spawn(run: RunDirectory, settings: AgentSettings, deadline_s: float) -> int
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
-            env={**os.environ, "PYTHONPATH": path, "TIERCHECK_RUN_DIR": str(run.root)},
+            env={**environment, "PYTHONPATH": path, "TIERCHECK_RUN_DIR": str(run.root)},
             timeout=deadline_s,
             check=False,
         ).returncode

@@ -36,7 +36,7 @@ class RunDirectory:
     node: str
 
     @classmethod
-    def of(cls, node: str) -> RunDirectory:
+    def of(cls, node: str, environment: Mapping[str, str] = os.environ) -> RunDirectory:
         """The directory ``TIERCHECK_RUN_DIR``, else ``tiercheck-<uid>`` in the temporary directory; made if missing.
 
         Errors: ``ConfigurationError`` for a name that is no plain word, a directory that is not this user's alone, or
@@ -46,7 +46,7 @@ class RunDirectory:
             raise ConfigurationError(
                 f"an agent's node name has up to 40 letters, digits, '.', '_' and '-', not {node[:60]!r}"
             )
-        chosen = os.environ.get("TIERCHECK_RUN_DIR")
+        chosen = environment.get("TIERCHECK_RUN_DIR")
         root = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"tiercheck-{os.getuid()}"
         run = cls(root.absolute(), node)
         if len(os.fsencode(run.socket)) > SOCKET_BYTES_MAX:

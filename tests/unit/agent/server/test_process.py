@@ -94,7 +94,7 @@ async def test_one_that_somebody_else_was_starting_does_as_well(node: Node, monk
             return 1
 
         monkeypatch.setattr(start, "_spawn", spawn)
-        await start.start_detached(run, node.settings(), 20)
+        await start.start_detached(run, node.settings(), {}, 20)
         assert run.agent_lives()
 
 
