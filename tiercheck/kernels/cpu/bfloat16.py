@@ -13,7 +13,7 @@ __all__ = ["is_bfloat16", "lose_bfloat16", "narrow_into", "round_bfloat16_into",
 
 
 def is_bfloat16(values: NDArray[np.float32]) -> bool:
-    """As the reference, up to the first tile with a value that bf16 cannot hold."""
+    """As the reference. Reading ends with the first tile that has a value that bf16 cannot hold."""
     return bool(low_halves_are_zero(frozen(values.view(np.uint32))))
 
 
@@ -87,7 +87,7 @@ def lose_rounding(values: NDArray[np.float32], residual: NDArray[np.float32]) ->
             half = np.uint32(0x7FFF) + ((patterns[i] >> np.uint32(16)) & np.uint32(1))
             scratch[i] = (patterns[i] + half) & np.uint32(0xFFFF0000)
         for i in range(tile.size):
-            # Of a NaN the sum may be anything; the NaN itself is what it is.
+            # The rounding of a NaN may overflow to a finite pattern, so the value itself is tested, too.
             largest = max(scratch[i] & np.uint32(0x7FFFFFFF), patterns[i] & np.uint32(0x7FFFFFFF))
             owed = lost[i] + (tile[i] - rounded[i])
             lost[i] = owed if largest < np.uint32(0x7F800000) else np.float32(0)

@@ -1,4 +1,4 @@
-"""How the kernels are compiled, and what Numba lacks."""
+"""How the kernels are compiled, and operations that Numba lacks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ LINE = 16
 """fp32 elements in a cache line."""
 
 TILE = 4096
-"""Elements a replay keeps in the first two caches while it applies all steps to them."""
+"""Elements that a kernel works on at a time, so that they stay in the first-level cache."""
 
 
 def compiled(function: Function, *, inline: str = "never") -> Function:
+    """Compile with Numba at the first call, without the GIL, and cache the result on disk if a directory is
+    writable."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "inline": inline}
     try:
         return cast(Function, numba.njit(cache=True, **options)(function))
@@ -49,13 +51,14 @@ def compiled(function: Function, *, inline: str = "never") -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """For what is called with arrays, for each element or each small block: a call counts their references, in atomic
-    operations."""
+    """:func:`compiled`, and inlined by Numba: for functions that are called with arrays for each element or small
+    block. A call that is not inlined counts the arrays' references, in atomic operations."""
     return compiled(function, inline="always")
 
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
-    """A read-only view: Numba compiles a kernel anew for an argument that can be written to."""
+    """A read-only view. Numba compiles a kernel once for writable and once for read-only arguments; a kernel that only
+    reads an array is always given a read-only one."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -63,7 +66,7 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` in fp32, rounded once."""
+    """``a * b + c`` in fp32, rounded once (a fused multiply-add)."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -73,7 +76,7 @@ def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer, so that a kernel takes any number of arrays without being compiled for each."""
+    """An address as a pointer. With addresses as arguments, one compiled kernel takes any number of arrays."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -83,31 +86,31 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @compiled
 def borrowed(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory, of one dimension, as an array that does not count its references: to slice it, or to call with
-    it, costs no atomic operation.
+    """The same memory as a 1-D array without a reference count: slicing it, or passing it on, costs no atomic
+    operation.
 
-    Numba counts a reference for every slice and every argument. What is borrowed must outlive the loop: an argument
-    does, and an array made by compiled code where :func:`keep_alive` comes after the loop.
+    For other arrays, Numba counts a reference for every slice and every argument. The array that is borrowed must
+    outlive the loop. An argument does; an array that compiled code allocates needs :func:`keep_alive` after the loop.
     """
     return carray(pointer(np.uintp(array.ctypes.data)), (array.size,), array.dtype)
 
 
 @compiled
 def keep_alive(array: NDArray[Any]) -> None:
-    """Until here: Numba frees an array after the last line that names it."""
+    """Does nothing. Numba frees an array after the last line that names it; this line names it."""
 
 
 @compiled
 def elements_to_line(array: NDArray[np.float32]) -> int:
-    """How many elements lie before the first one, not itself, that begins a cache line: 1 to 16.
+    """How many elements from the first one on lie before the next cache line begins: 1 to 16.
 
-    Vectors that cross from one line into the next cost twice.
+    A vector that crosses into the next line costs twice as much.
     """
     return LINE - (array.ctypes.data % 64) // 4
 
 
 @compiled
 def aligned(room: NDArray[np.float32]) -> NDArray[np.float32]:
-    """All but ``LINE`` elements of it, borrowed, the first of which begins a cache line."""
+    """A borrowed part of ``room`` that begins a cache line, shorter than ``room`` by ``LINE`` elements."""
     start = elements_to_line(room)
     return borrowed(room)[start : start + room.size - LINE]

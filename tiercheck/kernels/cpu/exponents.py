@@ -1,4 +1,4 @@
-"""Exponents in few bits, in Numba."""
+"""Lossless coding of exponents in few bits, in Numba."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pack_exponents(exponents: NDArray[np.uint8], packed: NDArray[np.uint8]) -> i
 def split_and_pack_exponents(
     patterns: NDArray[np.uint16] | NDArray[np.uint32], rest: NDArray[np.uint8], packed: NDArray[np.uint8]
 ) -> int:
-    """As the reference. The exponents of a block go no further than the first cache."""
+    """As the reference, in one pass: a block's exponents stay in the first-level cache."""
     check_rest(patterns, rest)
     check_room(patterns.size, packed)
     parts = parts_of(patterns.size, packed)
@@ -66,12 +66,12 @@ def unpack_exponents(packed: NDArray[np.uint8], exponents: NDArray[np.uint8]) ->
 
 
 def fixed_bytes(size: int) -> int:
-    """Of so many packed exponents: all but those that are stored."""
+    """Bytes of ``size`` packed exponents without the stored ones, whose number is not known beforehand."""
     return blocks_of(size) * (1 + CODE_BYTES)
 
 
 def parts_of(size: int, packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-    """Where the blocks' highest exponents, the codes and the stored exponents lie."""
+    """Views of ``packed``: the blocks' highest exponents, the codes, and the stored exponents."""
     blocks, fixed = blocks_of(size), fixed_bytes(size)
     return packed[:blocks], packed[blocks:fixed], packed[fixed:]
 
@@ -84,8 +84,8 @@ def pack_blocks(
     codes: NDArray[np.uint8],
     stored: NDArray[np.uint8],
 ) -> Any:
-    """Pack the exponents that ``source`` is, or that lie in its patterns, of which all else goes to the planes
-    ``others``. Returns how many are stored."""
+    """Pack the exponents of ``source``, which holds either exponents (uint8) or patterns. All other bits of patterns
+    are written to the planes ``others``. Returns how many exponents are stored."""
     block, code = np.empty(EXPONENT_BLOCK, np.uint8), np.empty(EXPONENT_BLOCK, np.uint8)
     count = np.uint64(0)
     for index in range(np.uint64(highest.size)):
@@ -101,7 +101,7 @@ def pack_blocks(
         for lower in range(1, CODED):
             candidate = np.uint8(largest - np.uint8(lower))
             above += EXPONENT_BLOCK - number_below(block, np.uint8(candidate + np.uint8(1)), 1)
-            if above >= fewest:  # so many have no code with this one, nor with any lower: mostly the first
+            if above >= fewest:  # no lower candidate can be better; mostly the first one ends the search
                 break
             number = number_below(block, candidate, CODED)
             if number < fewest:
@@ -113,7 +113,7 @@ def pack_blocks(
         for group in range(GROUPS):
             start = np.int64(group * GROUP_STEP)
             left = far_below(block, start, chosen, np.uint8(CODED))
-            if avx512_bytes():  # how many there are is guessed wrong every other time
+            if avx512_bytes():  # without a branch on the count, which is mispredicted half of the time
                 gather_bytes(block, group * GROUP_STEP, left, stored, count)
                 count += np.uint64(count_ones(left))
                 left = np.uint64(0)
@@ -125,7 +125,7 @@ def pack_blocks(
 
 
 def load(source: NDArray[Any], others: Planes, start: Any, count: Any, block: NDArray[np.uint8]) -> None:
-    """The exponents of so many elements from there on."""
+    """Write the exponents of the ``count`` elements from ``start`` on, and their other bits to ``others``."""
     raise NotImplementedError("compiled, by the source's dtype")
 
 
@@ -149,8 +149,8 @@ def load_32(source: NDArray[Any], others: Planes, start: Any, count: Any, block:
 
 @compiled
 def number_below(block: NDArray[np.uint8], highest: np.uint8, distance: int) -> Any:
-    """How many of the block lie ``distance`` or more below this exponent, modulo 256. With a distance of :data:`CODED`
-    they are those that have no code; with one of 1, all but its equals."""
+    """How many exponents of the block are ``distance`` or more below ``highest``, modulo 256. With the distance
+    :data:`CODED` these are the ones without a code; with 1, all that are not equal to ``highest``."""
     number = 0
     for start in range(0, EXPONENT_BLOCK, GROUP):
         number += count_ones(far_below(block, start, highest, np.uint8(distance)))
@@ -175,7 +175,8 @@ def pack_codes(code: NDArray[np.uint8], packed: NDArray[np.uint8], at: Any) -> N
 def unpack_blocks(
     highest: NDArray[np.uint8], codes: NDArray[np.uint8], stored: NDArray[np.uint8], exponents: NDArray[np.uint8]
 ) -> Any:
-    """Returns how many are stored; once they are more than there are, nothing that matters is written any more."""
+    """Write the exponents. Returns how many codes stand for stored ones; if that is more than there are in ``packed``,
+    the rest of the output is unspecified, and nothing beyond either array was read or written."""
     code = np.empty(EXPONENT_BLOCK, np.uint8)
     size, count = np.uint64(exponents.size), np.uint64(0)
     for index in range(np.uint64(highest.size)):
@@ -186,7 +187,7 @@ def unpack_blocks(
             exponents[at + i] = highest[index] - code[i]
         for group in range(GROUPS):
             start, stop = np.int64(group * GROUP_STEP), (group + np.uint64(1)) * GROUP_STEP
-            left = far_below(code, start, np.uint8(CODED - 1), np.uint8(CODED))  # the codes that are STORED
+            left = far_below(code, start, np.uint8(CODED - 1), np.uint8(CODED))  # the codes equal to STORED
             if avx512_bytes() and stop <= here and count + GROUP_STEP <= np.uint64(stored.size):
                 spread_bytes(stored, count, left, exponents, at + group * GROUP_STEP)
                 count += np.uint64(count_ones(left))

@@ -1,4 +1,4 @@
-"""Floating-point patterns in two planes, in Numba."""
+"""Floating-point patterns in two parts, exponents and the rest, in Numba."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def split_32(
 def part_16(
     patterns: NDArray[np.uint16], start: Any, count: Any, exponents: NDArray[np.uint8], rest: NDArray[np.uint8]
 ) -> None:
-    """``count`` patterns from ``start`` on. Their exponents go to the front of ``exponents``, all else to where they
-    are."""
+    """Split ``count`` patterns from ``start`` on. The exponents are written to the front of ``exponents``, the other
+    bits to ``rest`` from ``start`` on."""
     for i in range(count):
         pattern = np.uint32(patterns[start + i])
         exponents[i] = np.uint8(pattern >> np.uint32(7))
@@ -70,7 +70,7 @@ def part_32(
     middle: NDArray[np.uint8],
     highest: NDArray[np.uint8],
 ) -> None:
-    """As :func:`part_16`."""
+    """As :func:`part_16`, with three planes for the other bits."""
     for i in range(count):
         pattern = patterns[start + i]
         exponents[i] = np.uint8(pattern >> np.uint32(23))

@@ -1,7 +1,7 @@
-"""Asking for memory before it is needed.
+"""Prefetching memory into the cache.
 
-A replay reads a tile of the state once and computes on it for a while; unless the next tile is on its way meanwhile,
-memory and arithmetic wait for each other in turn.
+A replay reads a tile of the state once and then computes on it for a while. Without prefetching the next tile in the
+meantime, the core would wait for memory, then the memory for the core.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tiercheck.kernels.cpu.compiled import LINE, compiled, inlined
 __all__ = ["BLOCK", "block_between_requests", "lines_wanted", "prefetch", "prefetch_lines", "prefetch_span"]
 
 BLOCK = 512
-"""Elements of a step between two requests for memory, at most."""
+"""The most elements of a step between two requests for memory."""
 
 LINES_UNDER_WAY = 24
-"""Lines that a core can wait for at once, about. Asked for more it stands still until some have come: with 42 at once,
-instead of 21, ten steps took two thirds longer (AMD Zen 5)."""
+"""About the number of cache lines that a core can wait for at a time. If more are requested, the core stalls until some
+have arrived: with 42 at a time instead of 21, ten steps took two thirds longer (AMD Zen 5)."""
 
 SECOND_LEVEL, DATA, TO_READ = 2, 1, 0
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address in the second-level cache; harmless at any address."""
+    """Fetch the cache line at ``address`` into the second-level cache. Any address is allowed."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -46,15 +46,15 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @compiled
 def prefetch_span(address: np.uintp, elements: int) -> None:
-    """Ask for so many fp32 elements from an address on, and for the rest of the line behind them."""
+    """Fetch ``elements`` fp32 elements from ``address`` on, and the rest of the last line."""
     for each in range(elements // LINE + 2):
         prefetch(address + np.uintp(64 * each))
 
 
 @inlined
 def prefetch_lines(streams: NDArray[np.uintp], start: int, lines: int, first: int, last: int) -> None:
-    """Ask for lines ``first..last-1`` of those from element ``start`` of all streams, ``lines`` of each, one stream
-    after the other. The addresses of streams are those of their elements 0."""
+    """Fetch lines ``first..last-1`` of the next tile, in which each stream has ``lines`` lines from element ``start``
+    on. Lines are counted stream by stream. ``streams`` are the addresses of the arrays' first elements."""
     last = min(last, lines * streams.size)
     while first < last:
         stream = first // lines
@@ -68,16 +68,17 @@ def prefetch_lines(streams: NDArray[np.uintp], start: int, lines: int, first: in
 
 @compiled
 def lines_wanted(streams: int, steps: int, block: int) -> int:
-    """Lines to ask for with every block of a step, so that all streams of the next tile are on their way by the end.
+    """How many lines to fetch with every block of a step, so that all of the next tile is fetched by the end of this
+    one.
 
-    None for a single step: that is one pass through memory, which the processor foresees by itself.
+    0 for a single step: that is one sequential pass, which the processor's own prefetcher recognises.
     """
     return -(-streams * (block // LINE) // steps) if steps > 1 else 0
 
 
 @compiled
 def block_between_requests(streams: int, steps: int) -> int:
-    """The longest block, a power of two, with which no more lines are wanted at once than can be under way."""
+    """The longest block, a power of two, with which :func:`lines_wanted` is no more than a core can wait for."""
     block = BLOCK
     while block > LINE and lines_wanted(streams, steps, block) > LINES_UNDER_WAY:
         block //= 2

@@ -1,11 +1,11 @@
-"""Comparisons of 64 elements at a time, which Numba has no types for.
+"""Vector operations on up to 64 elements, for which Numba has no types, as LLVM intrinsics.
 
-Each intrinsic reads *lanes*: consecutive elements, as the fp32 patterns of their exact values. What an array holds, its
-dtype says: ``uint32`` fp32 patterns, ``uint16`` bf16 patterns, ``int16`` fp16 patterns (Numba has no fp16 on a CPU).
-With a residual (fp32 patterns; else ``None``) an element is the value plus its residual until :func:`reaching` has been
-there, and the residual from then on.
+Each intrinsic reads *lanes*: consecutive elements, as the fp32 patterns of their exact values. The dtype of an array
+says what it holds: ``uint32`` fp32 patterns, ``uint16`` bf16 patterns, ``int16`` fp16 patterns (Numba has no fp16 on a
+CPU). A residual is fp32 patterns, or ``None``. With a residual, an element is the value plus its residual.
+:func:`reaching` writes that sum to the residual; from then on, the residual is the element.
 
-Positions are not checked.
+Positions are not checked against the arrays.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 GROUP = 64
-"""Lanes of one comparison: a bit each in a machine word."""
+"""Lanes of one comparison. Its result has one bit for each, in a 64-bit word."""
 
 BYTE, SHORT, WORD, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 MAGNITUDE = 0x7FFFFFFF
 
 REGISTER = 16
-"""Lanes of 32 bits in one AVX-512 register."""
+"""32-bit lanes of one AVX-512 register."""
 
 COMPRESS = "llvm.x86.avx512.mask.compress.v16i32"
 
@@ -60,7 +60,7 @@ COMPRESS_BYTES, EXPAND_BYTES = "llvm.x86.avx512.mask.compress.v64i8", "llvm.x86.
 
 
 def source_of(values: Values) -> NDArray[Any]:
-    """The patterns of ``values``, read-only, in the dtype that says what they are."""
+    """The patterns of ``values``, as a read-only view of the dtype that says what they are."""
     if values.dtype == np.uint16:
         return frozen(values)
     return frozen(values.view(np.uint32 if values.dtype == np.float32 else np.int16))
@@ -77,7 +77,7 @@ def repeated(builder: ir.IRBuilder, value: Any, count: int) -> Any:
 
 
 class Lanes:
-    """Builds the code that reads and writes lanes of the arrays that one intrinsic was called with."""
+    """Builds the LLVM code that reads and writes lanes of the arrays of one call of an intrinsic."""
 
     def __init__(self, context: Any, builder: ir.IRBuilder) -> None:
         self.context, self.builder = context, builder
@@ -98,7 +98,7 @@ class Lanes:
         self.builder.store(lanes, pointer, align=4)
 
     def widened(self, kind: Any, lanes: Any) -> Any:
-        """The fp32 patterns of what an array of this kind holds."""
+        """The fp32 patterns of lanes of an array of this Numba type."""
         if kind.dtype == types.uint32:
             return lanes
         builder, wide = self.builder, ir.VectorType(WORD, lanes.type.count)
@@ -108,7 +108,8 @@ class Lanes:
         return self.widened_halves(words)
 
     def widened_halves(self, words: Any) -> Any:
-        """In integers but for the denormals: no instruction set is needed, and a NaN keeps its bits."""
+        """fp16 patterns as fp32 patterns. Only denormals need floating-point arithmetic: so any instruction set will
+        do, and a NaN keeps its bits."""
         builder, wide = self.builder, words.type
         magnitude = builder.and_(words, lanes_of(0x7FFF, wide))
         sign = builder.shl(builder.sub(words, magnitude), lanes_of(16, wide))
@@ -123,12 +124,12 @@ class Lanes:
         return builder.or_(sign, builder.select(is_special, special, finite))
 
     def exact(self, source: tuple[Any, Any], residual: tuple[Any, Any], position: Any, count: int) -> Any:
-        """The elements' patterns, where :func:`reaching` has been."""
+        """The elements' patterns, after :func:`reaching` was called for them."""
         kind, array = source if residual[0] == types.none else residual
         return self.widened(kind, self.load(kind, array, position, count))
 
     def reach(self, source: tuple[Any, Any], residual: tuple[Any, Any], position: Any, least: Any, count: int) -> Any:
-        """A bit a lane: whether its magnitude is ``least`` or more. The residual becomes the element."""
+        """One bit for each lane: whether its magnitude is at least ``least``. The residual becomes the element."""
         builder, lanes = self.builder, self.load(*source, position, count)
         if residual[0] != types.none:
             floats = ir.VectorType(FLOAT, count)
@@ -143,16 +144,16 @@ class Lanes:
 
 
 def pairs(signature: Any, arguments: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Source and residual, the first two arguments, each with its type."""
+    """Source and residual, the first two arguments, each with its Numba type."""
     return (signature.args[0], arguments[0]), (signature.args[1], arguments[1])
 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def reaching(typing_context: Any, source: Any, residual: Any, position: Any, least: Any) -> Any:
-    """The ``GROUP`` lanes from ``position`` on: bit i is set where the magnitude of lane i is at least ``least``.
+    """Compare the ``GROUP`` lanes from ``position`` on: bit i is set if the magnitude of lane i is at least ``least``.
 
-    Magnitudes compare as integers, those of the source's own patterns (so has ``least`` to be) where there is no
-    residual, else fp32 patterns. The residual becomes the element.
+    Magnitudes are compared as integers. Without a residual, these are the source's own patterns, and so is ``least``;
+    with one, they are fp32 patterns. The residual becomes the element.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -165,7 +166,7 @@ def reaching(typing_context: Any, source: Any, residual: Any, position: Any, lea
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def reach_one(typing_context: Any, source: Any, residual: Any, position: Any, least: Any) -> Any:
-    """As :func:`reaching`, of one lane."""
+    """As :func:`reaching`, for one lane."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         lanes = Lanes(context, builder)
@@ -178,7 +179,7 @@ def reach_one(typing_context: Any, source: Any, residual: Any, position: Any, le
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def lane_bits(typing_context: Any, source: Any, residual: Any, position: Any) -> Any:
-    """The fp32 pattern of the element at ``position``, where :func:`reaching` has been."""
+    """The fp32 pattern of the element at ``position``, after :func:`reaching` was called for it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         lanes = Lanes(context, builder).exact(*pairs(signature, arguments), arguments[2], 1)
@@ -198,10 +199,11 @@ def gather(
     survivors: Any,
     kept: Any,
 ) -> Any:
-    """Write positions and patterns of the lanes in ``mask``, from ``kept`` on; returns how many there are then.
+    """Write the positions and patterns of the lanes in ``mask`` to the buffers, from ``kept`` on. Returns the new
+    ``kept``.
 
-    Without a branch, with AVX-512's compression of a register: up to ``GROUP`` elements from ``kept`` on are written.
-    Only where there is :func:`avx512`.
+    It has no branches, and uses AVX-512's compress instruction. Up to ``GROUP`` elements from ``kept`` on are
+    overwritten. Call it only if :func:`avx512`.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -231,8 +233,8 @@ def gather(
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def write_signs(typing_context: Any, values: Any, position: Any, bits: Any, to: Any) -> Any:
-    """Write the signs of the ``GROUP`` floats from ``position`` on to eight bytes of ``bits``, from ``to`` on: that of
-    float i is bit i % 8 of byte i // 8."""
+    """Write the sign bits of the ``GROUP`` floats from ``position`` on to eight bytes of ``bits``, from ``to`` on. The
+    sign of float i is bit i % 8 of byte i // 8."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         lanes, (values, position, bits, to) = Lanes(context, builder), arguments
@@ -247,7 +249,8 @@ def write_signs(typing_context: Any, values: Any, position: Any, bits: Any, to: 
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def read_signs(typing_context: Any, bits: Any, position: Any, magnitude: Any, values: Any, to: Any) -> Any:
-    """The inverse: write ``GROUP`` floats to ``values``, from ``to`` on, which are the magnitude with those signs."""
+    """The inverse of :func:`write_signs`: write ``GROUP`` floats to ``values``, from ``to`` on, which are ``magnitude``
+    with the signs in ``bits``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         lanes, (bits, position, magnitude, values, to) = Lanes(context, builder), arguments
@@ -263,8 +266,9 @@ def read_signs(typing_context: Any, bits: Any, position: Any, magnitude: Any, va
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def look_up(typing_context: Any, table: Any, codes: Any, position: Any, shift: Any, values: Any, to: Any) -> Any:
-    """Write to ``values``, from ``to`` on, what the 16 bytes of ``codes`` from ``position`` on number in ``table``, an
-    array of 16 floats: each by its low four bits, after ``shift``. Only where there is :func:`avx512`."""
+    """Look the 16 bytes of ``codes`` from ``position`` on up in ``table``, an array of 16 floats, and write the results
+    to ``values``, from ``to`` on. A byte is shifted right by ``shift``; its low four bits are the index. Call it only
+    if :func:`avx512`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         if not has_avx512(context):
@@ -275,7 +279,7 @@ def look_up(typing_context: Any, table: Any, codes: Any, position: Any, shift: A
         start = ir.Constant(LONG, 0)
         levels = builder.load(lanes.pointer(table_kind, table, start, FLOAT, REGISTER), align=4)
         numbers = builder.zext(builder.load(lanes.pointer(codes_kind, codes, position, BYTE, REGISTER), align=1), words)
-        numbers = builder.lshr(numbers, repeated(builder, shift, REGISTER))  # only the low four bits are looked at
+        numbers = builder.lshr(numbers, repeated(builder, shift, REGISTER))  # only the low four bits are used
         declare = cast(Any, cgutils.get_or_insert_function)
         permute = declare(builder.module, ir.FunctionType(floats, [floats, words]), PERMUTE)
         found = builder.call(permute, [levels, numbers])
@@ -287,8 +291,8 @@ def look_up(typing_context: Any, table: Any, codes: Any, position: Any, shift: A
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def gather_bytes(typing_context: Any, source: Any, position: Any, mask: Any, out: Any, to: Any) -> Any:
-    """Write those of the ``GROUP`` bytes from ``position`` on that are in ``mask`` to ``out``, from ``to`` on, one
-    behind the other: ``GROUP`` bytes are written, of which the others mean nothing. Only where there is
+    """Write those of the ``GROUP`` bytes from ``position`` on whose bits are set in ``mask`` to ``out``, from ``to``
+    on, one behind another. ``GROUP`` bytes of ``out`` are overwritten; the rest of them is unspecified. Call it only if
     :func:`avx512_bytes`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -305,8 +309,9 @@ def gather_bytes(typing_context: Any, source: Any, position: Any, mask: Any, out
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def spread_bytes(typing_context: Any, source: Any, position: Any, mask: Any, out: Any, to: Any) -> Any:
-    """The inverse: the bytes of ``source`` from ``position`` on, of which ``GROUP`` are read, become in turn those of
-    the ``GROUP`` bytes from ``to`` on that are in ``mask``. Only where there is :func:`avx512_bytes`."""
+    """The inverse of :func:`gather_bytes`: write the bytes of ``source`` from ``position`` on, in turn, to those of the
+    ``GROUP`` bytes of ``out`` from ``to`` on whose bits are set in ``mask``. ``GROUP`` bytes of ``source`` are read.
+    Call it only if :func:`avx512_bytes`."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         if not has_feature(context, BYTES_FEATURE):
@@ -333,7 +338,7 @@ AVX512_FEATURE, BYTES_FEATURE = "+avx512f", "+avx512vbmi2"
 
 
 def has_feature(context: Any, feature: str) -> bool:
-    """Whether the code is compiled for it (which the cache tells apart), not whether this CPU has it."""
+    """Whether code is compiled for this CPU feature. Numba's cache tells such code apart."""
     return feature in context.codegen().magic_tuple()[2].split(",")
 
 
@@ -343,7 +348,7 @@ def has_avx512(context: Any) -> bool:
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def avx512(typing_context: Any) -> Any:
-    """Whether :func:`gather` and :func:`look_up` can be called: a constant in compiled code."""
+    """Whether :func:`gather` and :func:`look_up` can be called. A constant in compiled code."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(has_avx512(context)))
@@ -353,7 +358,7 @@ def avx512(typing_context: Any) -> Any:
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def avx512_bytes(typing_context: Any) -> Any:
-    """Whether :func:`gather_bytes` and :func:`spread_bytes` can be called: a constant in compiled code."""
+    """Whether :func:`gather_bytes` and :func:`spread_bytes` can be called. A constant in compiled code."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(has_feature(context, BYTES_FEATURE)))
@@ -363,8 +368,8 @@ def avx512_bytes(typing_context: Any) -> Any:
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def far_below(typing_context: Any, values: Any, position: Any, highest: Any, distance: Any) -> Any:
-    """Of the ``GROUP`` bytes (uint8) from ``position`` on: bit i is set where ``highest`` less byte i, modulo 256, is
-    ``distance`` or more."""
+    """Compare the ``GROUP`` bytes (uint8) from ``position`` on: bit i is set if ``highest`` minus byte i, modulo 256,
+    is at least ``distance``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         array, position, highest, distance = arguments
@@ -377,7 +382,7 @@ def far_below(typing_context: Any, values: Any, position: Any, highest: Any, dis
 
 @cast(Any, intrinsic)  # type: ignore[untyped-decorator]
 def trailing_zeros(typing_context: Any, mask: Any) -> Any:
-    """Zeros below the lowest set bit; 64 of 0."""
+    """The number of zero bits below the lowest set bit; 64 for 0."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))

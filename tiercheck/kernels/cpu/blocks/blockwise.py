@@ -1,11 +1,12 @@
 """How blocks are encoded and decoded in Numba, whatever their codes.
 
-Compiled code sees whole blocks only, in pieces on the threads that are granted; the last, short one is filled up with
-zeros here. A block's ``x``, where it is not the values themselves, and what it decodes to stay in the first cache.
+Compiled code works on whole blocks, in pieces for the threads that are granted. This module fills a last, short block
+up with zeros. A block's ``x`` (see :mod:`tiercheck.kernels.reference.blocks`), if it is not the values themselves, and
+its decoded values stay in the first-level cache.
 
-What handles one block takes whole arrays, borrowed ones, and the positions where the block starts in them: otherwise
-references would be counted, in atomic instructions that cost as much as the arithmetic. Positions are unsigned, so that
-no code is made for negative ones.
+A function for one block takes whole arrays, which are borrowed, and the block's position in each. With slices, Numba
+would count references in atomic instructions, which cost as much as the arithmetic. Positions are unsigned, since Numba
+checks a signed index for being negative.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ __all__ = [
 ]
 
 INFINITY = 0x7F800000
-"""The pattern of an infinity; those of NaNs, without their signs, are above it."""
+"""The fp32 pattern of infinity. Those of NaNs, without their signs, are larger."""
 
 STEP, START = np.uint64(BLOCK), np.uint64(0)
-"""A block's elements, and where it starts in an array of its own, unsigned."""
+"""The elements of a block of 256, and the position of a block in an array of its own, both unsigned."""
 
 LARGEST = np.float32(3.4028234663852886e38)
-"""Of the finite numbers."""
+"""The largest finite fp32 number."""
 
 ABSENT = np.empty(0, np.float32)
 
@@ -66,9 +67,12 @@ def encode_blocks(
     threads: int,
     encode_short: Encode | None = None,
 ) -> bool:
-    """``encode(values, before, rooted, residual, codes, scales)`` for whole blocks, and ``encode_short`` for the last,
-    short one. ``before`` and ``residual`` are empty where there is none. Each returns whether any x is not finite, and
-    so does this."""
+    """Encode ``values`` by ``encode(values, before, rooted, residual, codes, scales)``, which is given whole blocks.
+
+    ``encode_short`` (default: ``encode``) is given the last, short block, filled up with zeros. ``before`` and
+    ``residual`` are empty arrays if there are none. Both return whether any x is not finite, and so does this.
+    Errors: ``ValueError`` for arrays of other sizes or layouts.
+    """
     for name, array in (("values", values), ("codes", codes), ("scales", scales)):
         check_layout(name, array, writable=array is not values)
     values, before = frozen(values), frozen(present("elements before", before, values.size))
@@ -101,7 +105,7 @@ def encode_blocks(
 
 
 def present(what: str, array: NDArray[np.float32] | None, size: int) -> NDArray[np.float32]:
-    """The array, which has to have this size; an empty one for ``None``."""
+    """The array, or an empty one for ``None``. Errors: ``ValueError`` if it has another size or layout."""
     if array is None:
         return ABSENT
     check_size(what, array, size, size)
@@ -110,7 +114,7 @@ def present(what: str, array: NDArray[np.float32] | None, size: int) -> NDArray[
 
 
 def padded(elements: NDArray[np.float32], block: int) -> NDArray[np.float32]:
-    """A block that begins with these and ends in zeros; nothing of nothing."""
+    """A block of these elements, filled up with zeros. For no elements, an empty array."""
     if not elements.size:
         return ABSENT
     whole = np.zeros(block, np.float32)
@@ -128,7 +132,10 @@ def decode_blocks(
     codes_per_block: int,
     threads: int,
 ) -> NDArray[np.float32]:
-    """``decode(codes, scales, values)`` for whole blocks, and for the last, short one filled up."""
+    """The first ``size`` values, by ``decode(codes, scales, values)``, which is given whole blocks.
+
+    The codes of a last, short block are filled up with zeros. Errors: ``ValueError`` for arrays of other layouts.
+    """
     check_layout("codes", codes)
     check_layout("scales", scales)
     values = np.empty(size, np.float32)
@@ -158,7 +165,7 @@ def take(
     at: Any,
     x: NDArray[np.float32],
 ) -> None:
-    """Write a block's ``x``. The sum alone, which every step takes, is spared the call and its questions."""
+    """Write a block's ``x``. Values plus residual, which is the case at every step, have a loop of their own here."""
     if rooted or before.size:
         take_change(values, before, rooted, residual, at, x)
     else:
@@ -206,7 +213,7 @@ def magnitude(value: Any) -> Any:
 
 @inlined
 def largest_magnitude(x: NDArray[np.float32], at: Any) -> Any:
-    """The largest pattern in a block of 256."""
+    """The largest magnitude, as a pattern, in a block of 256."""
     largest = np.uint32(0)
     for i in range(STEP):
         one = np.uint32(magnitude(x[at + i]))
@@ -216,7 +223,7 @@ def largest_magnitude(x: NDArray[np.float32], at: Any) -> Any:
 
 @compiled
 def reciprocal(scale: Any) -> Any:
-    """What ``quotients`` multiplies by: 0 for a scale of 0, NaN for a scale that it divides by."""
+    """The factor of the reference's ``quotients``: 0 for a scale of 0, NaN for a scale that x is divided by."""
     if scale == 0:
         return np.float32(0)
     if MULTIPLIED_MIN <= scale <= MULTIPLIED_MAX:

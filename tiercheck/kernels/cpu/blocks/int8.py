@@ -97,8 +97,8 @@ def quantise_block(
     residual: NDArray[np.float32],
     nonfinite: NDArray[np.bool_],
 ) -> Any:
-    """The residual, where there is one, becomes what the codes leave out. Returns the scale; says in ``nonfinite``
-    where something is not finite."""
+    """Write the codes of the block at ``at``, and its residual if there is one. Returns the scale. Sets
+    ``nonfinite[0]`` if an x is not finite."""
     largest = np.uint32(largest_magnitude(x, at))
     ordinary = largest < DECODED_AS_IT_IS
     if largest >= np.uint32(INFINITY):
@@ -146,7 +146,7 @@ def quantise_carefully(
     to: Any,
     residual: NDArray[np.float32],
 ) -> None:
-    """A block that holds what is not finite, or nearly so, or whose scale has no reciprocal."""
+    """For a block with an x that is not finite, or above 2**127, or whose scale has no normal reciprocal."""
     for i in range(STEP):
         value = x[at + i]
         if magnitude(value) >= np.uint32(INFINITY):

@@ -28,7 +28,7 @@ __all__ = ["dequantise_nf4", "quantise_nf4_into"]
 HALF_STEP = np.uint64(HALF)
 
 B0, B1, B2, B3, B4, B5, B6, B7, B8, B9, B10, B11, B12, B13, B14 = (np.float32(boundary) for boundary in BOUNDARIES)
-"""The boundaries, as constants of the compiled code: they stay in registers, as elements of an array do not."""
+"""The boundaries as constants of the compiled code, which stay in registers. Elements of an array would not."""
 
 
 def quantise_nf4_into(
@@ -117,7 +117,7 @@ def encode_products(x: NDArray[np.float32], at: Any, factor: Any, codes: NDArray
 
 @compiled
 def nearest(y: Any) -> Any:
-    """The number of boundaries less than ``y``, by a search in halves without a branch, which makes vector code."""
+    """The number of boundaries less than ``y``: a binary search without branches, so that the loop is vectorised."""
     eights = y > B7
     fours = y > (B11 if eights else B3)
     low = B5 if fours else B1
@@ -157,7 +157,7 @@ def dequantise_block(
 ) -> None:
     for code in range(np.uint64(16)):
         levels[code] = LEVELS[code] * scale
-    if avx512():  # left to the compiler, each level is fetched from memory
+    if avx512():  # the compiler would fetch each level from memory
         for j in range(np.uint64(0), HALF_STEP, np.uint64(REGISTER)):
             look_up(levels, codes, at + j, np.uint32(0), values, to + j)
             look_up(levels, codes, at + j, np.uint32(4), values, to + HALF_STEP + j)

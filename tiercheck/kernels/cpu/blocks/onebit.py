@@ -33,7 +33,7 @@ ONEBIT_STEP, BYTES_STEP = np.uint64(ONEBIT_BLOCK), np.uint64(SIGN_BYTES)
 GROUP_STEP, GROUP_BYTES = np.uint64(GROUP), np.uint64(GROUP // 8)
 
 LANES = ONEBIT_BLOCK // 8
-"""Sums that are taken side by side, in a vector register."""
+"""Sums that are computed side by side, in one vector register."""
 
 
 def quantise_onebit_into(
@@ -77,7 +77,7 @@ def quantise_blocks(
     bits: NDArray[np.uint8],
     scales: NDArray[np.uint16],
 ) -> Any:
-    """``share`` is the elements of a whole block to those of these blocks."""
+    """``share``: the elements of a whole block divided by those of these blocks; 1 but for a last, short block."""
     plain = not (rooted or before.size or residual.size)
     room, room_decoded = np.empty(ONEBIT_BLOCK + LINE, np.float32), np.empty(ONEBIT_BLOCK + LINE, np.float32)
     x, decoded, sums = aligned(room), aligned(room_decoded), np.empty(LANES, np.float32)
@@ -122,7 +122,8 @@ def quantise_block(
 
 @inlined
 def sum_of_magnitudes(x: NDArray[np.float32], at: Any, sums: NDArray[np.float32]) -> Any:
-    """Of the magnitudes / 128, by halves as the reference: the first three are one sum of eight in every lane."""
+    """The sum of the magnitudes / 128, in the reference's order: halves are added to halves. The first three additions
+    of halves sum eight elements in every lane."""
     for j in range(LANES):
         fourth_0 = share_of(x, at, j) + share_of(x, at, j + 4 * LANES)
         fourth_1 = share_of(x, at, j + LANES) + share_of(x, at, j + 5 * LANES)

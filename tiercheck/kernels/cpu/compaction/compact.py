@@ -1,8 +1,8 @@
 """Compaction in Numba: the values are read once.
 
-Each thread has a contiguous range of them. The first one writes straight into the caller's buffers; the others write
-into chunks of their own, which are put behind it in order once all counts are known. So the result does not depend on
-the number of threads.
+Each thread works on a contiguous range of the values. The first thread writes straight into the caller's buffers. The
+others write into chunks of their own, which are copied behind it, in order, when all counts are known. So the result
+does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ __all__ = ["compact", "compact_into", "select_threshold"]
 Words = NDArray[np.uint32]
 
 CHUNK = 1 << 16
-"""Survivors that a thread's private buffer holds; together half a MiB, so that it stays in the second cache."""
+"""Survivors in one of a thread's own buffers. Both arrays take half a MiB, so that they stay in the second-level
+cache."""
 
 IDLE_CHUNKS = 64
-"""Private buffers kept for the next call: fresh pages would cost more than what is written to them."""
+"""Buffers that are kept for the next call. Fresh pages would cost more than what is written to them."""
 
 
 @dataclass
 class Chunk:
-    """``count`` survivors of one thread's range, fp32 patterns, and their indices."""
+    """``count`` survivors of one thread's range, as fp32 patterns, and their indices."""
 
     indices: Words
     survivors: Words
@@ -58,7 +59,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Task:
-    """What there is to compact, as the compiled kernels take it."""
+    """What is to be compacted, in the form that the compiled functions take."""
 
     source: NDArray[Any]
     residual: Words | None
@@ -113,7 +114,7 @@ def task_of(values: Values, threshold: float, residual: NDArray[np.float32] | No
 
 
 def least_pattern(dtype: np.dtype[Any], least: np.uint32) -> np.uint32:
-    """The least magnitude among the patterns of ``dtype`` whose value is that of the fp32 pattern ``least`` or more."""
+    """The smallest pattern of ``dtype`` whose magnitude is at least that of the fp32 pattern ``least``."""
     if dtype == np.float32:
         return least
     if dtype == np.uint16:
@@ -125,7 +126,7 @@ def least_pattern(dtype: np.dtype[Any], least: np.uint32) -> np.uint32:
 
 
 def collected(task: Task, piece: slice, limit: int) -> tuple[list[Chunk], int]:
-    """The first ``limit`` survivors of the piece or a few more, and the number of all of them."""
+    """The first ``limit`` survivors of the piece, or a few more, and the number of all its survivors."""
     chunks: list[Chunk] = []
     position, count = piece.start, 0
     while position < piece.stop and count < limit:
@@ -149,13 +150,13 @@ NOWHERE = np.empty(0, np.uint32), np.empty(0, np.uint32)
 
 
 def written(task: Task, piece: slice, indices: Words, survivors: Words) -> int:
-    """The number of all survivors of the piece; as many as the buffers hold are in them."""
+    """The number of survivors of the piece. The buffers hold the first of them, as many as they have room for."""
     position, count = collect(task.source, task.residual, task.least, piece.start, piece.stop, indices, survivors)
     return int(fill(task.source, task.residual, task.least, position, piece.stop, indices, survivors, count))
 
 
 def unload(chunks: list[Chunk], indices: Words, survivors: Words, start: int) -> None:
-    """The chunks' content, one behind the other from ``start`` on, as far as there is room."""
+    """Copy the chunks' survivors behind one another into the buffers, from ``start`` on, as far as there is room."""
     for chunk in chunks:
         count = min(chunk.count, max(0, indices.size - start))
         indices[start : start + count] = chunk.indices[:count]
@@ -168,9 +169,10 @@ def unload(chunks: list[Chunk], indices: Words, survivors: Words, start: int) ->
 def collect(
     source: NDArray[Any], residual: Any, least: np.uint32, start: int, stop: int, indices: Words, survivors: Words
 ) -> tuple[int, int]:
-    """Compact from ``start`` on while a whole group more has room; where it stopped, and how many were found.
+    """Compact from ``start`` on, as long as the buffers have room for a whole group. Returns the position where it
+    stopped, and the number of survivors.
 
-    The count is unsigned: of a signed index, Numba looks whether it counts from the end.
+    The count is unsigned, since Numba checks a signed index for being negative.
     """
     kept: Any = np.uint64(0)
     position, room = start, np.uint64(max(0, indices.size - GROUP + 1))
@@ -192,10 +194,10 @@ def collect(
 def take(
     source: NDArray[Any], residual: Any, position: int, mask: Any, indices: Words, survivors: Words, kept: Any
 ) -> Any:
-    """The survivors of one group; up to ``GROUP`` elements from ``kept`` on are written.
+    """Write the survivors of one group. Up to ``GROUP`` elements of the buffers from ``kept`` on are overwritten.
 
-    The first two are written whether there or not: in groups of 64, and a hundredth of the elements kept, a
-    branch on their number would be guessed wrong half the time, and one for a third is not.
+    Two survivors are always written, even if there are fewer. If one element in a hundred survives, a branch on the
+    number in a group of 64 is mispredicted half of the time; a branch on whether there is a third is not.
     """
     none, one = np.uint64(0), np.uint64(1)
     second = mask & (mask - one)
@@ -231,7 +233,8 @@ def fill(
     survivors: Words,
     kept: int,
 ) -> int:
-    """Compact from ``start`` to ``stop`` to the buffers' last element, and count what they do not hold."""
+    """Compact from ``start`` to ``stop``, up to the buffers' last element. Returns the number of survivors, also of
+    those that the buffers do not hold."""
     position = start
     while position + GROUP <= stop:
         mask = reaching(source, residual, position, least)

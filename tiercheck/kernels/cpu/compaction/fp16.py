@@ -1,8 +1,8 @@
 """fp32 values as fp16 under one power-of-two scale, in Numba.
 
-The conversions are written out in integers: they are vectorised on every instruction set, and NaNs come out as they do
-in NumPy. A scale may be no fp32 number, so that it is applied in two factors, the first of which rounds nothing that
-the second lets survive.
+The conversions use integer arithmetic: so they are vectorised on every instruction set, and give NumPy's patterns for
+NaNs. A scale may be out of the range of fp32. So it is applied as two factors; the first product is exact for every
+value that the second does not round to zero or infinity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def from_half(halves: NDArray[np.float16], exponent: int) -> NDArray[np.float32]
 
 
 def binary_exponent(magnitude: int) -> int:
-    """As ``frexp``: e where the fp32 pattern's value is in [2**(e-1), 2**e); 0 of zero."""
+    """The exponent e of ``frexp``: the value of the fp32 pattern is in [2**(e-1), 2**e). 0 for zero."""
     if magnitude < 1 << 23:
         return magnitude.bit_length() - 149 if magnitude else 0
     return (magnitude >> 23) - 126
@@ -58,7 +58,7 @@ def largest_finite(bits: NDArray[np.uint32]) -> np.uint32:
 
 @compiled
 def narrow_scaled(values: NDArray[np.float32], first: np.float32, second: np.float32, out: NDArray[np.uint16]) -> None:
-    """fp16 patterns of ``values * first * second``, none of which is above 2**15 and finite."""
+    """Write the fp16 patterns of ``values * first * second``. No finite product is above 2**15."""
     scaled = np.empty(TILE, np.float32)
     bits = scaled.view(np.uint32)
     for start in range(0, values.size, TILE):

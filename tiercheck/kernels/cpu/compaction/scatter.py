@@ -1,4 +1,4 @@
-"""From survivors back to a dense array, in Numba."""
+"""Writing survivors into a dense array, in Numba."""
 
 from __future__ import annotations
 

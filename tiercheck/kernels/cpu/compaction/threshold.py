@@ -1,4 +1,7 @@
-"""The threshold of a compaction, from samples, in Numba: many tensors are small, and the samples most of their cost."""
+"""The threshold of a compaction, estimated from samples, in Numba.
+
+Many tensors are small; for these, sampling is most of the cost of a compaction.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ __all__ = ["select_threshold"]
 Words = NDArray[np.uint32]
 
 AHEAD = 32 * SAMPLED_TOGETHER
-"""Samples whose memory is on its way."""
+"""How many samples ahead memory is prefetched."""
 
 
 def select_threshold(
@@ -64,9 +67,10 @@ def draw(size: Any, first: Any, second: Any, positions: Words) -> None:
 
 @compiled
 def look(source: NDArray[Any], residual: Any, positions: Words, magnitudes: Words) -> None:
-    """The magnitudes, as patterns, of the elements at these positions, which are runs of neighbours.
+    """Write the magnitudes, as fp32 patterns, of the elements at these positions, which are runs of neighbours.
 
-    Lines are asked for long before they are needed: most lie in pages of their own, and finding those takes longer.
+    Lines are prefetched long before they are needed. Most lie in different pages, and a page walk takes longer than a
+    read.
     """
     exact = magnitudes.view(np.float32)
     last, whole = positions.size - 1, positions.size // SAMPLED_TOGETHER * SAMPLED_TOGETHER
@@ -89,9 +93,10 @@ def look(source: NDArray[Any], residual: Any, positions: Words, magnitudes: Word
 
 @compiled
 def select(magnitudes: Words, wanted: int, scratch: Words) -> Any:
-    """The ``wanted``-th largest: bit by bit the largest number that so many reach.
+    """The ``wanted``-th largest magnitude, found bit by bit: the largest number that so many magnitudes reach.
 
-    Whatever repeats itself, it takes as long. After the exponent, and three bits, few are still in question.
+    The time does not depend on how many are equal. After the exponent and three more bits, only the magnitudes that
+    agree in these are looked at.
     """
     coarse = np.uint32(20)
     least = refined(magnitudes, np.uint32(0), np.uint32(31), coarse, wanted)
@@ -102,7 +107,7 @@ def select(magnitudes: Words, wanted: int, scratch: Words) -> Any:
 
 @compiled
 def within(magnitudes: Words, least: Any, beyond: Any, out: Words) -> int:
-    """Write those from ``least`` on and below ``beyond``; returns how many they are."""
+    """Write the magnitudes from ``least`` up to, and without, ``beyond`` to ``out``. Returns their number."""
     kept, whole = 0, magnitudes.size // GROUP * GROUP
     for start in range(0, whole, GROUP):
         mask = reaching(magnitudes, None, start, least)
@@ -121,7 +126,8 @@ def within(magnitudes: Words, least: Any, beyond: Any, out: Words) -> int:
 
 @compiled
 def refined(magnitudes: Words, least: Any, upper: Any, lower: Any, wanted: int) -> Any:
-    """``least`` with the bits below ``upper``, down to ``lower``, that ``wanted`` magnitudes still reach."""
+    """The largest number that at least ``wanted`` magnitudes reach, among those that differ from ``least`` only in the
+    bits below ``upper``, down to ``lower``."""
     bit = upper
     while bit > lower:
         bit = np.uint32(bit - np.uint32(1))

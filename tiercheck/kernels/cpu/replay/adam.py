@@ -1,9 +1,9 @@
 """Adam and AdamW in Numba, with the bits of torch's fused CPU kernel.
 
-All steps are applied to a tile of the state while it is in the first-level cache, block by block; meanwhile the next
-tile is fetched. :func:`step_contracted` does nearly all of the work: one square root and one division an element.
-What is rare (another instruction set, amsgrad, the end of a tensor, a bias correction that cannot be divided by
-without a divider) takes the same step in several loops.
+All steps are applied to a tile of the state while it is in the first-level cache, block by block. Meanwhile the next
+tile is prefetched. :func:`step_contracted` does nearly all of the work, with one square root and one division an
+element. :func:`step_in_parts` takes the same step in several loops, for the rare cases: another instruction set,
+amsgrad, the end of a tensor, or a bias correction for which :func:`tiercheck.kernels.division.reciprocal` is not exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiercheck.kernels.gradients import Gradient
 __all__ = ["STEP", "move_by_roots", "prepare", "replay_fused_adam", "rows_of", "update_moments"]
 
 TILE = 2048
-"""Elements to which all steps are applied before the next: their state stays in the first-level cache."""
+"""Elements to which all steps are applied before the next tile. Their state stays in the first-level cache."""
 
 STEP = np.dtype(
     [
@@ -49,7 +49,7 @@ STEP = np.dtype(
     + [(name, np.bool_) for name in ("small_weight1", "divides", "coupled", "prepares")],
     align=True,
 )
-"""A step's scalars. ``divides``: the reciprocal's two parts do not stand for a division."""
+"""A step's scalars. ``divides``: the bias correction needs a division, since its reciprocal is not exact."""
 
 Array = NDArray[np.float32]
 Row = Any  # a record of STEP
@@ -57,7 +57,7 @@ Row = Any  # a record of STEP
 
 @lru_cache(maxsize=16)
 def rows_of(steps: tuple[AdamStep, ...]) -> NDArray[np.void]:
-    """A record of :data:`STEP` a step; read-only, and kept: tensor after tensor takes the same steps."""
+    """A record of :data:`STEP` for each step. Read-only and cached, since every tensor takes the same steps."""
     rows = np.zeros(len(steps), STEP)
     for row, step in zip(rows, steps, strict=True):
         c = Coefficients.of(step)
@@ -139,7 +139,8 @@ def apply_steps(
 def step_block(
     p: Array, m: Array, v: Array, x: Array, g: Array, prepared: Array, step: Row, vectors: int, contracted: bool
 ) -> None:
-    """``vectors``: how many of the elements torch takes in vectors; those behind are the end of the tensor."""
+    """Take one step with a block. torch computes the first ``vectors`` elements in vectors; the others end the
+    tensor."""
     if step.prepares:
         prepare(p, g, prepared, step, contracted)
         g = prepared[: p.size]
@@ -153,8 +154,8 @@ def step_block(
 
 @compiled
 def step_in_parts(p: Array, m: Array, v: Array, x: Array, g: Array, step: Row, vectors: int, contracted: bool) -> None:
-    """The step in a loop for each part. torch's compiler contracted the second moment of the elements behind the last
-    whole vector the other way round, and there ``std::max`` keeps the maximum where the new value is a NaN."""
+    """Take one step in several loops. Behind the last whole vector, torch's compiler fused the other product of the
+    second moment, and ``std::max`` keeps the maximum if the new value is a NaN."""
     update_moments(m[:vectors], v[:vectors], g[:vectors], step, contracted)
     if contracted:
         update_last_moments(m[vectors:], v[vectors:], g[vectors:], step)
@@ -170,10 +171,10 @@ def step_in_parts(p: Array, m: Array, v: Array, x: Array, g: Array, step: Row, v
 
 @inlined
 def step_contracted(p: Array, m: Array, v: Array, g: Array, step: Row) -> None:
-    """A whole step where torch's compiler fused multiplications into additions.
+    """A whole step, with multiplications fused into additions as torch's compiler did.
 
-    :func:`tiercheck.kernels.division.reciprocal` is why the quotient by the bias correction is that of a division. An
-    infinite second moment would become a NaN in ``root * reciprocal_low``, so there the root is bounded.
+    The quotient by the bias correction is computed from the reciprocal's two parts, with the bits of the division: see
+    :mod:`tiercheck.kernels.division`. In ``root * low``, the root is bounded, since an infinite one would give a NaN.
     """
     decay, weight1, small, weight2, beta2 = step.decay, step.weight1, step.small_weight1, step.weight2, step.beta2
     high, low, eps, negative_step_size = step.reciprocal_high, step.reciprocal_low, step.eps, step.negative_step_size
@@ -190,7 +191,7 @@ def step_contracted(p: Array, m: Array, v: Array, g: Array, step: Row) -> None:
 
 @compiled
 def prepare(p: Array, g: Array, out: Array, step: Row, contracted: bool) -> None:
-    """The gradient that the moments see: scaled (and negated), then L2 decay added."""
+    """Write the gradient that enters the moments: scaled (and negated), then L2 decay is added."""
     multiplier, l2_decay = step.multiplier, step.l2_decay
     if not step.coupled:
         for i in range(p.size):

@@ -1,8 +1,10 @@
-"""Sparse replay in Numba that costs an element as much as it has gradients, and once more: not exact.
+"""Sparse replay of Adam in Numba, approximate.
 
-An element is left behind while it has no gradient, and catches up in closed form (:mod:`tiercheck.kernels.runs`) when
-one reaches it, or at the end. What is left behind has the moments of the last step that had a gradient for it, and the
-parameter as that step found it: the step's own movement is the first of the run.
+It costs one pass over the state and one update for each stored gradient value, however many steps there are.
+An element is not touched in steps without a gradient for it. When the next gradient reaches it, or at the end, it takes
+all of these steps at once, in closed form (:mod:`tiercheck.kernels.runs`). Until then it holds the moments of the last
+step that had a gradient for it, and the parameter from before that step: the step's own movement is the first of the
+run.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = ["replay_sparse_adam"]
 TILE = 4096
 
 DENSE = 0.25
-"""The share of elements with a gradient from which on the exact kernel is as fast."""
+"""The share of elements with a gradient above which the exact kernel is as fast."""
 
 INFINITY = np.uint32(0x7F800000)
 
@@ -46,9 +48,10 @@ def replay_sparse_adam(
     max_exp_avg_sq: Array | None = None,
     contracted: bool = True,
 ) -> None:
-    """Apply the steps in order, in place. Not bit for bit: within 2e-5 of the movement of each element.
+    """Apply the steps in order, in place, approximately: see :data:`tiercheck.kernels.accuracy.ERROR_MAX`.
 
-    Dense gradients, L2 decay and amsgrad are left to the exact kernel.
+    The arguments are those of :func:`tiercheck.kernels.replay_fused_adam`, which takes the steps with dense gradients,
+    L2 decay or amsgrad.
     """
 
     def is_sparse(pair: tuple[Gradient, AdamStep]) -> bool:
@@ -92,8 +95,8 @@ def apply_runs(
     runs: NDArray[np.void],
 ) -> None:
     size, count = param.size, steps.size
-    reached = np.empty(TILE, np.int32)  # the step whose gradient an element's moments have; 0 as long as none has come
-    touched = np.empty(TILE + 1, np.int32)  # the last one is written to, and never read
+    reached = np.empty(TILE, np.int32)  # the last step with a gradient for the element; 0: none yet
+    touched = np.empty(TILE + 1, np.int32)  # the last entry is written, and never read
     params, moments1, moments2 = borrowed(param), borrowed(exp_avg), borrowed(exp_avg_sq)
     for start in range(0, size, TILE):
         stop = min(start + TILE, size)
@@ -126,8 +129,8 @@ def take_gradient(
     steps: NDArray[np.void],
     runs: NDArray[np.void],
 ) -> int:
-    """One step's gradient into the moments of those elements of a tile that it reaches; returns how many were ever
-    reached."""
+    """Add one step's gradient to the moments of the elements of a tile that it reaches. Returns how many elements any
+    step has reached so far."""
     source, step = sources[index], steps[index]
     size = source.size
     indices = carray(pointer(source.indices), (size,), np.uint32)
@@ -145,7 +148,7 @@ def take_gradient(
         reached[i] = index + 1
         position += 1
     taken, source.next = position - source.next, position
-    for array in (source.indices, source.values):  # of the next tile; they are too many for the processor to foresee
+    for array in (source.indices, source.values):  # for the next tile: the processor prefetches few streams itself
         prefetch_span(array + np.uintp(4 * position), taken)
     return touched_count
 
@@ -154,7 +157,8 @@ def take_gradient(
 def run_taken(
     p: np.float32, m: np.float32, v: np.float32, a: int, b: int, steps: NDArray[np.void], runs: NDArray[np.void]
 ) -> tuple[np.float32, np.float32, np.float32]:
-    """An element after the run ``[b, a]``: in closed form, or step by step where its root is near eps."""
+    """An element's parameter and moments after the run ``[b, a]``: in closed form, or step by step if its root is near
+    eps."""
     run = runs[b, a]
     if v < run.least and m != 0:
         return steps_taken(p, m, v, a, b, steps)
@@ -167,7 +171,7 @@ def run_taken(
 def steps_taken(
     p: np.float32, m: np.float32, v: np.float32, a: int, b: int, steps: NDArray[np.void]
 ) -> tuple[np.float32, np.float32, np.float32]:
-    """An element after the steps of a run, taken one by one."""
+    """An element's parameter and moments after the steps of a run, taken one by one."""
     for index in range(max(a - 1, 0), b):
         step = steps[index]
         if index >= a:
@@ -182,10 +186,10 @@ def steps_taken(
 def leave_small_roots(
     p: Array, m: Array, v: Array, reached: NDArray[np.int32], least: np.float32, steps: NDArray[np.void]
 ) -> None:
-    """Elements that no gradient reached, that move, and whose roots are near eps, take all steps.
+    """Take all steps, one by one, with the elements that no gradient reached, that move, and whose root is near eps.
 
-    Whether there are any is asked of the patterns, which order numbers that are not negative: a minimum of integers
-    vectorises.
+    A minimum over the second moments says whether there are any. It is taken of their patterns, which have the order of
+    the numbers if these are not negative, since a minimum of integers is vectorised.
     """
     if least == 0:
         return
@@ -202,7 +206,7 @@ def leave_small_roots(
 
 @compiled
 def run_all(p: Array, m: Array, v: Array, reached: NDArray[np.int32], run: Row) -> None:
-    """The one run over all steps of the elements that no gradient reached."""
+    """Apply the run of all steps to the elements that no gradient reached."""
     beta1, beta2, decay = run.beta1, run.beta2, run.decay
     weight1, point1, weight2, point2 = run.weight1, run.point1, run.weight2, run.point2
     for i in range(p.size):

@@ -1,4 +1,4 @@
-"""SGD in Numba. It is bound by memory, so that what matters is reading the state once for all steps."""
+"""SGD in Numba. It is bound by memory bandwidth, so the state is read and written once for all steps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def step_sgd(p: Array, b: Array, g: Array, prepared: Array, step: Row, has_tail:
 
 @compiled
 def add_scaled(a: Array, b: Array, scale: np.float32, out: Array, contracted: bool) -> None:
-    """``a + scale * b``, as torch adds with an ``alpha``."""
+    """Write ``a + scale * b``, rounded as by torch's addition with an ``alpha``."""
     if contracted:
         for i in range(out.size):
             out[i] = multiply_add(b[i], scale, a[i])

@@ -1,4 +1,4 @@
-"""Dense and sparse gradients as one table that a compiled loop walks through in the order of the elements."""
+"""Dense and sparse gradients in one table, from which a compiled loop takes blocks in the order of the elements."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ SOURCE = np.dtype(
     [("values", np.uintp), ("indices", np.uintp), ("next", np.int64), ("size", np.int64), ("sparse", np.bool_)],
     align=True,
 )
-"""A gradient: addresses of its values and, where sparse, of its indices; the next index to be taken; how many."""
+"""A gradient: the address of its values; if it is sparse, the address of its indices, the position of the next index to
+take, and the number of indices."""
 
 
 def sources_of(
     state: Sequence[NDArray[np.float32]], gradients: Sequence[Gradient]
 ) -> tuple[NDArray[np.void], NDArray[np.uintp]]:
-    """The table, and the addresses of what is read throughout: the state and the dense gradients."""
+    """The table, and the addresses of the arrays that are read from end to end: the state and the dense gradients."""
     sources = np.zeros(len(gradients), SOURCE)
     streams = [address(array) for array in state if array.size]
     for source, gradient in zip(sources, gradients, strict=True):
@@ -42,9 +43,10 @@ def address(array: NDArray[np.float32] | NDArray[np.uint32]) -> int:
 
 @compiled
 def take_block(sources: NDArray[np.void], index: int, first: int, last: int, scattered: NDArray[np.float32]) -> int:
-    """Write the values whose indices lie in ``first..last-1`` into a block of zeros; returns how many there are.
+    """Write the values whose indices are in ``first..last-1`` into ``scattered``, a block of zeros. Returns their
+    number.
 
-    Blocks are taken in ascending order, each once.
+    Blocks must be taken in ascending order, each once.
     """
     source = sources[index]
     size = source.size
@@ -61,7 +63,7 @@ def take_block(sources: NDArray[np.void], index: int, first: int, last: int, sca
 
 @compiled
 def untake_block(sources: NDArray[np.void], index: int, first: int, taken: int, scattered: NDArray[np.float32]) -> None:
-    """Make the block zeros again after :func:`take_block`."""
+    """Write zeros over the values that :func:`take_block` has written."""
     source = sources[index]
     indices = carray(pointer(source.indices), (source.size,), np.uint32)
     for position in range(source.next - taken, source.next):
