@@ -1,13 +1,14 @@
 """The kernels for NVIDIA GPUs, on CuPy arrays.
 
-The specification is :mod:`tiercheck.kernels.reference`: integers, codes, indices and their order, and the replay are
-the same to the bit. What differs is who waits and who allocates: nobody. Results go to arrays that the caller has
-allocated, workspace included; what the host would have to wait for stays on the device, in arrays of one element; and
-every function puts its work into the ``stream`` it is given (:func:`low_priority_stream` makes one) and returns.
-Arrays must live, and be left alone, until that work is done. :func:`borrow` turns a torch tensor into such an array
-without copying it.
+The specification is :mod:`tiercheck.kernels.reference`: integers, codes, indices with their order, and replays have the
+same bits. No codec and no replay of a job calls these functions yet: jobs encode and replay on the CPU.
 
-The first call of a kernel compiles it; :func:`warm_up` does so for all. Importing this package imports CuPy.
+No function waits for the device, and none allocates on it. The caller allocates results and workspace; a result that is
+one number is an array of one element on the device. Every function puts its work into the ``stream`` that it is given
+(:func:`low_priority_stream` makes one) and returns. The caller keeps the arrays alive, and does not touch them, until
+that work is done. :func:`borrow` makes such an array of a torch tensor without a copy.
+
+The first call of a kernel compiles it; :func:`warm_up` compiles all of them. Importing this package imports CuPy.
 """
 
 from __future__ import annotations

@@ -18,18 +18,18 @@ from tiercheck.kernels.reference.adam import VECTOR
 __all__ = ["MOST_STEPS", "TORCH_FORMS", "SparseOnDevice", "replay_fused_adam", "replay_torch_fused_adam"]
 
 MOST_STEPS = 64
-"""Steps of a launch; more take several."""
+"""The most steps of one launch. More steps take several launches."""
 
 THREADS = 256
 
 TILE = 2048
-"""Elements of a block of threads where gradients are sparse; the source's own number."""
+"""Elements of a block of threads, if gradients are sparse. The CUDA source has the same number."""
 
 COUPLED, SMALL, DECAYS = 1, 2, 2
-"""Flags of a step: of both kernels, of ours, of torch's."""
+"""Flags of a step. COUPLED: of both kernels; SMALL: of ``adam.cu``; DECAYS: of ``torch_adam.cu``."""
 
 TORCH_FORMS = ("weighted", "complementary")
-"""How releases of torch's CUDA kernel write the moments: ``beta*m + (1-beta)*g``, or ``beta*m + (g - beta*g)``."""
+"""How releases of torch's CUDA kernel compute the moments: ``beta*m + (1-beta)*g``, or ``beta*m + (g - beta*g)``."""
 
 Shared: Any = [
     ("count", np.uint64),
@@ -56,10 +56,11 @@ TORCH_STEPS = np.dtype([*Shared, ("steps", TORCH_STEP, MOST_STEPS)], align=True)
 
 @dataclass(frozen=True, eq=False)
 class SparseOnDevice:
-    """A gradient that is +0.0 but for ``values`` (float32) at ``indices`` (uint32, strictly ascending), on the device.
+    """A gradient on the device whose elements at ``indices`` are ``values`` and whose other elements are +0.0.
 
-    That the indices ascend is not checked: it would have to wait for the device. Others give a wrong result, within
-    the state's memory.
+    ``indices`` (uint32, strictly ascending) and ``values`` (fp32) are 1-D and of one length. The order of the indices
+    is not checked, since the host would have to wait for the device. With any other order the result is wrong; nothing
+    is written beyond the state.
     """
 
     indices: DeviceArray
@@ -80,14 +81,13 @@ def replay_fused_adam(
     contracted: bool,
     stream: Stream,
 ) -> None:
-    """As :func:`tiercheck.kernels.reference.replay_fused_adam`: the bits of torch's fused **CPU** kernel.
+    """:func:`tiercheck.kernels.replay_fused_adam` on the device: the bits of torch's fused **CPU** kernel.
 
-    Every array is 1-D, contiguous, float32, and one whole tensor; gradients may be :class:`SparseOnDevice`. A NaN's
-    payload is the device's own. Puts one launch a ``MOST_STEPS`` steps into ``stream`` and returns; the arrays must
-    live until it is done.
+    Every array is 1-D, contiguous, fp32, and one whole tensor; a gradient may be :class:`SparseOnDevice`. The payload
+    of a NaN is the device's own. One launch takes up to :data:`MOST_STEPS` steps.
 
     Raises:
-        ConfigurationError: the arrays or the steps do not fit; nothing was touched.
+        ConfigurationError: the arrays or the steps do not fit together; nothing was changed.
     """
     state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if steps and any(step.amsgrad != (max_exp_avg_sq is not None) for step in steps):
@@ -128,14 +128,16 @@ def replay_torch_fused_adam(
     form: str,
     stream: Stream,
 ) -> None:
-    """Dense steps with what is known of the rounding of torch's fused **CUDA** kernel.
+    """Replay of dense steps that models the rounding of torch's fused **CUDA** kernel.
 
-    ``form``: one of :data:`TORCH_FORMS`. Whether this gives torch's bits depends on the torch release and its compiler:
-    it is exact where an experiment with that torch on that device found no difference, and must not be called so
-    elsewhere. amsgrad is not supported. Otherwise as :func:`replay_fused_adam`.
+    ``form``: one of :data:`TORCH_FORMS`. Whether the result has torch's bits depends on the torch release and its
+    compiler. It may be called exact only after an experiment with this torch on this device has found no difference.
+    amsgrad is not supported. Else as :func:`replay_fused_adam`.
+
+    Source: torch's ``aten/src/ATen/native/cuda/fused_adam_utils.cuh``, ``adam_math``.
 
     Raises:
-        ConfigurationError: the arrays, the steps or the form do not fit; nothing was touched.
+        ConfigurationError: the arrays, the steps or the form do not fit together; nothing was changed.
     """
     if form not in TORCH_FORMS:
         raise ConfigurationError(
@@ -160,7 +162,8 @@ def launches(gradients: Gradients, steps: Sequence[AdamStep]) -> Iterator[tuple[
 
 
 def table_of(dtype: np.dtype[Any], gradients: Gradients) -> NDArray[np.void]:
-    """What a launch is told, but for the steps' scalars."""
+    """The argument of a launch by value, with the gradients' addresses and sizes; the steps' scalars are still
+    zeros."""
     table = np.zeros(1, dtype)
     table["count"] = len(gradients)
     for index, gradient in enumerate(gradients):
@@ -199,7 +202,7 @@ def fill_torch(row: np.void, step: AdamStep) -> None:
 
 
 def check_arrays(state: dict[str, DeviceArray], gradients: Gradients, steps: Sequence[AdamStep]) -> None:
-    """``ConfigurationError`` where a replay cannot work on these arrays in place."""
+    """Errors: ``ConfigurationError`` if a replay cannot work on these arrays in place."""
     if len(gradients) != len(steps):
         raise ConfigurationError(f"a replay needs a gradient a step, not {len(gradients)} for {len(steps)} steps")
     size = int(state["param"].size)

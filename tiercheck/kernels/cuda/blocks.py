@@ -1,7 +1,8 @@
 """Block codes on the device: int8 and NF4 in blocks of 256, signs in blocks of 128.
 
-As :mod:`tiercheck.kernels.reference`, bit for bit, into arrays that the caller has allocated. Every function puts its
-work into ``stream`` and returns. ``residual``, where given, is added to the values, and left as what the codes lose.
+The bits are those of :mod:`tiercheck.kernels.reference`; the caller allocates all arrays. Every function puts its work
+into ``stream`` and returns. ``values`` and ``residual`` are fp32. If ``residual`` is given, it is added to the values
+and becomes what the codes lose. Every function raises ``ValueError`` for an array of the wrong dtype or size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = [
 THREADS = 256
 
 WARPS = THREADS // 32
-"""Blocks of elements a block of threads works on at once."""
+"""Blocks of elements that a block of threads works on at a time: one for each warp."""
 
 
 def quantise_into(
@@ -37,16 +38,16 @@ def quantise_into(
     residual: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """As the reference's ``quantise_into``. ``ValueError`` where an array's type or size is not right."""
+    """The reference\'s ``quantise_into``. Errors: ``ValueError``."""
     check("codes", codes, np.int8, values.size)
     check("scales", scales, np.float32, -(-values.size // BLOCK))
     encode("quantise_int8", values, residual, codes, scales, BLOCK, stream)
 
 
 def dequantise_into(codes: DeviceArray, scales: DeviceArray, values: DeviceArray, *, stream: Stream) -> None:
-    """As the reference's ``dequantise``. ``ValueError`` where an array's type or size is not right.
+    """The reference\'s ``dequantise``. Errors: ``ValueError``.
 
-    A value that is NaN has the pattern 0x7FC00000.
+    A NaN is written as the pattern 0x7FC00000.
     """
     check("values", values, np.float32)
     check("codes", codes, np.int8, values.size)
@@ -62,7 +63,7 @@ def quantise_nf4_into(
     residual: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """As the reference's ``quantise_nf4_into``. ``ValueError`` where an array's type or size is not right."""
+    """The reference\'s ``quantise_nf4_into``. Errors: ``ValueError``."""
     blocks = -(-values.size // BLOCK)
     check("codes", codes, np.uint8, blocks * HALF)
     check("scales", scales, np.float32, blocks)
@@ -70,9 +71,9 @@ def quantise_nf4_into(
 
 
 def dequantise_nf4_into(codes: DeviceArray, scales: DeviceArray, values: DeviceArray, *, stream: Stream) -> None:
-    """As the reference's ``dequantise_nf4``. ``ValueError`` where an array's type or size is not right.
+    """The reference\'s ``dequantise_nf4``. Errors: ``ValueError``.
 
-    A value that is NaN has the pattern 0x7FC00000.
+    A NaN is written as the pattern 0x7FC00000.
     """
     check("values", values, np.float32)
     blocks = -(-values.size // BLOCK)
@@ -89,7 +90,7 @@ def quantise_onebit_into(
     residual: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """As the reference's ``quantise_onebit_into``. ``ValueError`` where an array's type or size is not right."""
+    """The reference\'s ``quantise_onebit_into``. Errors: ``ValueError``."""
     blocks = -(-values.size // ONEBIT_BLOCK)
     check("bits", bits, np.uint8, blocks * SIGN_BYTES)
     check("scales", scales, np.uint16, blocks)
@@ -97,7 +98,7 @@ def quantise_onebit_into(
 
 
 def dequantise_onebit_into(bits: DeviceArray, scales: DeviceArray, values: DeviceArray, *, stream: Stream) -> None:
-    """As the reference's ``dequantise_onebit``. ``ValueError`` where an array's type or size is not right."""
+    """The reference\'s ``dequantise_onebit``. Errors: ``ValueError``."""
     check("values", values, np.float32)
     blocks = -(-values.size // ONEBIT_BLOCK)
     check("bits", bits, np.uint8, blocks * SIGN_BYTES)

@@ -1,9 +1,9 @@
-"""Compaction on the device: the elements of largest magnitude, and what becomes of them.
+"""Compaction on the device: the elements of largest magnitude (survivors), as fp16 and back into a dense array.
 
-As :mod:`tiercheck.kernels.reference`, bit for bit, with these differences: results go to arrays that the caller has
-allocated; what the host would have to wait for (a threshold, a count, an exponent) stays on the device, in arrays of
-one element; and where a function takes ``count``, it works on the first ``min(count, size)`` elements. Every function
-puts its work into ``stream`` and returns.
+The bits are those of :mod:`tiercheck.kernels.reference`, with these differences: the caller allocates all arrays; a
+threshold, a count and an exponent stay on the device, in arrays of one element, so that the host need not wait; and a
+function that takes ``count`` works on the first ``min(count, size)`` elements. Every function puts its work into
+``stream`` and returns.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 TILE = 4096
-"""Elements of a block of threads; the source's own number."""
+"""Elements of a block of threads. The CUDA source has the same number."""
 
 NAMES = {np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16"}
-"""What values may be, and what the kernels call it."""
+"""The dtypes that values may have, and their names in the names of kernels."""
 
 THREADS = 256
 
@@ -52,17 +52,17 @@ def compact_into(
     residual: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """The indices (uint32, ascending) and values (float32) of the elements whose magnitude reaches ``threshold``.
+    """Write the indices (uint32, ascending) and values (fp32) of the elements whose magnitude reaches ``threshold``.
 
-    ``values`` are float32, float16, or bf16 patterns (uint16); fewer than 2**32. ``threshold`` (float32[1]) is not
-    negative. ``count`` (uint32[1]) says how many reached it; where that is more than ``indices`` and ``survivors``
-    hold, they hold the first ones, and nothing is written beyond. With ``residual`` (float32, finite) the elements
-    are ``values + residual``, and residual becomes them all, however many survive; :func:`settle` does the rest.
-    ``workspace``: uint64, at least :func:`compact_workspace`, nobody else's until the work is done; it is cleared
-    here.
+    ``values`` are fp32, fp16, or bf16 patterns (uint16), fewer than 2**32. ``threshold`` (fp32[1]) is not negative.
+    ``count`` (uint32[1]) becomes the number of elements that reach it. If that is more than ``indices`` and
+    ``survivors`` hold, they hold the first ones, and nothing is written beyond. With ``residual`` (fp32, finite) the
+    elements are ``values + residual``, and ``residual`` becomes that for all elements; then call :func:`settle`.
+    ``workspace`` is uint64, of at least :func:`compact_workspace` elements. It is cleared here, and belongs to this
+    call until the work is done.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check_values(values, residual)
     check("threshold", threshold, np.float32, 1)
@@ -89,7 +89,7 @@ def tiles_of(size: int) -> int:
 
 
 def begin_scan(workspace: DeviceArray, tiles: int, stream: Stream) -> tuple[DeviceArray, DeviceArray]:
-    """The ticket and the tiles' states that a scan starts from, in a workspace of uint64."""
+    """The ticket and the tiles' states of a scan, cleared, as views of a workspace of uint64."""
     check("workspace", workspace, np.uint64, least=1 + tiles)
     clear(workspace[: 1 + tiles].view(np.uint32), stream)
     return workspace[:1], workspace[1 : 1 + tiles]
@@ -121,12 +121,13 @@ def select_threshold(
     residual: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """Into ``threshold`` (float32[1]): the reference's ``select_threshold`` of ``values``, ``ratio`` and ``seed``.
+    """Write the reference's ``select_threshold`` of ``values``, ``ratio`` and ``seed`` to ``threshold`` (fp32[1]).
 
-    ``values`` as in :func:`compact_into`. ``workspace``: uint32, one element a sample: ``min(values.size, SAMPLES)``.
+    ``values`` as in :func:`compact_into`. ``workspace`` is uint32, one element for each sample:
+    ``min(values.size, SAMPLES)``.
 
     Raises:
-        ValueError: an array's type or size is not right, or the ratio is not in (0, 1].
+        ValueError: an array has the wrong dtype or size, or the ratio is not in (0, 1].
     """
     check_ratio(ratio)
     check_values(values, residual)
@@ -149,12 +150,11 @@ def to_half(
     count: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """fp16 values of ``survivors * 2**exponent``, with the exponent that brings the largest to [2**14, 2**15).
-
-    ``halves`` are float16, ``exponent`` int32[1], ``workspace`` uint32[1].
+    """Write ``survivors * 2**exponent`` to ``halves`` (fp16), with the ``exponent`` (int32[1], written) that brings the
+    largest to [2**14, 2**15). ``workspace`` is uint32[1].
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check("survivors", survivors, np.float32)
     check("halves", halves, np.float16, survivors.size)
@@ -175,10 +175,10 @@ def from_half(
     count: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """The float32 values of :func:`to_half`'s fp16 ones.
+    """Write the fp32 values of :func:`to_half`'s fp16 values.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check("halves", halves, np.float16)
     check("exponent", exponent, np.int32, 1)
@@ -196,10 +196,10 @@ def settle(
     count: DeviceArray | None = None,
     stream: Stream,
 ) -> None:
-    """``residual[indices] = survivors - decoded``, and 0 where that is not finite: what the encoding lost of them.
+    """Error feedback: ``residual[indices] = survivors - decoded``, or 0 if that is not finite.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check("residual", residual, np.float32)
     check("indices", indices, np.uint32)
@@ -213,10 +213,10 @@ def settle(
 def scatter(
     indices: DeviceArray, values: DeviceArray, out: DeviceArray, *, count: DeviceArray | None = None, stream: Stream
 ) -> None:
-    """``out[:] = 0``, then ``out[indices] = values``. An index beyond ``out`` writes nothing.
+    """Write zeros to ``out`` (fp32), then ``values`` at ``indices``. For an index beyond ``out`` nothing is written.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check_scatter(indices, values, out)
     clear(out.view(np.uint32), stream)
@@ -226,10 +226,11 @@ def scatter(
 def scatter_add(
     indices: DeviceArray, values: DeviceArray, out: DeviceArray, *, count: DeviceArray | None = None, stream: Stream
 ) -> None:
-    """``out[indices] += values``. No index may come twice; one beyond ``out`` writes nothing.
+    """Add ``values`` to ``out`` (fp32) at ``indices``, each of which is there once. For an index beyond ``out`` nothing
+    is written.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check_scatter(indices, values, out)
     add_or_set("scatter_add", indices, values, out, count, stream)

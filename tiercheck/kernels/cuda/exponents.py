@@ -1,7 +1,7 @@
-"""Exponents in few bits, on the device.
+"""Lossless coding of exponents in few bits, on the device.
 
-As :mod:`tiercheck.kernels.reference`, bit for bit, into arrays that the caller has allocated; how much it is that was
-packed, or is stored, stays on the device. Every function puts its work into ``stream`` and returns.
+The bits are those of :mod:`tiercheck.kernels.reference`; the caller allocates all arrays. Lengths and counts stay on
+the device, in arrays of one element. Every function puts its work into ``stream`` and returns.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["exponents_workspace", "pack_exponents", "unpack_exponents"]
 THREADS = 256
 
 WARPS = THREADS // 32
-"""Blocks of exponents a block of threads works on: a tile."""
+"""Blocks of exponents that a block of threads works on, one for each warp: a tile."""
 
 
 def exponents_workspace(size: int) -> int:
-    """The uint64 elements of workspace that packing, or unpacking, ``size`` exponents needs."""
+    """The uint64 elements of workspace that packing or unpacking ``size`` exponents needs."""
     return 1 + tiles_of(size)
 
 
 def pack_exponents(
     exponents: DeviceArray, packed: DeviceArray, length: DeviceArray, workspace: DeviceArray, *, stream: Stream
 ) -> None:
-    """As the reference's ``pack_exponents``, with the bytes that they take in ``length`` (uint64[1]).
+    """The reference's ``pack_exponents``. The bytes that they take are written to ``length`` (uint64[1]).
 
-    ``workspace``: uint64, at least :func:`exponents_workspace`, nobody else's until the work is done; it is cleared
-    here. Nothing of ``packed`` beyond the length is written.
+    ``workspace`` is uint64, of at least :func:`exponents_workspace` elements. It is cleared here, and belongs to this
+    call until the work is done. Nothing of ``packed`` beyond the length is written.
 
     Raises:
-        ValueError: an array's type or size is not right, or there are more than 2**32 - 256 exponents.
+        ValueError: an array has the wrong dtype or size, or there are more than 2**32 - 256 exponents.
     """
     check_exponents(exponents)
     check("packed", packed, np.uint8)
@@ -49,14 +49,15 @@ def pack_exponents(
 def unpack_exponents(
     packed: DeviceArray, exponents: DeviceArray, stored: DeviceArray, workspace: DeviceArray, *, stream: Stream
 ) -> None:
-    """As the reference's ``unpack_exponents``, but that the caller compares: ``stored`` (uint32[1]) says how many codes
-    stand for stored exponents.
+    """The reference's ``unpack_exponents``, without its check: the number of codes that stand for stored exponents is
+    written to ``stored`` (uint32[1]).
 
-    Where ``packed`` has another number of bytes behind its codes, it is damaged, or goes on with something else.
-    Whatever it holds, nothing beyond it is read. ``workspace`` as in :func:`pack_exponents`.
+    The caller compares it with the number of bytes behind the codes in ``packed``: if they differ, ``packed`` is
+    damaged, or something else follows. Nothing beyond ``packed`` is read in any case. ``workspace`` as in
+    :func:`pack_exponents`.
 
     Raises:
-        ValueError: an array's type or size is not right, or there are more than 2**32 - 256 exponents.
+        ValueError: an array has the wrong dtype or size, or there are more than 2**32 - 256 exponents.
     """
     check_exponents(exponents)
     check("packed", packed, np.uint8)

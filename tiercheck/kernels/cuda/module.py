@@ -1,8 +1,8 @@
-"""Compiling the CUDA sources, and launching what is in them.
+"""Compiling the CUDA sources, and launching their kernels.
 
-NVRTC compiles a source on first use, once a process and device: tenths of a second. CuPy's own ``RawModule``
-would flush denormals to zero (it appends ``-ftz=true``) and is not used. Nothing here waits for the device or
-allocates on it.
+NVRTC compiles a source at its first use in a process, for each device: that takes tenths of a second. CuPy's own
+``RawModule`` is not used, since it appends ``-ftz=true``, which flushes denormals to zero. Nothing here waits for the
+device or allocates on it.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Stream: TypeAlias = Any
 """A ``cupy.cuda.Stream``."""
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-"""Every operation rounds once, as it is written; what shall be fused says so."""
+"""Every operation rounds once, as it is written. A fused operation is written as one."""
 
 DLPACK_CUDA = 2
 """``kDLCUDA`` of DLPack's ``DLDeviceType``."""
 
 GRID_MAX = 4096
-"""Blocks of a kernel whose threads take more than one element each: enough to fill any device."""
+"""The most blocks of a kernel whose threads take several elements each: enough to fill any device."""
 
 LOWEST = 1 << 16
-"""A priority past the range, which CUDA takes for the lowest there is."""
+"""A priority beyond CUDA's range, which it replaces by its lowest one."""
 
 
 @cache
 def text_of(source: str) -> str:
-    """The whole text of a source: its own headers in the place of their ``#include``, each once."""
+    """The text of a source, with its own headers in the place of their first ``#include``."""
     included: set[str] = set()
 
     def expand(name: str) -> str:
@@ -81,7 +81,7 @@ def compile_source(source: str, architecture: str) -> bytes:
     """The machine code of a source for an ``architecture`` such as ``sm_90``. Needs no GPU.
 
     Raises:
-        ConfigurationError: NVRTC is missing, or does not compile it; with its log.
+        ConfigurationError: NVRTC is missing, or cannot compile the source; the message has its log.
     """
     options = (*OPTIONS, f"--gpu-architecture={architecture}")
     try:
@@ -101,7 +101,7 @@ def compile_source(source: str, architecture: str) -> bytes:
 
 
 def architecture_of(device: int) -> str:
-    """The newest architecture that NVRTC knows and whose machine code this device runs.
+    """The newest architecture that NVRTC knows and whose machine code this device runs, such as ``sm_90``.
 
     Raises:
         ConfigurationError: there is none.
@@ -138,8 +138,8 @@ def kernel_of(source: str, kernel: str, device: int) -> Any:
 def launch(source: str, kernel: str, grid: int, block: int, arguments: Sequence[Any], stream: Stream) -> None:
     """Put a kernel into ``stream``, on the current device.
 
-    ``arguments``: device arrays, NumPy scalars of the kernel's own types, ``None`` for a null pointer, or a NumPy array
-    for a structure that is passed by value.
+    ``arguments``: device arrays, NumPy scalars of the kernel's types, ``None`` for a null pointer, or a NumPy array of
+    one record for a structure that is passed by value.
 
     Raises:
         ConfigurationError: an argument is not on the current device, or NVRTC does not compile the source.
@@ -161,28 +161,28 @@ def launch(source: str, kernel: str, grid: int, block: int, arguments: Sequence[
 
 
 def grid_for(size: int, threads: int) -> int:
-    """Blocks of ``threads`` for ``size`` elements, where each thread goes on by the whole grid."""
+    """Blocks of ``threads`` for ``size`` elements, in a kernel whose threads step through them by the whole grid."""
     return min(GRID_MAX, max(1, -(-size // threads)))
 
 
 def low_priority_stream() -> Stream:
     """A new stream on the current device, of the lowest priority, that does not wait for the default stream.
 
-    Blocks of streams of higher priority start first. The streams that torch makes have the lowest priority too, unless
-    told otherwise: what training does on such a stream shares the device with what is done here.
+    The device starts blocks of streams of higher priority first. torch's own streams have the lowest priority, too,
+    unless they are made otherwise: then training's kernels on such a stream share the device with these.
     """
     return cupy.cuda.Stream(non_blocking=True, priority=LOWEST)
 
 
 def borrow(tensor: Any, stream: Stream) -> DeviceArray:
-    """A torch CUDA tensor (or whatever speaks DLPack) as a CuPy array: the same memory, nothing copied.
+    """A torch CUDA tensor, or another object with DLPack, as a CuPy array of the same memory.
 
-    From here on ``stream`` waits for what the tensor's library has put into its current stream so far; the host does
-    not wait. The tensor must live until the work is done, and not be written to in the meantime. It needs no gradient
-    (``detach()``). Hand bf16 over as ``tensor.view(torch.uint16)``.
+    From here on ``stream`` waits for the work that the tensor's library has put into its current stream so far; the
+    host does not wait. The caller keeps the tensor alive until the work is done, and does not write to it. It must be
+    detached from autograd (``detach()``). Pass bf16 as ``tensor.view(torch.uint16)``.
 
     Raises:
-        ConfigurationError: it is not on a GPU.
+        ConfigurationError: the tensor is not on a GPU.
     """
     kind, _ = tensor.__dlpack_device__()
     if int(kind) != DLPACK_CUDA:
@@ -192,7 +192,8 @@ def borrow(tensor: Any, stream: Stream) -> DeviceArray:
 
 
 def check(name: str, array: DeviceArray, dtype: Any, size: int | None = None, *, least: int = 0) -> None:
-    """``ValueError`` where ``array`` is not a 1-D, contiguous array of ``dtype`` and of ``size``, or of ``least``."""
+    """Errors: ``ValueError`` if ``array`` is not a 1-D, contiguous device array of ``dtype`` with ``size`` elements, or
+    with at least ``least``."""
     if not hasattr(array, "__cuda_array_interface__"):
         raise ValueError(f"{name} must be a CuPy array on the device; borrow() makes one of a torch tensor")
     if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:

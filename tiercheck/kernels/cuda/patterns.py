@@ -1,7 +1,7 @@
 """Bit patterns on the device: fp32 values that bf16 holds, and exponents apart from the rest.
 
-As :mod:`tiercheck.kernels.reference`, bit for bit, into arrays that the caller has allocated. Every function puts its
-work into ``stream`` and returns.
+The bits are those of :mod:`tiercheck.kernels.reference`; the caller allocates all arrays. Every function puts its work
+into ``stream`` and returns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ THREADS = 256
 
 
 def find_low_halves(values: DeviceArray, low: DeviceArray, *, stream: Stream) -> None:
-    """Into ``low`` (uint32[1]): zero where the low 16 bits of every fp32 value are zero, so that bf16 holds them all.
+    """Write zero to ``low`` (uint32[1]) if bf16 holds every fp32 value exactly, that is, if their low 16 bits are zero;
+    else another number.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check("values", values, np.float32)
     check("low", low, np.uint32, 1)
@@ -30,10 +31,11 @@ def find_low_halves(values: DeviceArray, low: DeviceArray, *, stream: Stream) ->
 
 
 def narrow_into(values: DeviceArray, out: DeviceArray, *, stream: Stream) -> None:
-    """The upper halves (uint16) of fp32 values: their bf16 patterns, where :func:`find_low_halves` finds zero.
+    """Write the upper 16 bits (uint16) of fp32 values. If :func:`find_low_halves` gives zero, these are their bf16
+    patterns.
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check("values", values, np.float32)
     check("out", out, np.uint16, values.size)
@@ -41,10 +43,10 @@ def narrow_into(values: DeviceArray, out: DeviceArray, *, stream: Stream) -> Non
 
 
 def widen_into(patterns: DeviceArray, out: DeviceArray, *, stream: Stream) -> None:
-    """The fp32 values of bf16 patterns.
+    """Write the fp32 values of bf16 patterns (uint16).
 
     Raises:
-        ValueError: an array's type or size is not right.
+        ValueError: an array has the wrong dtype or size.
     """
     check("patterns", patterns, np.uint16)
     check("out", out, np.float32, patterns.size)
@@ -52,21 +54,21 @@ def widen_into(patterns: DeviceArray, out: DeviceArray, *, stream: Stream) -> No
 
 
 def split_exponents(patterns: DeviceArray, exponents: DeviceArray, rest: DeviceArray, *, stream: Stream) -> None:
-    """As the reference's ``split_exponents``. ``ValueError`` where an array's type or size is not right."""
+    """The reference's ``split_exponents``. Errors: ``ValueError`` for an array of the wrong dtype or size."""
     width = check_planes(patterns, exponents, rest)
     arguments = (patterns, np.uint64(patterns.size), exponents, rest)
     launch(f"split_exponents_{width}", patterns.size, arguments, stream)
 
 
 def join_exponents(exponents: DeviceArray, rest: DeviceArray, patterns: DeviceArray, *, stream: Stream) -> None:
-    """As the reference's ``join_exponents``. ``ValueError`` where an array's type or size is not right."""
+    """The reference's ``join_exponents``. Errors: ``ValueError`` for an array of the wrong dtype or size."""
     width = check_planes(patterns, exponents, rest)
     arguments = (exponents, rest, np.uint64(patterns.size), patterns)
     launch(f"join_exponents_{width}", patterns.size, arguments, stream)
 
 
 def check_planes(patterns: DeviceArray, exponents: DeviceArray, rest: DeviceArray) -> int:
-    """The bits of a pattern."""
+    """The bits of a pattern, 16 or 32. Errors: ``ValueError`` for an array of the wrong dtype or size."""
     if patterns.dtype not in (np.uint16, np.uint32):
         raise ValueError(f"patterns are uint16 or uint32, not {patterns.dtype}")
     check("patterns", patterns, patterns.dtype)
