@@ -30,9 +30,11 @@ class SparseGradient:
     def __post_init__(self) -> None:
         for name, array, dtype in (("indices", self.indices, np.uint32), ("values", self.values, np.float32)):
             if array.dtype != dtype or array.ndim != 1:
-                raise ConfigurationError(f"a sparse gradient's {name} are {np.dtype(dtype)} in one dimension")
+                raise ConfigurationError(
+                    f"a sparse gradient's {name} must be 1-D {np.dtype(dtype)}, not {array.ndim}-D {array.dtype}"
+                )
             if not array.flags.c_contiguous or not array.flags.aligned:
-                raise ConfigurationError(f"a sparse gradient's {name} are contiguous and aligned")
+                raise ConfigurationError(f"a sparse gradient's {name} must be contiguous and aligned")
         if self.indices.size != self.values.size:
             raise ConfigurationError(f"{self.indices.size} indices do not fit {self.values.size} values")
         if not np.all(self.indices[1:] > self.indices[:-1]):
@@ -106,6 +108,6 @@ def check_array(name: str, array: NDArray[np.float32], size: int) -> None:
     if array.dtype != np.float32:
         raise ConfigurationError(f"a replay works on float32 alone; {name} is {array.dtype}")
     if not array.flags.c_contiguous or not array.flags.aligned:
-        raise ConfigurationError(f"a replay needs contiguous, aligned arrays; {name} is not")
+        raise ConfigurationError(f"a replay needs contiguous, aligned arrays, and {name} is not so")
     if array.size != size:
         raise ConfigurationError(f"{name} has {array.size} elements, and param {size}")

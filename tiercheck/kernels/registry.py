@@ -119,7 +119,7 @@ class Kernel(Generic[P, R]):
             return self.cuda[0].load()
         except ImportError as error:
             raise ConfigurationError(
-                f"the cuda kernels were asked for, and CuPy cannot be imported ({error}): pip install 'tiercheck[gpu]'"
+                f"the cuda form was asked for, and CuPy cannot be imported ({error}): pip install 'tiercheck[gpu]'"
             ) from error
 
     def examples(self, size: int, seed: int) -> Iterator[Call]:

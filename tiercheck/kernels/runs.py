@@ -4,10 +4,10 @@ An element has a gradient in step a, and none from then until step b. (a = 0 sta
 steps a to b are a *run*. In step j of the run (a <= j <= b), Adam's moments are those of step a, multiplied by the
 betas of the steps since. The step moves the parameter by ``w_j * m_a / (s + x_j)`` with
 
-    ``s = sqrt(v_a)``,  ``t_j = sqrt(B2) / root_correction_j``,  ``w_j = step_size_j * B1 / t_j``,  ``x_j = eps_j /
-    t_j``
+    ``s = sqrt(v_a)``,  ``t_j = sqrt(B2) / root_correction_j``,
+    ``w_j = step_size_j * B1 / t_j``,  ``x_j = eps_j / t_j``
 
-where B1 and B2 are the products of the betas since a. Weight decay in the later steps scales a movement; its factor is
+with B1 and B2 the products of the betas since a. Weight decay in the later steps scales a movement; its factor is
 taken into ``w_j``. The sum of ``w_j / (s + x_j)`` over the run is approximated by two fractions:
 
     ``param_b = D * param - m_a * (K1 / (s + X1) + K2 / (s + X2))``

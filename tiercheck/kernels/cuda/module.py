@@ -186,7 +186,7 @@ def borrow(tensor: Any, stream: Stream) -> DeviceArray:
     """
     kind, _ = tensor.__dlpack_device__()
     if int(kind) != DLPACK_CUDA:
-        raise ConfigurationError(f"a CUDA kernel works on GPU memory, and this {type(tensor).__name__} lies elsewhere")
+        raise ConfigurationError(f"a CUDA kernel works on GPU memory, and this {type(tensor).__name__} is not on a GPU")
     with stream:
         return cupy.from_dlpack(tensor)
 

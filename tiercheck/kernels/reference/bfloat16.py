@@ -58,4 +58,4 @@ def lose_bfloat16(values: NDArray[np.float32], residual: NDArray[np.float32], *,
 
 def check_pair(values: NDArray[np.float32], other: NDArray[np.uint16] | NDArray[np.float32]) -> None:
     if other.size != values.size:
-        raise ValueError(f"{values.size} values need as many elements to write to, not {other.size}")
+        raise ValueError(f"{values.size} values need an output of as many elements, not {other.size}")

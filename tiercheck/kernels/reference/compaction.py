@@ -166,7 +166,7 @@ def compact_into(
 def threshold_bits(threshold: float) -> np.uint32:
     """The pattern that a magnitude must reach. Errors: ``ValueError`` for a NaN or a negative number."""
     if not threshold >= 0:
-        raise ValueError(f"a threshold is a magnitude, not {threshold}")
+        raise ValueError(f"a threshold must be a magnitude, 0 or more, not {threshold}")
     with np.errstate(over="ignore"):
         return np.float32(threshold).view(np.uint32)
 
@@ -223,6 +223,6 @@ def check_buffers(indices: NDArray[np.uint32], survivors: NDArray[np.float32]) -
 def check_layout(name: str, array: np.ndarray, *, writable: bool = False) -> None:
     flags = array.flags
     if array.ndim != 1 or not (flags.c_contiguous and flags.aligned):
-        raise ValueError(f"{name}: a kernel's array is 1-D, contiguous and aligned")
+        raise ValueError(f"{name}: a kernel's array must be 1-D, contiguous and aligned")
     if writable and not flags.writeable:
-        raise ValueError(f"{name}: the kernel writes to it, and it is read-only")
+        raise ValueError(f"{name}: the kernel writes to this array, and it is read-only")

@@ -43,8 +43,8 @@ def from_half(halves: NDArray[np.float16], exponent: int) -> NDArray[np.float32]
 def check_halves(survivors: NDArray[np.float32], out: NDArray[np.float16]) -> None:
     if out.size != survivors.size or out.dtype != np.float16 or survivors.dtype != np.float32:
         raise ValueError(
-            f"{survivors.size} {survivors.dtype} values do not go into {out.size} {out.dtype}: they are float32, "
-            "and float16 come out, one each"
+            f"{survivors.size} {survivors.dtype} values do not go into {out.size} {out.dtype}: values must be float32, "
+            "and the output float16 of the same size"
         )
 
 

@@ -1,4 +1,4 @@
-// All steps of Adam or AdamW in one read and one write of the state: a thread keeps an element's in registers.
+// All steps of Adam or AdamW in one read and one write of the state: a thread keeps an element's state in registers.
 #include "adam.cuh"
 #include "grid.cuh"
 #include "steps.cuh"
@@ -6,8 +6,8 @@
 namespace {
 
 constexpr u32 THREADS = 256;
-constexpr u32 OWN = 8;                          // elements of a thread, where gradients are sparse
-constexpr u32 TILE = THREADS * OWN;             // cuda/adam.py knows it too
+constexpr u32 OWN = 8;                          // elements of a thread, if gradients are sparse
+constexpr u32 TILE = THREADS * OWN;             // the same number as in cuda/adam.py
 
 struct Arrays {
     float *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
@@ -24,7 +24,7 @@ struct Arrays {
 };
 
 struct Shared {
-    u32 from[MOST_STEPS], to[MOST_STEPS];       // which of a step's indices lie in the tile
+    u32 from[MOST_STEPS], to[MOST_STEPS];       // the range of a step's indices in the tile
     float gradient[TILE];
 };
 
@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) replay_adam(
     }
 }
 
-// The same where some gradients are sparse: a step's values are laid out in shared memory, a tile at a time, between
-// zeros. Indices that do not ascend give a wrong result, and no write outside the tile.
+// The same if some gradients are sparse. A step's values for one tile are written into zeros in shared memory. If the
+// indices do not ascend, the result is wrong, and nothing is written outside of the tile.
 extern "C" __global__ void __launch_bounds__(THREADS) replay_adam_sparse(
     float *param, float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, u64 size, u64 vectors, u32 contracted,
     const __grid_constant__ Steps<Step> all) {
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) replay_adam_sparse(
             for (u32 own = 0; own < OWN; own++) shared.gradient[own * THREADS + threadIdx.x] = 0.0f;
             __syncthreads();
             for (u32 found = shared.from[index] + threadIdx.x; found < shared.to[index]; found += THREADS) {
-                const u64 within = indices[found] - start;      // past the tile also where the index is before it
+                const u64 within = indices[found] - start;      // beyond the tile also if the index is before it
                 if (within < TILE) shared.gradient[within] = values[found];
             }
             __syncthreads();

@@ -3,11 +3,11 @@
 
 #include "portable.cuh"
 
-// A step's scalars, as cuda/adam.py fills them in.
+// A step's scalars. cuda/adam.py writes them.
 struct Step {
-    float decay;                // of the parameter, or (COUPLED) of the gradient, by which it grows
-    float multiplier;           // of the gradient
-    float weight1;              // of the lerp's branch
+    float decay;                // the parameter's factor, or (COUPLED) the factor of the parameter that is added to g
+    float multiplier;           // the gradient's factor
+    float weight1;              // the weight of the lerp's branch
     float weight2;
     float beta2;
     float root_correction;
@@ -23,8 +23,8 @@ struct State {
     float param, exp_avg, exp_avg_sq, max_exp_avg_sq;
 };
 
-// `contracted`: torch's compiler fused multiplications into additions. `tail`: the element lies behind torch's last
-// whole vector; there the second moment was fused otherwise, and the maximum is kept where the second moment is a NaN.
+// `contracted`: torch's compiler fused multiplications into additions. `tail`: the element is behind torch's last whole
+// vector, where another product of the second moment is fused, and the maximum is kept if the second moment is a NaN.
 EITHER void apply(State &s, float gradient, const Step &step, bool contracted, bool tail, bool amsgrad) {
     const auto fused = [contracted](float a, float b, float c) {
         return contracted ? multiply_add(a, b, c) : add(multiply(a, b), c);

@@ -1,5 +1,5 @@
 // Block codes: int8 and NF4 in blocks of 256, signs in blocks of 128. A warp takes a block; lane l holds the elements
-// l, l + 32, l + 64, ... of it, so that every load and store of the warp is one piece of memory.
+// l, l + 32, l + 64, ... of it, so that every load and store of the warp is one contiguous piece of memory.
 #include "blocks.cuh"
 #include "grid.cuh"
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ u64 first_block() { return (u64(blockIdx.x) * blockDi
 __device__ __forceinline__ u64 all_warps() { return u64(gridDim.x) * (blockDim.x / LANES); }
 __device__ __forceinline__ u32 own_lane() { return threadIdx.x % LANES; }
 
-// A lane's elements of a block: values plus residuals, and zeros past the end.
+// A lane's elements of a block: values plus residuals, and zeros beyond the end.
 template <u32 rows>
 __device__ __forceinline__ void load(
     float (&x)[rows], const float *values, const float *residual, u64 first, u64 size) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load(
     }
 }
 
-// The largest finite magnitude of the block, and whether all of it is finite.
+// The largest finite magnitude of the block, and whether all of its elements are finite.
 template <u32 rows> __device__ __forceinline__ float largest_of(const float (&x)[rows], bool &all_finite) {
     u32 largest = 0;
     bool finite = true;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantise_nf4(const float *values, u64 size, float *residual, u8 *codes, float *scales) {
-    const float level = LEVELS[own_lane() % 16];    // lane c knows level c
+    const float level = LEVELS[own_lane() % 16];    // lane c holds level c
     for (u64 block = first_block(); block * BLOCK < size; block += all_warps()) {
         const u64 first = block * BLOCK + own_lane();
         float x[ROWS];
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             signs[row] = __ballot_sync(WHOLE_WARP, all_finite && bits_of(x[row]) >> 31);
             part[row] = all_finite ? multiply(float_of(magnitude_of(x[row])), 1.0f / ONEBIT_BLOCK) : 0.0f;
         }
-        // The second half onto the first, until one sum is left: rows, then lanes. Which of two comes first is all one.
+        // The second half is added to the first until one sum is left: rows, then lanes.
         float mean = add(add(part[0], part[2]), add(part[1], part[3]));
         for (u32 distance = LANES / 2; distance; distance /= 2)
             mean = add(mean, __shfl_xor_sync(WHOLE_WARP, mean, distance));
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
         if (own_lane() == 0) scales[block] = scale;
         if (own_lane() < SIGN_BYTES) {
-            const u32 row = own_lane() / 4;         // four bytes a row
+            const u32 row = own_lane() / 4;         // each row has four bytes
             const u32 word = row == 0 ? signs[0] : row == 1 ? signs[1] : row == 2 ? signs[2] : signs[3];
             bits[block * SIGN_BYTES + own_lane()] = u8(word >> own_lane() % 4 * 8);
         }

@@ -1,22 +1,23 @@
-// The arithmetic of the block codes: scales, codes and levels of single elements.
+// The arithmetic of the block codes for one element: scales, codes and levels.
 #pragma once
 
 #include "portable.cuh"
 
-constexpr u32 POISONED = 0x7FC00000u;           // the scale, and the values, of a block with a NaN or an infinity
+constexpr u32 POISONED = 0x7FC00000u;           // scale and values of a block with a NaN or an infinity
 constexpr u16 POISONED_PATTERN = 0x7FC0;
 constexpr u32 LARGEST_PATTERN = 0x7F7F;
 constexpr float MULTIPLIED_MIN = 1.17549435e-38f;   // 2^-126
 constexpr float MULTIPLIED_MAX = 8.50705917e37f;    // 2^126
 constexpr int NONFINITE_CODE = -128;
 
-// largest / 127, or the next number up where 127 of it would fall short of `largest`.
+// largest / 127, or the next number up if 127 times that is less than `largest`.
 EITHER float scale_reaching(float largest) {
     const float scale = divide(largest, 127.0f);
     return multiply(scale, 127.0f) < largest ? float_of(bits_of(scale) + 1) : scale;
 }
 
-// Elements over their block's scale, as the codes are made of: times the reciprocal where both are normal numbers.
+// Elements divided by their block's scale; codes are made of that. If the scale and its reciprocal are normal numbers,
+// the element is multiplied by the reciprocal.
 struct Divisor {
     float scale, reciprocal;
     bool multiplies;
@@ -46,13 +47,13 @@ __device__ constexpr float LEVELS[16] = {
     0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171229224f,
     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
 
-// The middle between level `below` and the next, rounded to fp32.
+// The midpoint of level `below` and the next one, rounded to fp32.
 template <int below> EITHER float boundary() {
     constexpr float middle = float((double(LEVELS[below]) + double(LEVELS[below + 1])) / 2);
     return middle;
 }
 
-// The number of boundaries less than a quotient, by halves.
+// The number of boundaries less than a quotient, by binary search.
 EITHER u32 nearest_level(float quotient) {
     const bool half = quotient > boundary<7>();
     const bool quarter = quotient > (half ? boundary<11>() : boundary<3>());
@@ -70,7 +71,7 @@ EITHER float nf4_value(float level, float scale) {
     return magnitude_of(value) > INFINITE ? float_of(POISONED) : value;
 }
 
-// The nearest bf16 pattern of a magnitude, half to even, and at most the largest finite one.
+// The nearest bf16 pattern of a magnitude, half to even; at most that of the largest finite number.
 EITHER u16 bfloat16_of(float magnitude) {
     const u32 bits = bits_of(magnitude), rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     return u16(rounded < LARGEST_PATTERN ? rounded : LARGEST_PATTERN);

@@ -1,13 +1,13 @@
 // The elements whose magnitude reaches a threshold, in order of index, in one read of the values.
 //
-// Every survivor's position is the number of survivors before it, which a scan over tiles finds.
+// A survivor's position is the number of survivors before it, which a scan over tiles computes.
 #include "half.cuh"
 #include "scan.cuh"
 
 namespace {
 
-constexpr u32 ROWS = 16;                        // of a warp's 32 elements
-constexpr u32 TILE = THREADS * ROWS;            // cuda/compaction.py knows it too
+constexpr u32 ROWS = 16;                        // of 32 elements, for each warp
+constexpr u32 TILE = THREADS * ROWS;            // the same number as in cuda/compaction.py
 
 template <class Element>
 __device__ __forceinline__ void compact_tile(
@@ -32,7 +32,7 @@ __device__ __forceinline__ void compact_tile(
         }
     }
 
-    u32 reached[ROWS];                          // a bit a lane
+    u32 reached[ROWS];                          // one bit for each lane
     u32 of_warp = 0;
 #pragma unroll
     for (u32 row = 0; row < ROWS; row++) {

@@ -1,7 +1,8 @@
-// Exponents in few bits: codes against their block's highest exponent, and behind them the exponents without a code.
+// Lossless coding of exponents in few bits: codes relative to their block's highest exponent, and behind them the
+// exponents without a code.
 //
-// A warp takes a block; lane l holds the elements l, l + 32, l + 64, ... of it, whose codes are all there is in three
-// bytes of the packed ones. A tile is a block a warp, and a scan over tiles finds where each stored exponent lies.
+// A warp takes a block; lane l holds its elements l, l + 32, l + 64, ... Their codes fill three bytes of the packed
+// codes. A tile has one block for each warp, and a scan over tiles computes the position of each stored exponent.
 #include "scan.cuh"
 
 namespace {
@@ -9,8 +10,8 @@ namespace {
 constexpr u32 BLOCK = 256;
 constexpr u32 ROWS = BLOCK / LANES;
 constexpr u32 CODE_BYTES = BLOCK * 3 / 8;
-constexpr u32 CODED = 7;                        // as many exponents a block has codes for, from the highest one down
-constexpr u32 STORED = 7;                       // the code of any other
+constexpr u32 CODED = 7;                        // exponents with a code, from the highest one down
+constexpr u32 STORED = 7;                       // the code of every other exponent
 
 EITHER u64 blocks_of(u64 size) { return (size + BLOCK - 1) / BLOCK; }
 
@@ -19,7 +20,8 @@ EITHER u32 code_of(u8 exponent, u8 highest) {
     return below < CODED ? below : STORED;
 }
 
-// A lane's bytes of a block's codes: bytes l and l + 32 have the low two bits of every other row, l + 64 the high bits.
+// A lane's bytes of a block's codes: bytes l and l + 32 have the low two bits of every other row, byte l + 64 the high
+// bits.
 struct LaneCodes {
     u8 bytes[3];
 
@@ -30,7 +32,8 @@ struct LaneCodes {
     EITHER u32 get(u32 row) const { return (bytes[row % 2] >> row / 2 * 2 & 3) | (bytes[2] >> row & 1) << 2; }
 };
 
-// By one whole warp: of the block's largest exponent and the six below it, the first with which the fewest are stored.
+// Called by a whole warp: of the block's largest exponent and the six below it, the largest with which the fewest
+// exponents are stored.
 __device__ __forceinline__ u8 highest_of(const u8 (&exponents)[ROWS]) {
     u32 largest = 0;
 #pragma unroll
@@ -60,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
     const u32 lane = threadIdx.x % LANES, tile = next_tile(scan, ticket);
     const u64 blocks = blocks_of(size), block = u64(tile) * WARPS + threadIdx.x / LANES;
     u8 own[ROWS] = {};
-    u32 stored[ROWS] = {};                      // a bit a lane
+    u32 stored[ROWS] = {};                      // one bit for each lane
     u32 of_warp = 0;
     if (block < blocks) {
 #pragma unroll
@@ -94,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
     }
 }
 
-// Where there are more codes for stored exponents than stored exponents, the rest is `highest - STORED`.
+// If more codes stand for stored exponents than there are stored exponents, the others decode to `highest - STORED`.
 extern "C" __global__ void __launch_bounds__(THREADS) unpack_exponents(
     const u8 *packed, u64 packed_size, u8 *exponents, u64 size, u32 *count, u32 *ticket, u64 *states) {
     SHARED(Scan, scan);
@@ -102,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) unpack_exponents(
     const u64 blocks = blocks_of(size), block = u64(tile) * WARPS + threadIdx.x / LANES;
     u8 highest = 0;
     LaneCodes codes = {};
-    u32 stored[ROWS] = {};                      // a bit a lane
+    u32 stored[ROWS] = {};                      // one bit for each lane
     u32 of_warp = 0;
     if (block < blocks) {
         highest = packed[block];

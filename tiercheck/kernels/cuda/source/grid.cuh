@@ -1,4 +1,4 @@
-// Where a thread stands in the grid, and what the 32 lanes of a warp find out together (all of them must take part).
+// A thread's position in the grid, and operations of a whole warp: all 32 lanes must call them.
 #pragma once
 
 #include "portable.cuh"
@@ -6,7 +6,7 @@
 __device__ __forceinline__ u64 first_element() { return u64(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ u64 all_threads() { return u64(gridDim.x) * blockDim.x; }
 
-// How many of the lanes that a ballot names come before `lane`.
+// How many bits of a ballot are set for lanes before `lane`.
 __device__ __forceinline__ u32 lanes_before(u32 named, u32 lane) { return __popc(named & ((1u << lane) - 1)); }
 
 __device__ __forceinline__ u32 sum_over_warp(u32 value) {

@@ -1,7 +1,8 @@
-// Bit patterns: bf16 and fp32, and the exponent byte of either apart from the rest.
+// Bit patterns of bf16 and fp32, and their exponents apart from the other bits.
 #include "grid.cuh"
 
-// Into a word that holds zero: whether a low half is not zero. Where none is, bf16 holds every value. Whole warps.
+// Sets a word, which must be zero before, if the low half of a value is not zero. If it stays zero, bf16 holds every
+// value. Whole warps must call it.
 extern "C" __global__ void find_low_halves(const u32 *patterns, u64 size, u32 *low) {
     u32 seen = 0;
     for (u64 at = first_element(); at < size; at += all_threads()) seen |= patterns[at] & 0xFFFFu;
@@ -19,7 +20,7 @@ extern "C" __global__ void widen(const u16 *patterns, u64 size, u32 *out) {
 
 namespace {
 
-// The eight bits under the sign bit, and the others, sign first, in planes of a byte: the lowest bytes come first.
+// The eight bits below the sign bit; and the others, sign first, in one plane for each byte, the lowest byte first.
 template <class Pattern>
 __device__ __forceinline__ void split(const Pattern *patterns, u64 size, u8 *exponents, u8 *rest) {
     constexpr u32 WIDTH = sizeof(Pattern) * 8, FRACTION = WIDTH - 9;

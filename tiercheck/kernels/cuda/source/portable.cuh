@@ -1,8 +1,8 @@
-// What every kernel is written in: fixed-width types, and fp32 arithmetic of which each operation rounds once.
+// The types and the arithmetic of all kernels: fixed-width integers, and fp32 operations that round once each.
 //
 // The functions marked EITHER run on the device and, compiled by any C++ compiler without contraction, on the host,
-// with the same bits: that is how they are tested where there is no GPU. A NaN that an operation makes is the
-// exception: its sign and payload differ from machine to machine.
+// with the same bits: so they are tested without a GPU. Only the sign and payload of a NaN that an operation produces
+// differ from machine to machine.
 #pragma once
 
 using u8 = unsigned char;
@@ -52,13 +52,13 @@ EITHER float round_half_to_even(float a) { return __builtin_rintf(a); }
 EITHER u32 magnitude_of(float value) { return bits_of(value) & MAGNITUDE; }
 EITHER bool is_finite(float value) { return magnitude_of(value) < INFINITE; }
 
-// The nearest number that is finite; NaNs stay.
+// The nearest finite number; a NaN stays a NaN.
 EITHER float limited(float value) {
     return value > LARGEST_FINITE ? LARGEST_FINITE : value < -LARGEST_FINITE ? -LARGEST_FINITE : value;
 }
 
-// An element as the encoders see it: with what earlier encodings lost of it. `lost` is finite. A NaN keeps its payload,
-// as on a CPU; the device's addition would make the canonical one.
+// The element that is encoded: its value plus `lost`, what earlier encodings lost of it, which is finite. A NaN keeps
+// its payload, as on a CPU; the device's addition would give the canonical NaN.
 EITHER float with_lost(float value, float lost) {
     return magnitude_of(value) > INFINITE ? float_of(bits_of(value) | QUIET) : add(value, lost);
 }

@@ -1,13 +1,13 @@
-// How much lies before a tile, over all tiles, in one launch.
+// A scan over tiles, in one launch: for each tile, the sum of the counts of all tiles before it.
 //
-// A scan with decoupled look-back: a block takes a tile, counts what is in it, publishes the count, and learns from
-// the tiles before its own how much lies ahead of them. Source: Merrill and Garland, Single-pass Parallel Prefix Scan
+// It uses decoupled look-back: a block takes a tile, counts in it, publishes the count, and reads the counts and sums
+// that the blocks of earlier tiles have published. Source: Merrill and Garland, Single-pass Parallel Prefix Scan
 // with Decoupled Look-back (NVIDIA technical report NVR-2016-002), section 4.
 //
 // The result does not depend on the order in which blocks run: sums of integers are exact. Every wait ends: tiles are
 // handed out in order by a ticket, so a block waits only for blocks that have started, and the one with the smallest
-// tile waits for none. A tile's state is one 64-bit word, so that its flag and its count cannot be seen apart, and no
-// fence is needed. Ticket and states are zeros before the launch.
+// tile waits for none. A tile's state is one 64-bit word, so that its flag and its count are read together, and no
+// fence is needed. Ticket and states must be zero before the launch.
 #pragma once
 
 #include "grid.cuh"
@@ -17,16 +17,16 @@ constexpr u32 WARPS = THREADS / LANES;
 
 struct Scan {                                   // in a block's shared memory
     u32 tile;
-    u32 before;                                 // counted in all tiles before this one
+    u32 before;                                 // the count of all tiles before this one
     u32 of_warp[WARPS];
 };
 
 struct Counted {
-    u32 before_warp;                            // in the tiles before, and in the tile's warps before one's own
-    u32 so_far;                                 // up to the tile's end
+    u32 before_warp;                            // that, and the count of this tile's warps before one's own
+    u32 so_far;                                 // the count up to the tile's end
 };
 
-constexpr u64 OWN_COUNT = u64(1) << 32;         // flags of a state; the low half is the count
+constexpr u64 OWN_COUNT = u64(1) << 32;         // flags of a state, whose low half is the count
 constexpr u64 COUNT_SO_FAR = u64(2) << 32;
 constexpr u64 NOT_YET = 0;
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ u64 published(const u64 *state) {
     return seen;
 }
 
-// By one whole warp: what the tiles before `tile` have counted. Lane 0 looks at the nearest of 32.
+// Called by a whole warp: the count of the tiles before `tile`. Of 32 tiles, lane 0 reads the nearest.
 __device__ __forceinline__ u32 look_back(const u64 *states, u32 tile, u32 lane) {
     u32 found = 0;
     for (i64 nearest = i64(tile) - 1;; nearest -= LANES) {
@@ -49,14 +49,14 @@ __device__ __forceinline__ u32 look_back(const u64 *states, u32 tile, u32 lane) 
     }
 }
 
-// By a whole block: the tile that it takes.
+// Called by a whole block: the tile that it takes.
 __device__ __forceinline__ u32 next_tile(Scan &scan, u32 *ticket) {
     if (threadIdx.x == 0) scan.tile = atomicAdd(ticket, 1u);
     __syncthreads();
     return scan.tile;
 }
 
-// By a whole block, each warp of which has counted `of_warp`.
+// Called by a whole block, each warp of which has counted `of_warp`.
 __device__ __forceinline__ Counted counted(Scan &scan, u64 *states, u32 tile, u32 of_warp) {
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (lane == 0) scan.of_warp[warp] = of_warp;

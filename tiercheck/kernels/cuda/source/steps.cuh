@@ -1,14 +1,15 @@
-// What a launch of a replay is told: its steps and where their gradients lie, by value, so that nothing is uploaded.
+// The argument of a replay's launch: its steps and the addresses of their gradients. It is passed by value, so that
+// nothing is copied to the device.
 #pragma once
 
 #include "portable.cuh"
 
-constexpr u32 MOST_STEPS = 64;  // some 4 KiB; since CUDA 12.1 a kernel's parameters may take 32
+constexpr u32 MOST_STEPS = 64;  // about 4 KiB; since CUDA 12.1 a kernel's parameters may take 32 KiB
 
 template <class Step> struct Steps {
     u64 count;
     const float *values[MOST_STEPS];
-    const u32 *indices[MOST_STEPS];     // null: the values are all elements'
+    const u32 *indices[MOST_STEPS];     // null: the gradient is dense
     u32 sizes[MOST_STEPS];              // of the indices
     Step steps[MOST_STEPS];
 };

@@ -1,5 +1,5 @@
-// What becomes of survivors: fp16 values and back, what their encoding lost, and their way home into a tensor.
-// How many there are stands on the device: kernels work on min(*count, capacity) of them.
+// Survivors: as fp16 values and back, what their encoding lost, and writing them into a dense array. Their number is on
+// the device: kernels work on the first min(*count, capacity) of them.
 #include "half.cuh"
 #include "grid.cuh"
 
@@ -15,7 +15,7 @@ extern "C" __global__ void clear(u32 *words, u64 size) {
     for (u64 at = first_element(); at < size; at += all_threads()) words[at] = 0;
 }
 
-// The magnitude of the largest finite survivor, into a word that holds zero. Whole warps.
+// Raises a word, which must be zero before, to the magnitude of the largest finite survivor. Whole warps must call it.
 extern "C" __global__ void largest_finite(const float *survivors, const u32 *count, u64 capacity, u32 *largest) {
     const u64 size = number_of(count, capacity);
     u32 own = 0;
@@ -42,7 +42,7 @@ extern "C" __global__ void from_half(
         values[at] = value_of_scaled_half(halves[at], *exponent);
 }
 
-// residual[i] = survivor - decoded, or 0 where one of them is not finite.
+// residual[i] = survivor - decoded, or 0 if that is not finite.
 extern "C" __global__ void settle(
     float *residual, u64 residual_size, const u32 *indices, const float *survivors, const float *decoded,
     const u32 *count, u64 capacity) {
@@ -53,7 +53,7 @@ extern "C" __global__ void settle(
     }
 }
 
-// out[indices] = values; an index beyond `out` writes nothing.
+// out[indices] = values. For an index beyond `out` nothing is written.
 extern "C" __global__ void scatter(
     const u32 *indices, const float *values, const u32 *count, u64 capacity, float *out, u64 out_size) {
     const u64 size = number_of(count, capacity);
@@ -61,7 +61,7 @@ extern "C" __global__ void scatter(
         if (indices[at] < out_size) out[indices[at]] = values[at];
 }
 
-// out[indices] += values, one fp32 addition each: no index may come twice.
+// out[indices] += values, one fp32 addition each. Each index must be there only once.
 extern "C" __global__ void scatter_add(
     const u32 *indices, const float *values, const u32 *count, u64 capacity, float *out, u64 out_size) {
     const u64 size = number_of(count, capacity);

@@ -1,4 +1,4 @@
-// A magnitude that a share of the elements reach, estimated from samples, without a round trip to the host.
+// A magnitude that a given share of the elements reach, estimated from samples, without a round trip to the host.
 #include "grid.cuh"
 #include "half.cuh"
 
@@ -7,15 +7,15 @@ namespace {
 constexpr u32 THREADS = 1024;
 constexpr u32 WARPS = THREADS / LANES;
 
-// For each of the three values that the next two bits of the answer may have: how many samples reach it.
+// For each of the three values above zero of the next two bits of the result: how many samples reach it.
 struct Shared {
     u32 reach[WARPS][3];
 };
 
-// Neighbours among the samples: a run of them lies in one stratum, of which there are as many as runs.
+// Consecutive samples in one run. There is one stratum for each run.
 constexpr u32 TOGETHER = 4;
 
-// Where sample `number` lies: a hash of its run's number, with the seed's keys, says where in its stratum that begins.
+// The position of sample `number`. A hash of its run's number and the seed's keys gives the run's begin in its stratum.
 // Source: the constants and shifts are those of lowbias32 (Wellons, hash-prospector, 2018).
 EITHER u64 position_of(u32 number, u32 first_key, u32 second_key, u32 samples, u64 size) {
     const u32 run = number / TOGETHER;
@@ -29,7 +29,7 @@ EITHER u64 position_of(u32 number, u32 first_key, u32 second_key, u32 samples, u
     return (run * places + (hashed * places >> 32)) / (samples / TOGETHER) * TOGETHER + number % TOGETHER;
 }
 
-// The magnitudes of the samples; where there are as many samples as values, of all of them.
+// The magnitudes of the samples. If there are as many samples as values, each value is a sample.
 template <class Element>
 __device__ __forceinline__ void sample(
     const Element *values, u64 size, const float *residual, u32 first_key, u32 second_key, u32 samples,
@@ -62,8 +62,8 @@ extern "C" __global__ void sample_bfloat16(
     sample(values, size, residual, first_key, second_key, samples, magnitudes);
 }
 
-// The `wanted`-th largest magnitude, kept within [the smallest denormal, infinity]. One block. It settles two bits of
-// the answer a round, from the top: the answer is the largest bound that at least `wanted` samples reach.
+// The `wanted`-th largest magnitude, clipped to [the smallest denormal, infinity], by one block of threads. Each round
+// finds two bits of the result, from the highest down: the largest number that at least `wanted` samples reach.
 extern "C" __global__ void __launch_bounds__(THREADS) select_magnitude(
     const u32 *magnitudes, u32 samples, u32 wanted, float *threshold) {
     SHARED(Shared, shared);

@@ -1,7 +1,7 @@
-// Adam with what is known of the rounding of torch's fused CUDA kernel, whose scalars are doubles: an operation of an
-// fp32 value and one of them is computed in double, and rounded to fp32 where it is stored. How torch's compiler fused
-// those operations, and how its releases write the moments, differs: which form a torch follows, if either, is found
-// out by experiment alone.
+// Adam, modelled on the rounding of torch's fused CUDA kernel. Its scalars are doubles: an operation of an fp32 value
+// and a scalar is computed in double, and rounded to fp32 when it is stored. Releases of torch differ in how their
+// compiler fused these operations, and in how the moments are written. Only an experiment can say which form a release
+// follows, if either.
 // Source: torch, aten/src/ATen/native/cuda/fused_adam_utils.cuh, adam_math (its formula).
 #include "grid.cuh"
 #include "steps.cuh"
@@ -34,7 +34,7 @@ EITHER double multiply_add_doubles(double a, double b, double c) { return __buil
 EITHER double add_doubles(double a, double b) { return a + b; }
 #endif
 
-// beta * moment + (1 - beta) * g, and the same of squares: the new weight is a factor...
+// beta * moment + (1 - beta) * g, and the same for squares: the gradient is multiplied by its weight ...
 EITHER void weigh(State &s, float g, const TorchStep &step) {
     const double weight1 = add_doubles(1.0, -step.beta1), weight2 = add_doubles(1.0, -step.beta2);
     s.exp_avg = float(multiply_add_doubles(step.beta1, s.exp_avg, multiply_doubles(weight1, g)));
@@ -42,7 +42,7 @@ EITHER void weigh(State &s, float g, const TorchStep &step) {
     s.exp_avg_sq = float(multiply_add_doubles(step.beta2, s.exp_avg_sq, square));
 }
 
-// ... or what beta takes is taken off.
+// ... or beta times the gradient is subtracted from it.
 EITHER void complement(State &s, float g, const TorchStep &step) {
     s.exp_avg = float(multiply_add_doubles(step.beta1, s.exp_avg, multiply_add_doubles(-step.beta1, g, g)));
     const float square = multiply(g, g);
