@@ -20,8 +20,8 @@ from tiercheck.tiers.url import parse_size
 
 __all__ = ["add_command", "chosen_figures", "pair_count", "run_figures"]
 
-QUICK_SIZE = 16 << 20
-QUICK_PEAK = 256 << 20
+QUICK_SIZE = 4 << 20
+QUICK_PEAK = 192 << 20
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:

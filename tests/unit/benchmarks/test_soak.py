@@ -203,29 +203,27 @@ async def test_nothing_is_found_where_nothing_is_lost(tmp_path: Path, seed: int)
 
 
 @pytest.mark.parametrize(
-    ("driver", "rule"),
+    ("driver", "rules"),
     [
-        (DropsPuts, "an acknowledged put is not what is read"),
-        (TearsPuts, "a listing shows a part of an object"),
-        (MixesKeys, "an object is damaged"),
-        (PutsLate, "an acknowledged put is not what is read"),
-        (RefusesAndPuts, "a refused increment came about"),
-        (IgnoresConditions, "a condition was ignored"),
-        (IgnoresConditions, "a claim is not its winner's"),
-        (ChecksConditionsTooEarly, "an increment is lost"),
-        (ForgetsDeletes, "a deleted object is back"),
-        (LosesObjects, "an object is gone"),
-        (FlipsBits, "an object is damaged"),
-        (FlipsBits, "a range holds other bytes"),
-        (RecyclesWhatIsRead, "a buffer that was read has changed"),
-        (ListsInAnyOrder, "a listing is out of order"),
-        (ListsTooFew, "a listing is wrong"),
-        (ListsDebris, "a listing names what nobody put"),
-        (LeaksErrors, "a call raised what is no TierError"),
+        (DropsPuts, {"an acknowledged put is not what is read"}),
+        (TearsPuts, {"a listing shows a part of an object"}),
+        (MixesKeys, {"an object is damaged"}),
+        (PutsLate, {"an acknowledged put is not what is read"}),
+        (RefusesAndPuts, {"a refused increment came about"}),
+        (IgnoresConditions, {"a condition was ignored", "a claim is not its winner's"}),
+        (ChecksConditionsTooEarly, {"an increment is lost"}),
+        (ForgetsDeletes, {"a deleted object is back"}),
+        (LosesObjects, {"an object is gone"}),
+        (FlipsBits, {"an object is damaged", "a range holds other bytes"}),
+        (RecyclesWhatIsRead, {"a buffer that was read has changed"}),
+        (ListsInAnyOrder, {"a listing is out of order"}),
+        (ListsTooFew, {"a listing is wrong"}),
+        (ListsDebris, {"a listing names what nobody put"}),
+        (LeaksErrors, {"a call raised what is no TierError"}),
     ],
 )
-async def test_each_kind_of_loss_is_found(tmp_path: Path, driver: type[Honest], rule: str) -> None:
-    assert rule in await soaked(driver(), tmp_path)
+async def test_each_kind_of_loss_is_found(tmp_path: Path, driver: type[Honest], rules: set[str]) -> None:
+    assert rules <= set(await soaked(driver(), tmp_path))
 
 
 @given(sequence=st.integers(0, 2**40), nbytes=st.integers(HEADER_BYTES, 3 << 20), data=st.data())

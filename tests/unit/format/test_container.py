@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import random
 import sys
@@ -111,10 +112,9 @@ def test_the_metadata_is_readable_by_anyone(tmp_path):
     assert strings["xxh3_64:scale"] == xxhash.xxh3_64_hexdigest(b"\x80\x3f")
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_every_dtype_round_trips_and_opens_elsewhere(dtype):
-    data = np.random.default_rng(0).bytes(DTYPES[dtype] * 6) if dtype != "BOOL" else bytes([0, 1] * 3)
-    for shape in [(6,), (2, 3), (1, 6, 1)]:
+def test_every_dtype_round_trips_and_opens_elsewhere():
+    for dtype, shape in itertools.product(DTYPES, [(6,), (2, 3), (1, 6, 1)]):
+        data = np.random.default_rng(0).bytes(DTYPES[dtype] * 6) if dtype != "BOOL" else bytes([0, 1] * 3)
         file = b"".join(payload(METADATA, [TensorEntry("x", dtype, shape, data)], {}))
         back = parse(file).entry("x")
         assert (back.dtype, back.shape, bytes(back.data)) == (dtype, shape, data)
@@ -470,18 +470,18 @@ def test_a_shard_that_another_program_rewrote_is_refused():
 
 
 def test_a_large_header_is_read_in_full_and_stays_bounded():
-    entries = [TensorEntry(f"layers.{index}.weight", "U8", (3,), b"abc") for index in range(5000)]
+    entries = [TensorEntry(f"layers.{index}.weight", "U8", (3,), b"abc") for index in range(1000)]
     file = write(entries, {})
     shard = parse(file)
     shard.verify()
-    assert len(shard.names) == 5000
+    assert len(shard.names) == 1000
     room = header_room(item.spec for item in entries)
     assert room < 300 * len(entries) and math.gcd(room, ALIGNMENT) == ALIGNMENT
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 64, CACHED_BYTES - 1, CACHED_BYTES, CACHED_BYTES + 1, 3 * CACHED_BYTES + 7])
-def test_a_copy_has_the_checksum_of_its_bytes(nbytes: int) -> None:
-    source = random.Random(nbytes).randbytes(nbytes)
-    copy = bytearray(nbytes)
-    assert copy_with_checksum(memoryview(copy), memoryview(source)) == checksum_of(source)
-    assert copy == source
+def test_a_copy_has_the_checksum_of_its_bytes() -> None:
+    for nbytes in (0, 1, 64, CACHED_BYTES - 1, CACHED_BYTES, CACHED_BYTES + 1, 3 * CACHED_BYTES + 7):
+        source = random.Random(nbytes).randbytes(nbytes)
+        copy = bytearray(nbytes)
+        assert copy_with_checksum(memoryview(copy), memoryview(source)) == checksum_of(source), nbytes
+        assert copy == source, nbytes

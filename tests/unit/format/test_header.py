@@ -127,8 +127,8 @@ def test_the_forger_can_forge():
         parse(forge(tensor_twice, bytes(4)))
 
 
-@pytest.mark.parametrize("length", [0, 1, HEADER_NBYTES_MAX, 2**40, 2**63, 2**64 - 1])
-def test_header_lengths_that_lie_are_refused(length):
-    file = length.to_bytes(8, "little") + b"".join(payload(METADATA, [], {}))[8:]
-    with pytest.raises(Corruption, match="header"):
-        parse(file)
+def test_header_lengths_that_lie_are_refused():
+    for length in (0, 1, HEADER_NBYTES_MAX, 2**40, 2**63, 2**64 - 1):
+        file = length.to_bytes(8, "little") + b"".join(payload(METADATA, [], {}))[8:]
+        with pytest.raises(Corruption, match="header"):
+            parse(file)
