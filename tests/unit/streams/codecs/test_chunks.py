@@ -32,8 +32,7 @@ def thin(size: int, every: int = 41) -> Any:
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", ["sparse", "nonzero"])
 class TestChunks:
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("size", [CHUNK + 1, 2 * CHUNK, 5 * CHUNK + 7])
+    @pytest.mark.parametrize(("dtype", "size"), [*zip(FLOATS, (CHUNK + 1, 2 * CHUNK, 5 * CHUNK + 7), strict=True)])
     def test_decode_to_what_one_chunk_decodes_to(
         self, name: str, dtype: str, size: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -50,12 +49,12 @@ class TestChunks:
         assert np.array_equal(sparse.indices, np.flatnonzero(read(decoded, dtype)))
         assert raw(sparse.values) == raw(read(decoded, dtype)[sparse.indices])
 
-    @pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK])
-    def test_what_fits_one_is_stored_as_ever(self, name: str, size: int) -> None:
-        encoding, parts = encode(name, thin(size), "F32")
-        assert set(parts) == {"indices", "values"}
-        assert "chunk_elements" not in encoding.scalars
-        assert [part.suffix for part in codec(name).plan("F32", (size,))] == ["indices", "values"]
+    def test_what_fits_one_is_stored_as_ever(self, name: str) -> None:
+        for size in (1, CHUNK - 1, CHUNK):
+            encoding, parts = encode(name, thin(size), "F32")
+            assert set(parts) == {"indices", "values"}, size
+            assert "chunk_elements" not in encoding.scalars, size
+            assert [part.suffix for part in codec(name).plan("F32", (size,))] == ["indices", "values"], size
 
     def test_empty_chunks(self, name: str) -> None:
         array = np.zeros(3 * CHUNK, np.float32)
@@ -64,20 +63,20 @@ class TestChunks:
         assert np.frombuffer(parts["counts"].data, np.uint32).tolist() == [1, 0, 1]
         assert raw(decode(encoding.to_object(), parts)) == raw(array)
 
-    @pytest.mark.parametrize("elements", [0, -1, 3 * CHUNK, 2**33, CHUNK - 1])
-    def test_chunks_of_a_size_that_is_none(self, name: str, elements: int) -> None:
+    def test_chunks_of_a_size_that_is_none(self, name: str) -> None:
         encoding, parts = encode(name, thin(3 * CHUNK), "F32")
-        description = encoding.to_object()
-        description["scalars"]["chunk_elements"] = elements
-        with pytest.raises(Corruption):
-            decode(description, parts)
+        for elements in (0, -1, 3 * CHUNK, 2**33, CHUNK - 1):
+            description = encoding.to_object()
+            description["scalars"]["chunk_elements"] = elements
+            with pytest.raises(Corruption):
+                decode(description, parts)
 
-    @pytest.mark.parametrize("counts", [[0, 0, 0], [2**32 - 1, 1, 0], [74, 0, 0], [1, 2]])
-    def test_counts_that_are_not_the_indices(self, name: str, counts: list[int]) -> None:
+    def test_counts_that_are_not_the_indices(self, name: str) -> None:
         encoding, parts = encode(name, thin(3 * CHUNK), "F32")
-        wrong = Stored("U32", (len(counts),), memoryview(np.array(counts, np.uint32).tobytes()))
-        with pytest.raises(Corruption):
-            decode(encoding.to_object(), {**parts, "counts": wrong})
+        for counts in ([0, 0, 0], [2**32 - 1, 1, 0], [74, 0, 0], [1, 2]):
+            wrong = Stored("U32", (len(counts),), memoryview(np.array(counts, np.uint32).tobytes()))
+            with pytest.raises(Corruption):
+                decode(encoding.to_object(), {**parts, "counts": wrong})
 
     def test_every_byte_may_be_another_one(self, name: str) -> None:
         array = thin(3 * CHUNK + 5)

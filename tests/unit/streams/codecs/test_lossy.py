@@ -45,8 +45,7 @@ class TestNf4:
         array[[5, 290]] = 3.0, -7.0
         assert raw(round_trip("nf4", array, "F32")) == raw(array)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize(("dtype", "bad"), [("F32", np.nan), ("BF16", np.inf), ("F16", -np.inf)])
     def test_a_block_with_what_is_not_finite_comes_back_as_nan(self, dtype: str, bad: float) -> None:
         values = np.linspace(-1, 1, 600, dtype=np.float32)
         values[[300, 599]] = bad
@@ -66,8 +65,7 @@ class TestOneBit:
         means = np.abs(array).reshape(10, 128).mean(axis=1)
         assert np.allclose(np.abs(decoded).reshape(10, 128), means[:, None], rtol=2**-8)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize(("dtype", "bad"), [("F32", np.nan), ("BF16", np.inf), ("F16", -np.inf)])
     def test_a_block_with_what_is_not_finite_comes_back_as_nan(self, dtype: str, bad: float) -> None:
         values = np.linspace(-1, 1, 300, dtype=np.float32)
         values[[130, 299]] = bad
@@ -103,8 +101,7 @@ class TestSparse:
         assert np.flatnonzero(decoded).tolist() == list(range(125))
         assert np.all(decoded[:125] == -0.5)
 
-    @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("feedback", [False, True])
+    @pytest.mark.parametrize(("dtype", "feedback"), [("F32", False), ("F32", True), ("BF16", True), ("F16", False)])
     def test_too_many_survivors_are_cut_to_the_largest_piece_by_piece(self, dtype: str, feedback: bool) -> None:
         """Half of the elements are equal, so that the sampled threshold lets them all through."""
         size = 700_001
@@ -141,13 +138,13 @@ class TestSparse:
         assert decoded[[5_000, 9_999]].tolist() == [np.inf, -np.inf]
         assert np.count_nonzero(decoded) == 125
 
-    @pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 1e-10, 1.0, 1e20, 3.4e38])
-    def test_gradients_of_any_magnitude_are_kept(self, magnitude: float) -> None:
-        array = np.zeros(1000, np.float32)
-        array[10] = magnitude
-        decoded = round_trip("sparse", array, "F32")
-        assert decoded[10] == pytest.approx(array[10], rel=2**-11)
-        assert np.count_nonzero(decoded) == 1
+    def test_gradients_of_any_magnitude_are_kept(self) -> None:
+        for magnitude in (1e-45, 1e-38, 1e-10, 1.0, 1e20, 3.4e38):
+            array = np.zeros(1000, np.float32)
+            array[10] = magnitude
+            decoded = round_trip("sparse", array, "F32")
+            assert decoded[10] == pytest.approx(array[10], rel=2**-11), magnitude
+            assert np.count_nonzero(decoded) == 1, magnitude
 
     def test_zeros_are_no_survivors(self) -> None:
         _, parts = encode("sparse", np.zeros(5000, np.float32), "F32")
