@@ -17,6 +17,7 @@ from tests.cluster.deepspeed_resume import Average, Loader, tiers
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed import attach
+from tiercheck.integrations.deepspeed.pipeline import before_train_batch
 from tiercheck.policy.policies import EverySeconds, Policies
 
 CASE = CASES["pipeline-zero1-bf16"]
@@ -36,7 +37,11 @@ def meetings(directory: Path) -> dict[str, Callable[[], Iterable[str]]]:
             alone = Hierarchy.of(hierarchy.tiers[0])
             yield from check_meeting(alone, CheckpointConfig(base_every=2, deadline_s=DEADLINE_S), None)
 
-    return {"pipeline-meets-by-the-clock": by_the_clock, "pipeline-meets-without-a-shared-tier": without_a_shared_tier}
+    return {
+        "pipeline-meets-by-the-clock": by_the_clock,
+        "pipeline-meets-without-a-shared-tier": without_a_shared_tier,
+        "pipeline-wrapped-by-others": check_wrappers,
+    }
 
 
 def check_meeting(hierarchy: Hierarchy, config: CheckpointConfig, policies: Policies | None) -> Iterable[str]:
@@ -70,3 +75,22 @@ def check_meeting(hierarchy: Hierarchy, config: CheckpointConfig, policies: Poli
     if found != ended[-2]:
         yield f"the resumed job is at {found}, not at {ended[-2]}"
     checkpointer.abort()
+
+
+def check_wrappers() -> Iterable[str]:
+    """Somebody else may wrap ``train_batch``, before and after; what ends is not called again, and theirs stays."""
+    engine, called = build(CASE, seed=5), list[str]()
+    end_first = before_train_batch(engine, lambda: called.append("first"))
+    first = engine.train_batch
+    engine.train_batch = theirs = lambda **options: first(**options)
+    end_second = before_train_batch(engine, lambda: called.append("second"))
+    iterate(engine)
+    if called != ["second", "first"]:
+        yield f"called were {called}, not both, the outer one first"
+    end_second()
+    end_first()
+    if engine.train_batch is not theirs:
+        yield "the wrapper of somebody else has gone"
+    iterate(engine)
+    if len(called) > 2:
+        yield f"called after its end: {called[2:]}"

@@ -74,6 +74,7 @@ RESUMES = (
     "beside-pipeline-zero1-bf16-unsaid",
     "pipeline-meets-by-the-clock",
     "pipeline-meets-without-a-shared-tier",
+    "pipeline-wrapped-by-others",
     "zero0-fp32-software",
     "zero1-fp32-software",
     "zero2-fp32-software",

@@ -1,0 +1,84 @@
+"""What a state provider need not say, and who its optimizer is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tiercheck.streams.replay.fidelity import Tally, reached
+from tiercheck.streams.tensors import provider
+from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity, StateProvider, extras_of
+from tiercheck.types import Fidelity
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Sign:
+    """An optimizer."""
+
+
+class Least(StateProvider):
+    def __init__(self, buffers: Tensors | None = None) -> None:
+        self._buffers = buffers or {}
+
+    def identity(self) -> Identity:
+        return Identity.of("least", self, OptimizerIdentity.without_torch(Sign, distributions=["numpy"]))
+
+    def masters(self) -> Tensors:
+        return {"a": torch.zeros(2), "b": torch.zeros(3, 2)}
+
+    def buffers(self) -> Tensors:
+        return self._buffers
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        return {}
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [{}]
+
+    def host_state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, **_: Any) -> None:
+        pass
+
+    def apply(self, gradients: Tensors, hyperparameters: list[dict[str, Any]]) -> None:
+        pass
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def test_what_it_does_not_say_is_nothing_or_one_group() -> None:
+    least = Least()
+    assert least.group_of() == {"a": 0, "b": 0}
+    assert (least.frozen(), extras_of(least)) == ({}, {})
+    least.refresh()
+
+
+def test_what_is_missing_is_named_when_it_is_made() -> None:
+    with pytest.raises(TypeError, match="apply"):
+        type("Incomplete", (Least,), {"apply": StateProvider.apply})()
+
+
+def test_a_model_is_told_by_the_names_shapes_and_dtypes_of_all_its_tensors() -> None:
+    mean = {"mean": torch.zeros(4)}
+    models = [Least(), Least(mean), Least({"other": torch.zeros(4)}), Least({"mean": torch.zeros(5)})]
+    models.append(Least({"mean": torch.zeros(4, dtype=torch.float64)}))
+    assert len({each.identity().model for each in models}) == len(models)
+    assert Least(mean).identity() == Least({"mean": torch.ones(4)}).identity()
+    assert Least(mean).identity().model_summary == "2 trained tensors of 8 elements, 1 others"
+
+
+def test_another_version_of_a_library_takes_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Least().identity()
+    monkeypatch.setattr(provider.metadata, "version", lambda name: "0.1")
+    here = Least().identity()
+    replayed = Tally(versions=1)
+    assert reached(saved, saved, replayed)[0] == Fidelity.EXACT
+    fidelity, notes = reached(saved, here, replayed)
+    assert fidelity == Fidelity.APPROXIMATE
+    assert "numpy 0.1" in notes[0]
