@@ -248,7 +248,7 @@ def test_a_kill_at_any_call_to_a_tier_costs_nothing(past: Past) -> None:
         except (Killed, TierCheckError):
             killed += 1
         past.check(urls)
-    assert killed > 0.8 * len(targets)
+    assert killed > len(targets) // 2, "others are the mover's by now, or memory serves without the tier"
 
 
 class Breaking(SingleProcess):
