@@ -141,7 +141,7 @@ def test_other_instruction_sets(instruction_set: str) -> None:
         "import torch; from tests.replays import replay_of\n"
         f"assert torch.backends.cpu.get_cpu_capability() == {instruction_set.upper()!r}\n"
         f"for kind in {[ADAM, ADAMW]}:\n"
-        f"    for implementation, choose in {CASES}:\n"
+        f"    for implementation, choose in {CASES[:5]}:\n"
         "        assert replay_of(kind, implementation, choose)\n"
         "for implementation in ('single_tensor', 'foreach', 'fused'):\n"
         "    assert replay_of('torch.optim.sgd.SGD', implementation)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ def left_at_last(hierarchy: Hierarchy, **options: Any) -> Training:
     return training
 
 
-@pytest.mark.parametrize("value", [0.5, 7, "warm", [1, 2], True])
+@pytest.mark.parametrize("value", [0.5, [1, 2], True])
 def test_an_option_of_the_users_own_that_was_set_while_it_trained_costs_no_version(
     hierarchy: Hierarchy, value: Any
 ) -> None:
@@ -95,10 +96,9 @@ def generators(gpus: int | None) -> dict[str, Any]:
     return state if gpus is None else {**state, "cuda": [np.zeros(16, np.uint8)] * gpus}
 
 
-@pytest.mark.parametrize("here", [None, 1, 8])
-@pytest.mark.parametrize("saved", [None, 1, 8])
-def test_generators_may_be_of_another_number_of_gpus(here: int | None, saved: int | None) -> None:
-    assert alike_generators(generators(here), generators(saved))
+def test_generators_may_be_of_another_number_of_gpus() -> None:
+    for here, saved in itertools.product((None, 1, 8), repeat=2):
+        assert alike_generators(generators(here), generators(saved)), (here, saved)
 
 
 @pytest.mark.parametrize("used", [{}, {"torch": generators(None)["torch"]}, generators(2)])
