@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -65,10 +65,11 @@ class Forks:
         log: Path,
         ranks: int = 1,
         directory: Path = ROOT,
-        environment: dict[str, str] | None = None,
         deadline_s: float = 240.0,
     ) -> list[int]:
-        """The exit status of each rank of ``program``, a module or a script's path; what they print is in ``log``.
+        """The exit status of each rank of ``program``; what they print is in ``log``.
+
+        ``program``: a module of the tests, whose ``main`` is called, or the path of a script.
 
         When one fails, or at the deadline, all are killed.
         """
@@ -78,7 +79,6 @@ class Forks:
             "log": str(log),
             "ranks": ranks,
             "directory": str(directory),
-            "environment": environment or {},
             "deadline_s": deadline_s,
         }
         assert self._server.stdin is not None
@@ -138,9 +138,8 @@ def start(
     arguments: Sequence[str],
     log: str,
     directory: str,
-    environment: dict[str, str],
 ) -> int:
-    """The process of one rank, with the variables of torchrun."""
+    """The process of one rank."""
     if pid := os.fork():
         with contextlib.suppress(PermissionError):  # the process did it itself, and has gone on
             os.setpgid(pid, pid)
@@ -152,34 +151,40 @@ def start(
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, fd in ((0, nothing), (1, output), (2, output)):
             os.dup2(fd, number)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-        os.environ |= {"TESTS_LISTENER": str(listener.fileno())}
-        os.environ |= environment
         os.chdir(directory)
         random.seed()
-        code = run(program, list(arguments))
+        if program.startswith("tests."):
+            become_rank(rank, ranks, listener)
+            sys.argv = [program, *arguments]
+            importlib.import_module(program).main()
+            code = 0
+        else:
+            run_as_interpreter(program, arguments)
+    except SystemExit:
+        raise  # through all that is above, to the interpreter's end
     except BaseException:
         traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
-def run(program: str, arguments: list[str]) -> int:
+def become_rank(rank: int, ranks: int, listener: socket.socket) -> None:
+    """The variables of torchrun, and the socket for :func:`join`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    os.environ |= {"TESTS_LISTENER": str(listener.fileno())}
+
+
+def run_as_interpreter(program: str, arguments: Sequence[str]) -> NoReturn:
+    """A script, to the regular end of an interpreter."""
     sys.argv = [program, *arguments]
-    try:
-        if program.endswith(".py"):
-            sys.path.insert(0, str(Path(program).parent))
-            runpy.run_path(program, run_name="__main__")
-        else:
-            importlib.import_module(program).main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
+    # In the place of the directory from which this process was started.
+    sys.path[0] = str(Path(program).absolute().parent)
+    runpy.run_path(program, run_name="__main__")
+    sys.exit(0)
 
 
 def wait(pids: list[int], until: float) -> list[int]:

@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import pytest
 import typer
 from rich.console import Console
 
+from tests.forks import Forks
 from tests.unit.demo.results.test_report import compared, runs
 from tiercheck import keys
 from tiercheck.cli import commands
@@ -40,6 +42,7 @@ SETUP = re.compile(r"^<!-- setup:\n(?P<text>.*?)^-->$", re.DOTALL | re.MULTILINE
 FILE = re.compile(r"# file: (\S+)\n")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 RUN = ("python", "pytest", "diff")
+TORCH = re.compile(r"^(import|from) (torch|tiercheck\.integrations)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,9 @@ class Place:
 
     directory: Path
     name: str
+    logs: Path
+    forks: Callable[[], Forks]
+    """For programs that import torch."""
 
     def here(self, text: str) -> str:
         for ours, theirs in (
@@ -142,12 +148,17 @@ class Place:
             text = text.replace(ours, theirs)
         return text
 
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+    def run(self, command: list[str]) -> tuple[int, str]:
+        """The exit status, and what was printed."""
+        if command[0] == "python" and TORCH.search((self.directory / command[1]).read_text()):
+            log = self.logs / f"{len(list(self.logs.iterdir()))}.log"
+            (code,) = self.forks().run(*command[1:], log=log, directory=self.directory, deadline_s=DEADLINE_S)
+            return code, log.read_text()
         paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        return subprocess.run(
+        done = subprocess.run(
             command,
             cwd=self.directory,
-            env={**os.environ, "PATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -155,14 +166,17 @@ class Place:
             timeout=DEADLINE_S,
             check=False,
         )
+        return done.returncode, done.stdout
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path, f"test-docs-{secrets.token_hex(6)}")
-    yield place
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+    name = f"test-docs-{secrets.token_hex(6)}"
+    # In memory: pages make thousands of files, and each waits for its fsync.
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="page-") as folder:
+        yield Place(Path(folder), name, tmp_path, lambda: request.getfixturevalue("forks"))
     for namespace in namespaces():
-        if namespace.name.startswith(place.name):
+        if namespace.name.startswith(name):
             remove_namespace(namespace.name)
 
 
@@ -193,8 +207,8 @@ def test_a_page_runs(page: Path, place: Place) -> None:
     if program.strip():
         script = place.directory / f"{page.name}.py"
         script.write_text(place.here(program))
-        done = place.run([sys.executable, str(script)])
-        assert done.returncode == 0, f"{page.relative_to(ROOT)} (its lines are the program's):\n{done.stdout}"
+        code, printed = place.run(["python", script.name])
+        assert code == 0, f"{page.relative_to(ROOT)} (its lines are the program's):\n{printed}"
 
 
 def install(block: Block, place: Place) -> None:
@@ -210,11 +224,11 @@ def install(block: Block, place: Place) -> None:
 def check_command(block: Block, command: str, shown: list[str], place: Place) -> None:
     """What is shown is what is printed. ``Killed`` is the shell's word for a death by SIGKILL."""
     killed = "Killed" in shown
-    done = place.run(shlex.split(command))
-    assert done.returncode == (-signal.SIGKILL if killed else 0), f"{block.where}: $ {command}\n{done.stdout}"
+    code, printed = place.run(shlex.split(command))
+    assert code == (-signal.SIGKILL if killed else 0), f"{block.where}: $ {command}\n{printed}"
     expected = [line for line in shown if line != "Killed"]
     if expected or shlex.split(command)[0] == "diff":
-        assert done.stdout.splitlines() == expected, f"{block.where}: $ {command}"
+        assert printed.splitlines() == expected, f"{block.where}: $ {command}"
 
 
 # Commands that are too long to run here: what they name exists.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def outside(site: Path, tmp_path: Path) -> Outside:
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    return Outside(site, folder)
+def outside(site: Path) -> Iterator[Outside]:
+    # In memory: the kits make thousands of files, and each waits for its fsync.
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as folder:
+        yield Outside(site, Path(folder))
