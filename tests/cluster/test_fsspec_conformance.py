@@ -31,6 +31,8 @@ SLOW = settings(max_examples=4, stateful_step_count=25, suppress_health_check=li
 
 
 class TestSftp(FileTierTests):
+    listed = 300  # a server tells of some 100 names at a time
+
     @pytest.fixture(autouse=True)
     def directory(self, sshd: Sshd) -> Iterator[None]:
         self.server = sshd
@@ -68,6 +70,8 @@ def azure_url(server: Azurite, container: ContainerClient, options: str = "") ->
 
 
 class TestAzure(TierDriverTests):
+    listed = 300  # a page has 5,000 names, more than any test puts
+
     @pytest.fixture(autouse=True)
     def container(self, azurite: Azurite) -> Iterator[None]:
         self.server = azurite
