@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from tests.gpu.inputs import sums_that_depend_on_their_order
 from tiercheck import kernels
 from tiercheck.kernels.reference.nf4 import BOUNDARIES, LEVELS
 
@@ -548,6 +549,8 @@ class TestOnebit:
         values[:, 0] = 128 * (1 + 2.0**-8)
         values[0, [1, 2, 4, 8, 16, 32, 64]] = values[1, [32, 96]] = 128 * 2.0**-24
         assert ONEBIT.encode(values.reshape(-1), by=by)[1].tolist() == [0x3F80, 0x3F81]
+        every_pair = sums_that_depend_on_their_order()
+        assert ONEBIT.encode(every_pair, by=by)[1].tolist() == ONEBIT.encode(every_pair, by="reference")[1].tolist()
 
 
 def split(array: NDArray[Any], by: str, threads: int = 1) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
