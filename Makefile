@@ -66,7 +66,8 @@ pytest: $(INSTALLED) ## the tests that need no server and no whole job (PYTEST_A
 	$(PYTEST) -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 cluster: $(INSTALLED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
-	$(PYTEST) -m cluster $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(BIN)/pytest -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)

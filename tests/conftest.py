@@ -16,7 +16,6 @@ from tiercheck.integrations import hooks
 __all__ = ["forks", "gluster", "name"]
 
 LONGEST_FIRST = (
-    "tests/cluster/test_demo.py",
     "tests/cluster/test_soak.py",
     "tests/cluster/test_deepspeed_provider.py",
     "tests/cluster/test_fsspec_conformance.py",
