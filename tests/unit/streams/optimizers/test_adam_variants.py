@@ -242,8 +242,8 @@ class TestRefusals:
         [
             (np.array([1, 1], np.uint32), np.ones(2, np.float32), "must ascend"),
             (np.array([2, 1], np.uint32), np.ones(2, np.float32), "must ascend"),
-            (np.array([1], np.int64), np.ones(1, np.float32), "indices are uint32"),
-            (np.array([1], np.uint32), np.ones(1, np.float64), "values are float32"),
+            (np.array([1], np.int64), np.ones(1, np.float32), "indices must be 1-D uint32"),
+            (np.array([1], np.uint32), np.ones(1, np.float64), "values must be 1-D float32"),
             (np.array([1], np.uint32), np.ones(2, np.float32), "1 indices do not fit 2 values"),
             (np.arange(4, dtype=np.uint32)[::2], np.ones(2, np.float32), "contiguous"),
         ],
