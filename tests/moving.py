@@ -11,7 +11,7 @@ from pathlib import Path
 from tiercheck.format import container
 from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
-from tiercheck.keys import ShardKey
+from tiercheck.keys import CommitKey, MarkerKey, ShardKey, parse
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.watermark import Retention
@@ -76,7 +76,9 @@ def record(version: int) -> ShardKey:
 
 
 async def held(hierarchy: OpenHierarchy, index: int = -1) -> list[str]:
-    return [info.key async for info in hierarchy.tiers[index].driver.list("g")]
+    """What a mover moves, marks and commits; neither the lineage nor reports."""
+    names = [info.key async for info in hierarchy.tiers[index].driver.list()]
+    return [name for name in names if isinstance(parse(name), ShardKey | MarkerKey | CommitKey)]
 
 
 class Watched(FaultyDriver):

@@ -1,18 +1,21 @@
-"""Object naming: (generation, stream, version, rank) <-> key.
+"""Object naming: (rank, generation, stream, version) <-> key.
 
-The layout keeps one directory a version, so that a parallel file system sees few metadata operations::
+A key begins with what a reader asks for. A rank lists what is its own, and what concerns the whole job, which is little
+however many ranks there are (``docs/adr/0028-keys-begin-with-what-a-reader-asks-for.md``)::
 
-    lineage/g000002                                                  who opened generation 2, and from where
-    lineage/g000002.4f0c9a17e2b85d36                                 a claim to it, if puts have no conditions
-    nominations/r00001                                               rank 1's replication job
-    g000002/base/000000000040/r00001.safetensors                     rank 1's shard of base 40
-    g000002/base/000000000040/r00001.done                            the shard's marker: its size and checksum
-    g000002/base/000000000040/commit                                 all ranks' shards are stored whole
-    g000002/differential/000000000041-000000000045/r00001.safetensors   rank 1's batch 41..45
-    g000002/snapshot/000000000041-000000000045/r00001.safetensors       what changed from base 40 to version 45
-    metrics/g000002/000000000040/eval_loss/3fd5c28f5c28f5c3             what the loop reported of version 40: 0.34
+    r00001/g000002/base/000000000040.safetensors                      rank 1's shard of base 40
+    r00001/g000002/differential/000000000041-000000000045.safetensors rank 1's batch 41..45
+    r00001/g000002/snapshot/000000000041-000000000045.safetensors     what changed from base 40 to version 45
+    done/r00001/g000002/000000000040                                  rank 1's shard is whole: its size and checksum
+    job/commits/g000002/000000000040                                  all ranks' shards of base 40 are stored whole
+    job/commits/g000002/000000000040-000000000045                     and all snapshots that lead from it to version 45
+    job/lineage/g000002                                               who opened generation 2, and from where
+    job/lineage/g000002.4f0c9a17e2b85d36                              a claim to it, if puts have no conditions
+    job/metrics/g000002/000000000040/eval_loss/3fd5c28f5c28f5c3       what the loop reported of version 40: 0.34
+    replication/r00001                                                rank 1's replication job
 
-Numbers are zero-padded, so that the order of keys is the order of versions.
+Numbers are zero-padded, so that the order of keys is the order of versions. Commit records come before the lineage: a
+listing shows no generation's commits without the generations that had opened before.
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 __all__ = [
+    "JOB",
     "KEY_BYTES_MAX",
+    "LINEAGE",
+    "MARKERS",
+    "REPLICATION",
     "ClaimKey",
     "CommitKey",
     "JobKey",
@@ -34,8 +41,10 @@ __all__ = [
     "MetricKey",
     "ShardKey",
     "Stream",
-    "generation_prefix",
+    "captured_prefix",
+    "own_prefixes",
     "parse",
+    "rank_prefix",
     "validate_key",
 ]
 
@@ -44,6 +53,13 @@ COMPONENT_BYTES_MAX = 255
 GENERATION_MAX = 10**6 - 1
 VERSION_MAX = 10**12 - 1
 RANK_MAX = 10**5 - 1
+
+JOB = "job/"
+"""What concerns all ranks."""
+LINEAGE = "job/lineage/"
+MARKERS = "done/"
+"""Of all ranks: the coordinator's to list."""
+REPLICATION = "replication/"
 
 
 class Stream(StrEnum):
@@ -97,30 +113,75 @@ class ShardKey:
         version = f"{self.first:012d}"
         if self.stream is not Stream.BASE:
             version += f"-{self.last:012d}"
-        return f"g{self.generation:06d}/{self.stream}/{version}/r{self.rank:05d}.safetensors"
-
-
-@dataclass(frozen=True, order=True)
-class MarkerKey:
-    """A rank's statement that its shard of a base is stored whole in this tier."""
-
-    generation: int
-    version: int
-    rank: int
-
-    def __str__(self) -> str:
-        return f"g{self.generation:06d}/base/{self.version:012d}/r{self.rank:05d}.done"
+        return f"{captured_prefix(self.rank, self.generation)}{self.stream}/{version}.safetensors"
 
 
 @dataclass(frozen=True, order=True)
 class CommitKey:
-    """The record which says that every rank's shard of a base is stored whole in this tier."""
+    """The record which says that what leads to a version is stored whole in this tier, of every rank: its shard of the
+    base, or, if ``base`` is an older one, its snapshot that leads from there."""
 
     generation: int
     version: int
+    base: int = -1
+    """The version of the base; by default ``version`` itself."""
+
+    def __post_init__(self) -> None:
+        if self.base < 0:
+            object.__setattr__(self, "base", self.version)
+        check_number("generation", self.generation, GENERATION_MAX)
+        check_number("version", self.version, VERSION_MAX)
+        check_number("base", self.base, self.version)
+
+    @classmethod
+    def of(cls, shard: ShardKey) -> CommitKey:
+        """Of a base, or of a snapshot."""
+        return cls(shard.generation, shard.last, shard.first if shard.stream is Stream.BASE else shard.first - 1)
+
+    @property
+    def is_of_base(self) -> bool:
+        return self.base == self.version
+
+    def shard(self, rank: int) -> ShardKey:
+        """The rank's shard that the record speaks of."""
+        if self.is_of_base:
+            return ShardKey.base(self.generation, self.version, rank)
+        return ShardKey.snapshot(self.generation, self.base, self.version, rank)
 
     def __str__(self) -> str:
-        return f"g{self.generation:06d}/base/{self.version:012d}/commit"
+        return f"{JOB}commits/{self._name}"
+
+    @property
+    def _name(self) -> str:
+        led = "" if self.is_of_base else f"-{self.version:012d}"
+        return f"g{self.generation:06d}/{self.base:012d}{led}"
+
+
+@dataclass(frozen=True, order=True)
+class MarkerKey:
+    """A rank's statement that its shard of what is to be committed is stored whole in this tier."""
+
+    commit: CommitKey
+    rank: int
+
+    def __post_init__(self) -> None:
+        check_number("rank", self.rank, RANK_MAX)
+
+    @classmethod
+    def of(cls, shard: ShardKey) -> MarkerKey:
+        """Of a base, or of a snapshot."""
+        return cls(CommitKey.of(shard), shard.rank)
+
+    @property
+    def generation(self) -> int:
+        return self.commit.generation
+
+    @property
+    def shard(self) -> ShardKey:
+        return self.commit.shard(self.rank)
+
+    def __str__(self) -> str:
+        return f"{MARKERS}r{self.rank:05d}/{self.commit._name}"
 
 
 @dataclass(frozen=True, order=True)
@@ -130,7 +191,7 @@ class LineageKey:
     generation: int
 
     def __str__(self) -> str:
-        return f"lineage/g{self.generation:06d}"
+        return f"{LINEAGE}g{self.generation:06d}"
 
 
 @dataclass(frozen=True, order=True)
@@ -141,7 +202,7 @@ class ClaimKey:
     token: str
 
     def __str__(self) -> str:
-        return f"lineage/g{self.generation:06d}.{self.token}"
+        return f"{LINEAGE}g{self.generation:06d}.{self.token}"
 
 
 @dataclass(frozen=True, order=True)
@@ -151,7 +212,7 @@ class JobKey:
     rank: int
 
     def __str__(self) -> str:
-        return f"nominations/r{self.rank:05d}"
+        return f"{REPLICATION}r{self.rank:05d}"
 
 
 @dataclass(frozen=True, order=True)
@@ -173,37 +234,46 @@ class MetricKey:
 
     def __str__(self) -> str:
         value = struct.pack(">d", self.value).hex()
-        return f"metrics/g{self.generation:06d}/{self.version:012d}/{self.name}/{value}"
+        return f"{JOB}metrics/g{self.generation:06d}/{self.version:012d}/{self.name}/{value}"
 
 
 Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey | MetricKey
 
-_BASE = re.compile(r"g(\d{6})/base/(\d{12})/(?:r(\d{5})\.(safetensors|done)|(commit))\Z", re.ASCII)
-_VERSIONS = re.compile(r"g(\d{6})/(differential|snapshot)/(\d{12})-(\d{12})/r(\d{5})\.safetensors\Z", re.ASCII)
-_LINEAGE = re.compile(r"lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
-_METRIC = re.compile(r"metrics/g(\d{6})/(\d{12})/([A-Za-z_][A-Za-z0-9_]{0,63})/([0-9a-f]{16})\Z", re.ASCII)
+_SHARD = re.compile(r"r(\d{5})/g(\d{6})/(base|differential|snapshot)/(\d{12})(?:-(\d{12}))?\.safetensors\Z", re.ASCII)
+_RECORD = re.compile(r"(?:job/commits|done/r(\d{5}))/g(\d{6})/(\d{12})(?:-(\d{12}))?\Z", re.ASCII)
+_LINEAGE = re.compile(r"job/lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
+_METRIC = re.compile(r"job/metrics/g(\d{6})/(\d{12})/([A-Za-z_][A-Za-z0-9_]{0,63})/([0-9a-f]{16})\Z", re.ASCII)
 _METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z", re.ASCII)
-_JOB = re.compile(r"nominations/r(\d{5})\Z", re.ASCII)
+_JOB = re.compile(r"replication/r(\d{5})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
-def generation_prefix(generation: int) -> str:
-    """The beginning of the key of every object that a generation captured."""
-    return f"g{generation:06d}/"
+def rank_prefix(rank: int) -> str:
+    """The beginning of the key of every object that a rank captured."""
+    return f"r{rank:05d}/"
+
+
+def captured_prefix(rank: int, generation: int) -> str:
+    """The beginning of the key of every object that a rank captured in a generation."""
+    return f"{rank_prefix(rank)}g{generation:06d}/"
+
+
+def own_prefixes(rank: int, *, coordinator: bool) -> tuple[str, ...]:
+    """What a rank lists in a tier that all ranks share, in this order: its markers (the ``coordinator``: everybody's),
+    what concerns the job, and what the rank itself has captured."""
+    return (MARKERS if coordinator else f"{MARKERS}r{rank:05d}/", JOB, rank_prefix(rank))
 
 
 def parse(text: str) -> Key | None:
     """The key that ``text`` names, or ``None`` if it is no key of TierCheck's."""
-    if match := _BASE.match(text):
-        generation, version = int(match[1]), int(match[2])
-        if match[5]:
-            return CommitKey(generation, version)
-        if match[4] == "done":
-            return MarkerKey(generation, version, int(match[3]))
-        return ShardKey.base(generation, version, int(match[3]))
-    if match := _VERSIONS.match(text):
-        generation, first, last, rank = (int(match[group]) for group in (1, 3, 4, 5))
-        return ShardKey(generation, Stream(match[2]), first, last, rank) if first <= last else None
+    if match := _SHARD.match(text):
+        return _shard(Stream(match[3]), int(match[2]), int(match[4]), match[5], int(match[1]))
+    if match := _RECORD.match(text):
+        base, version = int(match[3]), int(match[4] or match[3])
+        if version < base or (match[4] and version == base):
+            return None
+        commit = CommitKey(int(match[2]), version, base)
+        return MarkerKey(commit, int(match[1])) if match[1] else commit
     if match := _LINEAGE.match(text):
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
     if match := _JOB.match(text):
@@ -212,6 +282,13 @@ def parse(text: str) -> Key | None:
         (value,) = struct.unpack(">d", bytes.fromhex(match[4]))
         return MetricKey(int(match[1]), int(match[2]), match[3], value) if math.isfinite(value) else None
     return None
+
+
+def _shard(stream: Stream, generation: int, first: int, last: str | None, rank: int) -> ShardKey | None:
+    if (stream is Stream.BASE) != (last is None):
+        return None
+    until = first if last is None else int(last)
+    return ShardKey(generation, stream, first, until, rank) if first <= until else None
 
 
 def is_metric_name(name: str) -> bool:

@@ -58,7 +58,7 @@ async def test_a_rank_is_moved_to_its_neighbours_memory(node: Node) -> None:
             await mover.register()
             await capture(hierarchy, base(0), record(1), record(2), nbytes=500_000)
             await mover.drain(30, closing=True)
-            kept = [info.key async for info in hierarchy.tiers[1].driver.list("g")]
+            kept = [info.key async for info in hierarchy.tiers[1].driver.list("r")]
             assert {str(base(0)), str(record(1)), str(record(2))} <= set(kept)
             # The neighbour fails. What is captured still reaches the durable tier, and what failed is shown.
             await there.stop(drain=False)

@@ -103,7 +103,7 @@ def test_the_agent_encodes_for_a_tier_with_a_codec_of_its_own(name: str, tmp_pat
     with training.attach(hierarchy, mover="agent", base_every=4, batch=2):
         for version in range(1, 8):
             training.step(version)
-    batches = list((tmp_path / "durable").glob("g*/differential/*/*.safetensors"))
+    batches = list((tmp_path / "durable").glob("r*/g*/differential/*.safetensors"))
     assert batches
     for path in batches:
         shard = container.parse(path.read_bytes())

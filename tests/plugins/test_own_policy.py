@@ -72,10 +72,10 @@ def test_an_agent_obeys_a_policy_that_was_installed_from_outside(outside: Outsid
         done = train(outside, place, first, policy, last)
         assert done.returncode == 0, done.stdout
         assert f"generation {generation} errors {{}}" in done.stdout
-    keys = [parse(str(each.relative_to(place.durable))) for each in place.durable.rglob("commit")]
+    keys = [parse(str(each.relative_to(place.durable))) for each in place.durable.glob("job/commits/*/*")]
     # 9 is no base: it stays with base 8 and the differential that leads to it. 14 is the last base, and 12 no progress.
     assert sorted(key.version for key in keys if isinstance(key, CommitKey)) == [2, 6, 8, 14]
-    assert [each.parent.name for each in place.durable.rglob("differential/*/*")] == ["000000000009-000000000009"]
+    assert [each.stem for each in place.durable.rglob("differential/*")] == ["000000000009-000000000009"]
 
     elsewhere = outside.folder / "elsewhere"
     info = elsewhere / "own-1.0.dist-info"

@@ -174,7 +174,8 @@ def test_where_no_copy_of_this_form_is_left_the_job_is_refused_untouched(left: L
     broken, left.held = left.held, whole
     training = Model()
     fresh = training.parameters()
-    why = rf"version {LAST} was saved whole.*for a int of parameter groups, not 1 \(rank 0, tier memory: g000001/base/0"
+    where = "rank 0, tier memory: r00000/g000001/base/0"
+    why = rf"version {LAST} was saved whole.*for a int of parameter groups, not 1 \({where}"
     with pytest.raises(Mismatch, match=why):
         training.attach(left.hierarchy, on_nothing_left=on_nothing_left)
     assert training.parameters() == fresh

@@ -90,7 +90,7 @@ def test_keys_come_back(generation: int, version: int, more: int, rank: int) -> 
     for key in (
         keys.ShardKey.base(generation, version, rank),
         keys.ShardKey.differential(generation, version, last, rank),
-        keys.MarkerKey(generation, version, rank),
+        keys.MarkerKey(keys.CommitKey(generation, version), rank),
         keys.CommitKey(generation, version),
         keys.LineageKey(generation),
     ):
@@ -144,7 +144,7 @@ def observations(draw: st.DrawFn) -> Observation:
         if role.shared and bases:
             for key in draw(st.lists(st.sampled_from(bases), max_size=3)):
                 held |= {keys.ShardKey.base(key.generation, key.first, rank) for rank in range(world_size)}
-                held |= {keys.MarkerKey(key.generation, key.first, rank) for rank in range(world_size)}
+                held |= {keys.MarkerKey(keys.CommitKey(key.generation, key.first), rank) for rank in range(world_size)}
                 held.add(keys.CommitKey(key.generation, key.first))
         held |= set(draw(st.lists(reports(), max_size=4)))
         contents.append(Contents.of((key, 1) for key in held))

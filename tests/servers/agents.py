@@ -18,7 +18,7 @@ from tiercheck.errors import NotFound, Transient
 from tiercheck.format import container
 from tiercheck.format.container import ShardMetadata, TensorEntry
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.keys import LineageKey, ShardKey
+from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.records import seal
@@ -122,7 +122,9 @@ def record(version: int, rank: int = 0, generation: int = 1) -> ShardKey:
 
 
 async def held(hierarchy: OpenHierarchy, index: int = -1) -> list[str]:
-    return [info.key async for info in hierarchy.tiers[index].driver.list("g")]
+    """What a mover moves, marks and commits; neither the lineage nor reports."""
+    names = [info.key async for info in hierarchy.tiers[index].driver.list()]
+    return [name for name in names if isinstance(parse(name), ShardKey | MarkerKey | CommitKey)]
 
 
 @dataclass(frozen=True)

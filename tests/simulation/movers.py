@@ -10,7 +10,7 @@ from functools import partial
 from tests.simulation.tiers import Node, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
 from tiercheck.policy import watermark as marks
-from tiercheck.policy.commit import superseded, to_commit, to_mark
+from tiercheck.policy.commit import COORDINATOR, superseded, to_commit, to_mark
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.peers import RankLocation, peer_of
@@ -91,9 +91,23 @@ class Movers:
 
     def observe(self, index: int) -> Observation:
         """Of a tier that has not answered yet the rank knows nothing."""
-        contents = tuple(Contents() if self.is_away(tier) else tier.contents for tier in self.tiers_of(index))
+        contents = tuple(
+            Contents()
+            if self.is_away(tier)
+            else self.listed(tier.contents, index)
+            if tier is self.durable
+            else tier.contents
+            for tier in self.tiers_of(index)
+        )
         mark = self.ranks[index].mark if self.agrees else None
         return Observation(self.roles, contents, index, self.world, self.generation, self.lineage, mark)
+
+    def listed(self, contents: Contents, index: int) -> Contents:
+        """What a rank lists of a tier that all ranks share (:func:`tiercheck.keys.own_prefixes`)."""
+        own = contents.of_rank(index)
+        if index != COORDINATOR:
+            return own
+        return own.changed({key: 1 for key in contents if isinstance(key, MarkerKey)})
 
     def watermark(self) -> CommitKey | None:
         return marks.watermark(self.observe(0))
@@ -170,13 +184,13 @@ class Movers:
         tiers[transfer.target_tier][transfer.target] = content
 
     def do_mark(self, key: MarkerKey) -> None:
-        assert ShardKey.base(key.generation, key.version, key.rank) in self.durable
+        assert key.shard in self.durable
         self.durable[key] = None
 
     def do_commit(self, index: int, key: CommitKey) -> None:
         assert index == 0
         for rank in range(self.world):
-            assert ShardKey.base(key.generation, key.version, rank) in self.durable, "committed, but not whole"
+            assert key.shard(rank) in self.durable, "committed, but not whole"
         self.durable[key] = None
 
     def do_delete(self, tier: Tier, index: int, key: Key) -> None:

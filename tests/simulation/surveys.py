@@ -99,18 +99,23 @@ class Surveys(Movers):
             others=frozenset(Copy(tier, key) for tier, each in seen.items() for key in self.others(each, index)),
             branches=frozenset((tier, value) for tier, value in branches if isinstance(value, Branch)),
             recorded=frozenset((t, key.generation) for t, each in seen.items() for key in each if is_record(key)),
-            generations=frozenset((t, key.generation) for t, each in seen.items() for key in shards(each)),
+            generations=frozenset(
+                (t, key.generation) for t, each in seen.items() for key in self.listed_shards(each, index)
+            ),
             away=tuple((tier, "it does not answer") for tier in held if tier not in seen),
         )
 
     def others(self, tier: Tier, index: int) -> set[ShardKey]:
-        """The newest shard of each other rank; in a tier that all ranks share the newest of all of them."""
+        """The newest shard of each other rank, in a tier inside a node."""
         newest: dict[int, ShardKey] = {}
-        for key in shards(tier):
+        for key in self.listed_shards(tier, index):
             if key.rank != index:
-                place = -1 if tier is self.durable else key.rank
-                newest[place] = max(key, newest.get(place, key), key=lambda each: (each.generation, each.last))
+                newest[key.rank] = max(key, newest.get(key.rank, key), key=lambda each: (each.generation, each.last))
         return set(newest.values())
+
+    def listed_shards(self, tier: Tier, index: int) -> list[ShardKey]:
+        """A rank lists its own in a tier that all ranks share."""
+        return shards(tier, index if tier is self.durable else None)
 
 
 def shards(tier: Tier, rank: int | None = None) -> list[ShardKey]:

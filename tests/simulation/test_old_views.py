@@ -74,7 +74,11 @@ class OldViews(Cluster):
         seen = self.observe(index)
         views = [self.view(index, role.index) for role in self.roles[1:]]
         known = (Contents.of((key, 1) for key in view.known) for view in views)
-        return replace(seen, contents=(seen.contents[0], *known)), views
+        listed = (
+            self.listed(each, index) if view.tier is self.durable else each
+            for each, view in zip(known, views, strict=True)
+        )
+        return replace(seen, contents=(seen.contents[0], *listed)), views
 
     def view(self, index: int, tier: int) -> View:
         held = self.tiers_of(index)[tier]
@@ -92,13 +96,13 @@ class OldViews(Cluster):
     # An action finds what there is
 
     def do_mark(self, key: MarkerKey) -> None:
-        if ShardKey.base(key.generation, key.version, key.rank) in self.durable:
+        if key.shard in self.durable:
             super().do_mark(key)
 
     def do_commit(self, index: int, key: CommitKey) -> None:
         ranks = range(self.world)
-        shards = (ShardKey.base(key.generation, key.version, rank) for rank in ranks)
-        markers = (MarkerKey(key.generation, key.version, rank) for rank in ranks)
+        shards = (key.shard(rank) for rank in ranks)
+        markers = (MarkerKey(key, rank) for rank in ranks)
         if all(each in self.durable for each in (*shards, *markers)):
             super().do_commit(index, key)
 

@@ -133,13 +133,13 @@ def test_a_damaged_base_is_read_from_the_next_tier(hierarchy: Hierarchy, name: s
     job = Job()
     with job.attach(hierarchy):
         job.train(FAILED_AT)
-    (base,) = Path(f"/dev/shm/tiercheck-{os.getuid()}-{name}").glob("g*/base/000000000004/*.safetensors")
+    (base,) = Path(f"/dev/shm/tiercheck-{os.getuid()}-{name}").glob("r*/g*/base/000000000004.safetensors")
     damage(base, how)
     after = resumed(hierarchy)
     recovery = after.checkpointer.recovery
     assert recovery.version == FAILED_AT
     ((key, tier, reason),) = recovery.quarantined
-    assert (Path(key).name, tier) == ("r00000.safetensors", "shm")
+    assert (Path(key).name, tier) == ("000000000004.safetensors", "shm")
     assert str(key) in reason
     assert dict(recovery.sources)[key] == "nvme"
     assert after.state() == uninterrupted(LAST).state()
@@ -149,7 +149,7 @@ def test_a_damaged_base_is_read_from_the_next_tier(hierarchy: Hierarchy, name: s
 def test_a_damaged_differential_that_exists_once_moves_the_point_back(hierarchy: Hierarchy, name: str) -> None:
     interrupted(hierarchy)
     root = Path(f"/dev/shm/tiercheck-{os.getuid()}-{name}")
-    (record,) = root.glob("g*/differential/000000000007-000000000007/*.safetensors")
+    (record,) = root.glob("r*/g*/differential/000000000007-000000000007.safetensors")
     damage(record, "flip")
     after = resumed(hierarchy)
     assert after.checkpointer.recovery.version == 6
@@ -163,7 +163,7 @@ def test_nothing_readable_is_refused_instead_of_beginning_again(
 ) -> None:
     interrupted(hierarchy)
     for root in (Path(f"/dev/shm/tiercheck-{os.getuid()}-{name}"), tmp_path / "durable"):
-        for base in root.glob("g*/base/*/*.safetensors"):
+        for base in root.glob("r*/g*/base/*.safetensors"):
             damage(base, "truncate")
     with pytest.raises(RecoveryError, match=r"versions up to 7 were saved, but there is no base"):
         Job().attach(hierarchy)

@@ -101,7 +101,7 @@ def check(tiers: Tiers, killed: Job, reference: Job, least: int, most: int) -> N
 
 def committed(tiers: Tiers) -> int:
     """The newest base whose commit record is in the durable tier."""
-    return max((int(record.parent.name) for record in tiers.directory.glob("g*/base/*/commit")), default=0)
+    return max((int(record.name) for record in tiers.directory.glob("job/commits/g*/*")), default=0)
 
 
 def test_a_kill_anywhere_costs_nothing_that_had_returned(tmp_path: Path, reference: Job) -> None:

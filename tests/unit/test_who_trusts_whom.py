@@ -97,7 +97,9 @@ async def test_a_job_and_a_peer_server_never_share_a_namespace(node: Node) -> No
 # Neighbours: their own objects, in the namespaces that are kept for them.
 
 
-@pytest.mark.parametrize("key", ["nominations/r00000", "nominations/x", "tmp/x", "g000001", "lineage/g000001/x", "a/b"])
+@pytest.mark.parametrize(
+    "key", ["replication/r00000", "replication/x", "tmp/x", "g000001", "job/lineage/g000001/x", "a/b"]
+)
 async def test_a_neighbour_names_nothing_but_shards_and_their_records(node: Node, key: str) -> None:
     node.namespaces.append(shm_name(node.name, "run"))
     async with serving_neighbours(node) as endpoint, make_driver(f"peer://run?at={endpoint}&deadline=10") as neighbour:

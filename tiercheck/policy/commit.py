@@ -1,9 +1,10 @@
-"""When a base counts as committed in a tier that all ranks share.
+"""When a base, or a snapshot, counts as committed in a tier that all ranks share.
 
 Each rank puts a marker behind its shard. The coordinator (rank 0) checks every marker against its shard, then
-publishes the commit record with a conditional put. Markers and commit records carry the generation. When a newer
-generation has opened, an older one commits and purges nothing: a process of the older generation that is still alive
-cannot change the job any more.
+publishes the commit record with a conditional put. Nobody but the coordinator lists what other ranks have put: a rank
+learns from the commit record that all of them have a shard. Markers and commit records carry the generation. When a
+newer generation has opened, an older one commits and purges nothing: a process of the older generation that is still
+alive cannot change the job any more.
 
 A tier that lies inside a node needs no commit: a rank's shards there are published one by one, and recovery uses what
 every rank can read.
@@ -18,10 +19,20 @@ from msgspec import Struct
 
 from tiercheck.keys import CommitKey, MarkerKey, ShardKey
 from tiercheck.policy.observation import Contents, Observation
-from tiercheck.policy.placement import own_bases
+from tiercheck.policy.placement import own_bases, own_snapshots
 from tiercheck.schema import Count, Generation, Version
 
-__all__ = ["COORDINATOR", "CommitRecord", "CommittedShard", "Marker", "lagging", "superseded", "to_commit", "to_mark"]
+__all__ = [
+    "COORDINATOR",
+    "CommitRecord",
+    "CommittedShard",
+    "Marker",
+    "lagging",
+    "newest_committed",
+    "superseded",
+    "to_commit",
+    "to_mark",
+]
 
 COORDINATOR = 0
 RANKS_NAMED_MAX = 8
@@ -45,67 +56,84 @@ class CommittedShard(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """The committed base: what every rank's marker says, in rank order."""
+    """What is committed: what every rank's marker says, in rank order."""
 
     generation: Generation
     version: Version
+    base: Version
+    """The version of the base; an older one than ``version`` if snapshots lead from it."""
     token: str
     """The generation's token. Each marker has the same token."""
     shards: tuple[CommittedShard, ...]
 
     @classmethod
-    def of(cls, generation: int, version: int, markers: Sequence[Marker]) -> CommitRecord:
+    def of(cls, key: CommitKey, markers: Sequence[Marker]) -> CommitRecord:
         """``markers``: of all ranks, in rank order."""
         shards = tuple(CommittedShard(marker.nbytes, marker.digest) for marker in markers)
-        return cls(generation, version, markers[0].token, shards)
+        return cls(key.generation, key.version, key.base, markers[0].token, shards)
 
 
 def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:
-    """Markers that this rank has to put into the tier: for its uncommitted bases there without a marker."""
+    """Markers that this rank has to put into the tier: for its uncommitted bases and snapshots there without one."""
     if not seen.roles[tier].shared:
         return []
     contents = seen.contents[tier]
-    keys = [MarkerKey(base.generation, base.first, base.rank) for base in _uncommitted(seen, contents)]
+    keys = [MarkerKey.of(shard) for shard in _uncommitted(seen, contents)]
     return [key for key in keys if key not in contents]
 
 
 def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
-    """Commit records that the coordinator has to publish in the tier, oldest first: all ranks' markers are there, and
-    the record is not."""
+    """Commit records that the coordinator has to publish in the tier, oldest first, snapshots last: all ranks' markers
+    are there, and the record is not."""
     if seen.rank != COORDINATOR or not seen.roles[tier].shared:
         return []
     contents = seen.contents[tier]
-    keys = [
-        CommitKey(base.generation, base.first)
-        for base in _uncommitted(seen, contents)
-        if all(MarkerKey(base.generation, base.first, rank) in contents for rank in range(seen.world_size))
+    keys = [CommitKey.of(shard) for shard in _uncommitted(seen, contents)]
+    return [
+        key
+        for key in keys
+        if key not in contents and all(MarkerKey(key, rank) in contents for rank in range(seen.world_size))
     ]
-    return [key for key in keys if key not in contents]
 
 
 def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
-    """The rank's bases that are newer than the newest commit. Older bases are superseded, and other ranks may be
-    deleting their shards of them."""
-    newest = max((commit.version for commit in contents.commits if commit.generation == seen.generation), default=-1)
-    return [base for base in own_bases(seen, contents) if base.first > newest]
+    """The rank's bases that are newer than any committed one, and its snapshots that are newer than anything committed.
+    What is older is superseded, and other ranks may be deleting their shards of it."""
+    bases, snapshots = newest_committed(seen, contents)
+    return [
+        *(base for base in own_bases(seen, contents) if base.first > bases),
+        *(shard for shard in own_snapshots(seen, contents) if shard.last > max(bases, snapshots)),
+    ]
+
+
+def newest_committed(seen: Observation, contents: Contents) -> tuple[int, int]:
+    """The newest version of this generation that a committed base has, and the newest that committed snapshots lead to;
+    -1 if there is none."""
+    bases, snapshots = (
+        max((each.version for each in commits if each.generation == seen.generation), default=-1)
+        for commits in (contents.commits, contents.snapshot_commits)
+    )
+    return bases, snapshots
 
 
 def lagging(seen: Observation) -> str:
-    """Which ranks are late, in words: those without a marker for this rank's oldest base that is not committed."""
+    """Which ranks are late, in words. The coordinator sees who has no marker for the oldest base that is not committed.
+    Any other rank sees only that it is not."""
     if not seen.durable.shared:
         return "the ranks have agreed on none that is newer"
     contents = seen.contents[seen.durable.index]
-    waiting = [base for base in own_bases(seen, contents) if CommitKey(base.generation, base.first) not in contents]
-    newest = max((commit.version for commit in contents.commits if commit.generation == seen.generation), default=-1)
-    waiting = [base for base in waiting if base.first > newest]
-    if not waiting:
+    newest, _ = newest_committed(seen, contents)
+    waiting = next((base for base in own_bases(seen, contents) if base.first > newest), None)
+    if waiting is None:
         return "what is committed has not been deleted yet"
-    markers = (MarkerKey(waiting[0].generation, waiting[0].first, rank) for rank in range(seen.world_size))
-    late = [marker.rank for marker in markers if marker not in contents]
+    commit = CommitKey.of(waiting)
+    late = [rank for rank in range(seen.world_size) if MarkerKey(commit, rank) not in contents]
+    if seen.rank != COORDINATOR:
+        return f"base {waiting.first} is not committed yet by rank {COORDINATOR}, which sees whose shard is late"
     if not late:
-        return f"base {waiting[0].first} is not committed yet by rank {COORDINATOR}"
-    named = ", ".join(map(str, late[:RANKS_NAMED_MAX])) + (", ..." if len(late) > RANKS_NAMED_MAX else "")
-    return f"base {waiting[0].first} has not come whole from rank {named}"
+        return f"base {waiting.first} is not committed yet by rank {COORDINATOR}"
+    names = ", ".join(map(str, late[:RANKS_NAMED_MAX])) + (", ..." if len(late) > RANKS_NAMED_MAX else "")
+    return f"base {waiting.first} has not come whole from rank {names}"
 
 
 def superseded(seen: Observation) -> int | None:

@@ -159,10 +159,10 @@ class _Needed:
             case ShardKey() | MarkerKey() | CommitKey() if shared and not self.whole:
                 if not self._is_orphaned(key):
                     return "before this generation has a committed base there"
-            case CommitKey() if (key.generation, key.version) >= (self.floor or (0, 0)) and not self._is_orphaned(key):
+            case CommitKey() if self._is_needed(key) and not self._is_orphaned(key):
                 return f"which a recovery to version {key.version} needs"
-            case MarkerKey() if (key.generation, key.version) > (self.floor or (0, 0)):
-                return f"without which base {key.version} cannot be committed"
+            case MarkerKey() if self._is_awaited(key):
+                return f"without which version {key.commit.version} cannot be committed"
             case ShardKey(stream=Stream.BASE) if self.floor is not None and (key.generation, key.first) >= self.floor:
                 return f"which a recovery to version {key.first} needs"
             case ShardKey(stream=Stream.DIFFERENTIAL) if self._is_after_floor(key):
@@ -175,7 +175,20 @@ class _Needed:
         """A commit record without this rank's shard is none."""
         if not isinstance(key, CommitKey):
             return False
-        return ShardKey.base(key.generation, key.version, self.seen.rank) not in self.seen.contents[self.role.index]
+        return key.shard(self.seen.rank) not in self.seen.contents[self.role.index]
+
+    def _is_awaited(self, key: MarkerKey) -> bool:
+        """Whether what the marker speaks of is there, and not committed yet."""
+        contents = self.seen.contents[self.role.index]
+        return key.shard in contents and key.commit not in contents and self._is_needed(key.commit)
+
+    def _is_needed(self, key: CommitKey) -> bool:
+        """Whether the record is of the newest committed base or of a newer one; of snapshots: whether it is the newest
+        that leads from there."""
+        if key.is_of_base:
+            return (key.generation, key.version) >= (self.floor or (0, 0))
+        newer = [each for each in self.seen.contents[self.role.index].snapshot_commits if each > key]
+        return not newer and self.floor is not None and (key.generation, key.version) > self.floor
 
     def _is_after_floor(self, key: ShardKey) -> bool:
         return self.floor is not None and key.generation == self.floor[0] and key.last > self.floor[1]

@@ -53,6 +53,10 @@ class _Held:
     def snapshots(self) -> tuple[ShardKey, ...]:
         return tuple(sorted(self._of(Stream.SNAPSHOT), key=lambda key: (key.generation, key.last, key.first)))
 
+    @cached_property
+    def markers(self) -> tuple[MarkerKey, ...]:
+        return tuple(sorted(key for key in self.nbytes if isinstance(key, MarkerKey)))
+
     def _of(self, stream: Stream) -> tuple[ShardKey, ...]:
         found = [key for key in self.nbytes if isinstance(key, ShardKey) and key.stream is stream]
         return tuple(sorted(found, key=lambda key: (key.generation, key.first, key.last)))
@@ -87,6 +91,10 @@ class Contents:
         held = {**self._held, **{rank: _Held(each) for rank, each in by_rank.items()}}
         return Contents({rank: each for rank, each in held.items() if each.nbytes})
 
+    def of_rank(self, rank: int) -> Contents:
+        """What is the rank's or no rank's."""
+        return Contents({each: held for each, held in self._held.items() if each in (None, rank)})
+
     def __contains__(self, key: Key) -> bool:
         held = self._held.get(_rank_of(key))
         return held is not None and key in held.nbytes
@@ -108,8 +116,17 @@ class Contents:
 
     @cached_property
     def commits(self) -> tuple[CommitKey, ...]:
-        """Oldest first."""
-        return tuple(sorted(key for key in self._of_no_rank.nbytes if isinstance(key, CommitKey)))
+        """Of bases, oldest first."""
+        return tuple(key for key in self._commits if key.is_of_base)
+
+    @cached_property
+    def snapshot_commits(self) -> tuple[CommitKey, ...]:
+        """Of snapshots, oldest first."""
+        return tuple(key for key in self._commits if not key.is_of_base)
+
+    @cached_property
+    def _commits(self) -> list[CommitKey]:
+        return sorted(key for key in self._of_no_rank.nbytes if isinstance(key, CommitKey))
 
     @cached_property
     def newest_generation(self) -> int:
@@ -132,6 +149,10 @@ class Contents:
     def snapshots(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's snapshots, oldest first. Of several for one version, the newest base's comes last."""
         return self._held.get(rank, _NOTHING).snapshots
+
+    def markers(self, rank: int) -> tuple[MarkerKey, ...]:
+        """The rank's markers, oldest first."""
+        return self._held.get(rank, _NOTHING).markers
 
     @property
     def _of_no_rank(self) -> _Held:

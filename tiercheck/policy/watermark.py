@@ -15,7 +15,7 @@ its own way to the mark, and everything newer, in every tier.
 
 A snapshot supersedes those before it. Ranks that train in lock step are never more than one version apart. So a
 volatile tier keeps the newest two snapshots, and the newest two of every Nth version, which a shared tier is given. A
-shared tier keeps the newest snapshot that every rank has there, with the base for which it was made, and later ones.
+shared tier keeps the newest committed snapshot, with the base for which it was made, and later ones.
 
 The newest committed base, and anything newer than it, is never deleted.
 """
@@ -23,11 +23,10 @@ The newest committed base, and anything newer than it, is never deleted.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.guard import Refusal, ask_retention
@@ -170,10 +169,10 @@ class Retention:
         gone = [
             base
             for base in contents.bases(seen.rank)
-            if CommitKey(base.generation, base.first) not in kept.bases
+            if CommitKey.of(base) not in kept.bases
             and (base.generation, base.first) < (newest.generation, newest.version)
         ]
-        common = common_snapshots(seen, contents)
+        common = {commit.generation: commit.version for commit in _led_to(seen, contents)}
         passed = [
             key
             for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
@@ -183,11 +182,16 @@ class Retention:
             )
             and not kept.leads_through(key)
         ]
-        # A process of an older generation put these after the bases were deleted.
-        late = [commit for commit in contents.commits if commit < newest and not _is_whole(seen, contents, commit)]
-        records = [*(late if seen.rank == COORDINATOR else ()), *_records(seen, contents, gone)]
+        # A process of an older generation put these after what they speak of was deleted.
+        late = [
+            commit
+            for commit in (*contents.commits, *contents.snapshot_commits)
+            if commit < newest and not _is_whole(seen, contents, commit)
+        ]
+        records = [*late, *_commits_of([*gone, *passed], contents)] if seen.rank == COORDINATOR else []
         reports = contents.metrics if seen.rank == COORDINATOR else ()
-        return [*records, *gone, *passed, *(filter(self._is_passed(seen, role), reports) if reports else ())]
+        markers = _markers_done(seen, contents)
+        return [*records, *gone, *passed, *markers, *(filter(self._is_passed(seen, role), reports) if reports else ())]
 
     def _reports_done(self, seen: Observation) -> list[Key]:
         """Reports in the first tier that every shared tier has, or is not to have."""
@@ -262,7 +266,7 @@ def _own_commits(seen: Observation, contents: Contents) -> list[CommitKey]:
 
 def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:
     """Whether this rank's shard of the committed base is still there."""
-    return ShardKey.base(commit.generation, commit.version, seen.rank) in contents
+    return commit.shard(seen.rank) in contents
 
 
 def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | None) -> bool:
@@ -288,22 +292,22 @@ def _left_behind(seen: Observation, role: Role) -> list[Key]:
     ]
 
 
-def common_snapshots(seen: Observation, contents: Contents) -> dict[int, int]:
-    """Per generation, the newest version of which every rank has a snapshot here, with the base for which it was
-    made."""
-    usable = {
-        (key.generation, key.last, key.rank)
-        for rank in contents.ranks
-        for key in contents.snapshots(rank)
-        if ShardKey.base(key.generation, key.first - 1, rank) in contents
-    }
-    ranks = Counter((generation, last) for generation, last, _ in usable)
-    return dict(sorted(version for version, count in ranks.items() if count == seen.world_size))
+def _led_to(seen: Observation, contents: Contents) -> list[CommitKey]:
+    """The committed snapshots of which this rank has its own here, and the base for which it was made. Oldest first."""
+    bases = set(contents.bases(seen.rank))
+    return [
+        commit
+        for commit in contents.snapshot_commits
+        if _is_whole(seen, contents, commit) and ShardKey.base(commit.generation, commit.base, seen.rank) in bases
+    ]
 
 
-def _records(seen: Observation, contents: Contents, bases: list[ShardKey]) -> list[Key]:
-    """The commit records of these bases, which the coordinator deletes, and this rank's markers of them."""
-    commits: list[Key] = [CommitKey(base.generation, base.first) for base in bases]
-    markers: list[Key] = [MarkerKey(base.generation, base.first, base.rank) for base in bases]
-    owed = [*(commits if seen.rank == COORDINATOR else []), *markers]
-    return [key for key in owed if key in contents]
+def _commits_of(shards: Iterable[ShardKey], contents: Contents) -> list[Key]:
+    """The commit records of these bases and snapshots."""
+    commits = (CommitKey.of(shard) for shard in shards if shard.stream is not Stream.DIFFERENTIAL)
+    return [commit for commit in commits if commit in contents]
+
+
+def _markers_done(seen: Observation, contents: Contents) -> list[Key]:
+    """This rank's markers of what is committed, or is not there any more."""
+    return [key for key in contents.markers(seen.rank) if key.commit in contents or key.shard not in contents]

@@ -146,7 +146,7 @@ class Past:
             raise RecoveryError(
                 f"there are versions of generation {newest}, but its record {LineageKey(newest)} is missing or damaged "
                 f"in every tier ({self._places}): bring back a tier that holds it, or remove the objects "
-                f"{LineageKey(newest)} and g{newest:06d}/* to go back to an older version"
+                f"{LineageKey(newest)} and r*/g{newest:06d}/* to go back to an older version"
             )
         self._check_strangers()
         self._check_places()
@@ -185,15 +185,17 @@ class Past:
         for rank, survey in enumerate(self.surveys):
             for tier in {tier for tier, _ in survey.recorded if self._tiers[tier].shared}:
                 recorded = {generation for where, generation in survey.recorded if where == tier}
-                captured = {generation for where, generation in survey.generations if where == tier}
+                captured = {
+                    generation for each in self.surveys for where, generation in each.generations if where == tier
+                }
                 if others := strangers(self.lineage, recorded, captured):
                     there, elsewhere, name = others[-1], self.lineage.newest, self._place(tier, rank)
                     raise RecoveryError(
                         f"{name} holds versions of generation {there}, and the newest generation elsewhere is "
                         f"{elsewhere}, which does not come from it: the job was started without that tier, and went on "
                         f"from an older version. To go on from generation {there} remove {LineageKey(elsewhere)} and "
-                        f"g{elsewhere:06d}/* from the other tiers; to go on from generation {elsewhere} remove "
-                        f"{LineageKey(there)} and g{there:06d}/* from {name}"
+                        f"r*/g{elsewhere:06d}/* from the other tiers; to go on from generation {elsewhere} remove "
+                        f"{LineageKey(there)} and r*/g{there:06d}/* from {name}"
                     )
 
     def check_form(self, points: Points | None) -> None:

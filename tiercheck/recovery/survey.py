@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -17,11 +17,12 @@ from typing import TypeVar
 from tiercheck import keys
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import ClaimKey, LineageKey, ShardKey
+from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, rank_prefix
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import SetAside, read_branches
+from tiercheck.types import ObjectInfo
 
 __all__ = ["Looked", "Survey", "look_into", "survey"]
 
@@ -36,13 +37,14 @@ class Looked:
 
     own: set[ShardKey] = field(default_factory=set)
     others: set[ShardKey] = field(default_factory=set)
-    """The newest shard of each other rank; in a tier that all ranks share the newest of all of them."""
+    """The newest shard of each other rank, in a tier inside a node. In a tier that all ranks share, each looks for its
+    own."""
     branches: list[Branch] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     """Generations with a lineage record here, readable or not."""
     claims: set[ClaimKey] = field(default_factory=set)
     generations: set[int] = field(default_factory=set)
-    """Generations of which any rank has a shard here."""
+    """Generations of which this rank has a shard here; in a tier inside a node, any rank."""
     set_aside: list[SetAside] = field(default_factory=list)
 
 
@@ -60,7 +62,7 @@ class Survey:
     """(tier, generation) of lineage records, readable or not."""
     claims: frozenset[ClaimKey] = frozenset()
     generations: frozenset[tuple[int, int]] = frozenset()
-    """(tier, generation) of shards of any rank."""
+    """(tier, generation) of shards, as in :class:`Looked`."""
     set_aside: frozenset[SetAside] = frozenset()
     away: tuple[tuple[int, str], ...] = ()
     """Tiers that could not be listed, and why."""
@@ -113,15 +115,16 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     looked = Looked()
     records: dict[LineageKey, int] = {}
     others: dict[int, ShardKey] = {}
-    async for info in tier.driver.list():
+    prefixes = (LINEAGE, rank_prefix(rank)) if tier.role.shared else ("",)
+    async for info in _listed(tier, prefixes):
         key = keys.parse(info.key)
         if isinstance(key, ShardKey):
             looked.generations.add(key.generation)
             if key.rank == rank:
                 looked.own.add(key)
             else:
-                place = -1 if tier.role.shared else key.rank
-                others[place] = max(key, others.get(place, key), key=lambda each: (each.generation, each.last))
+                newest = others.get(key.rank, key)
+                others[key.rank] = max(key, newest, key=lambda each: (each.generation, each.last))
         elif isinstance(key, ClaimKey):
             looked.claims.add(key)
         elif isinstance(key, LineageKey):
@@ -130,3 +133,9 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     looked.recorded = {key.generation for key in records}
     looked.branches, looked.set_aside = await read_branches(tier, records)
     return looked
+
+
+async def _listed(tier: OpenTier, prefixes: Sequence[str]) -> AsyncIterator[ObjectInfo]:
+    for prefix in prefixes:
+        async for info in tier.driver.list(prefix):
+            yield info

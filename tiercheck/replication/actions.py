@@ -169,8 +169,7 @@ class Actions:
         self._observer.put(tier.index, key, info.nbytes)
 
     async def mark(self, tier: OpenTier, key: MarkerKey) -> None:
-        shard = ShardKey.base(key.generation, key.version, key.rank)
-        marker = await _marker_of(tier, shard)
+        marker = await _marker_of(tier, key.shard)
         info = await tier.driver.put(str(key), [seal(key, marker)])
         self._observer.put(tier.index, key, info.nbytes)
 
@@ -184,7 +183,7 @@ class Actions:
                 if isinstance(each, BaseException):
                     raise each
                 markers.append(each)
-        record = CommitRecord.of(key.generation, key.version, markers)
+        record = CommitRecord.of(key, markers)
         # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
         content = seal(key, record)
@@ -192,13 +191,13 @@ class Actions:
         try:
             await tier.driver.put(str(key), [content], mode=mode)
         except AlreadyExists:
-            log.debug("base %d of generation %d is committed already", key.version, key.generation)
+            log.debug("version %d of generation %d is committed already", key.version, key.generation)
         self._observer.put(tier.index, key, len(content))
         await self._fence(tier)  # what is deleted elsewhere because of this commit need not wait for this tier then
 
     async def _checked(self, tier: OpenTier, key: CommitKey, rank: int) -> Marker:
         """The marker of a rank. Errors: ``Corruption`` if it is not what its shard is."""
-        marker, shard = MarkerKey(key.generation, key.version, rank), ShardKey.base(key.generation, key.version, rank)
+        marker, shard = MarkerKey(key, rank), key.shard(rank)
         said = await read_record(tier.driver, marker, Marker)
         found = await _marker_of(tier, shard)
         if said != found:
@@ -294,12 +293,10 @@ async def _beginning(tier: OpenTier, name: str, nbytes: int) -> memoryview:
 
 
 def _record_of(key: Key) -> CommitKey | None:
-    """The commit record that says that this base's shard, or what its marker speaks of, is whole."""
+    """The commit record that says that this shard of a base or of a snapshot is whole."""
     match key:
-        case ShardKey(stream=Stream.BASE):
-            return CommitKey(key.generation, key.first)
-        case MarkerKey():
-            return CommitKey(key.generation, key.version)
+        case ShardKey(stream=Stream.BASE | Stream.SNAPSHOT):
+            return CommitKey.of(key)
     return None
 
 

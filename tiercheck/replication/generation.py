@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from tiercheck import keys
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import ClaimKey, LineageKey, ShardKey, generation_prefix
+from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, captured_prefix
 from tiercheck.policy.recovery.lineage import Branch, Lineage, strangers
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import read_branch
@@ -88,11 +88,11 @@ async def open_generation(
     return Opening(later)
 
 
-async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
+async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int) -> None:
     """Have the generation recorded in a tier, and its ancestors, before anything else is put there. Idempotent.
 
     A damaged record of it is replaced. Errors: ``JobConflict`` if another job has opened this number, or has gone on
-    there from an older version than ``lineage`` did; ``TierError``.
+    there from an older version than ``lineage`` did, and has captured something of this ``rank``; ``TierError``.
     """
     key = LineageKey(branch.generation)
     try:
@@ -109,7 +109,7 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) ->
             mode = PutMode.UPDATE((await tier.driver.stat(str(key))).etag)
         await tier.driver.put(str(key), [seal(key, branch)], mode=mode)
         return
-    await _check_strangers(tier, branch, lineage)
+    await _check_strangers(tier, branch, lineage, rank)
     await _put_ancestors(tier, branch, lineage)
     await _put_record(tier, branch)
 
@@ -117,17 +117,17 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage) ->
 async def _put_ancestors(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
     """Generations that opened while the tier could not be written to are recorded there now. Without them the chain
     would end before what the tier holds, and a recovery from it alone would find nothing. Errors: ``TierError``."""
-    recorded = {keys.parse(info.key) async for info in tier.driver.list("lineage/")}
+    recorded = {keys.parse(info.key) async for info in tier.driver.list(LINEAGE)}
     for generation, ancestor in sorted(lineage.branches.items()):
         key = LineageKey(generation)
         if generation < branch.generation and key not in recorded:
             await tier.driver.put(str(key), [seal(key, ancestor)])
 
 
-async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
-    found = [keys.parse(info.key) async for info in tier.driver.list("lineage/")]
+async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int) -> None:
+    found = [keys.parse(info.key) async for info in tier.driver.list(LINEAGE)]
     recorded = [key.generation for key in found if isinstance(key, LineageKey)]
-    others = [each for each in strangers(lineage, recorded, recorded) if await _captured(tier, each)]
+    others = [each for each in strangers(lineage, recorded, recorded) if await _captured(tier, each, rank)]
     if others and tier.role.shared:
         raise JobConflict(
             f"generation {others[-1]} of another job has gone on in {tier.driver.url} while this one, generation "
@@ -136,8 +136,8 @@ async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage) -> 
         )
 
 
-async def _captured(tier: OpenTier, generation: int) -> bool:
-    async for info in tier.driver.list(generation_prefix(generation)):
+async def _captured(tier: OpenTier, generation: int, rank: int) -> bool:
+    async for info in tier.driver.list(captured_prefix(rank, generation)):
         if isinstance(keys.parse(info.key), ShardKey):
             return True
     return False
@@ -174,8 +174,7 @@ async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int)
     Its records must outlive what all ranks captured: versions without one would be refused. Errors: ``TierError``.
     """
     first = hierarchy.first.driver
-    listed = [keys.parse(info.key) async for info in first.list(generation_prefix(branch.generation))]
-    await first.delete([str(key) for key in listed if isinstance(key, ShardKey) and key.rank == rank])
+    await first.delete([info.key async for info in first.list(captured_prefix(rank, branch.generation))])
 
 
 async def withdraw_records(hierarchy: OpenHierarchy, branch: Branch) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tiercheck import keys
 from tiercheck.errors import Corruption, NotFound
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import LineageKey
+from tiercheck.keys import LINEAGE, LineageKey
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.asking import asked_twice
 from tiercheck.replication.records import read_record
@@ -32,7 +32,7 @@ async def read_branches(
     """The lineage records of a tier (``listed``: those, and their lengths), and those that cannot be used, which are
     logged. Errors: ``TierError`` if the tier cannot be asked."""
     if listed is None:
-        found = [(keys.parse(info.key), info.nbytes) async for info in tier.driver.list("lineage/")]
+        found = [(keys.parse(info.key), info.nbytes) async for info in tier.driver.list(LINEAGE)]
         listed = {key: nbytes for key, nbytes in found if isinstance(key, LineageKey)}
     branches: list[Branch] = []
     set_aside: list[SetAside] = []

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import Key, LineageKey
+from tiercheck.keys import Key, LineageKey, ShardKey, Stream, parse
 from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.guard import checked_deletions
@@ -260,7 +260,11 @@ class Mover:
                 actions = self._wanted(self._seen(), tier, closing)
                 if self._observer.visible(tier.index):
                     self._attempts.keep(tier, (RECORDING, REPORTING, COPYING, MARKING, COMMITTING, DELETING), actions)
-                outcomes = [await self._try(tier, action) for action in self._attempts.ordered(tier, actions)]
+                outcomes: list[bool] = []
+                for action in self._attempts.ordered(tier, actions):
+                    outcomes.append(await self._try(tier, action))
+                    if outcomes[-1] and _brings_base(action):
+                        break  # its marker, its commit and the room that they make come before the next copy
                 acted |= any(outcomes)
                 done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
                 self._idle[tier.index] = done and not outcomes
@@ -284,7 +288,7 @@ class Mover:
 
     async def _record(self, tier: OpenTier, branch: Branch) -> None:
         """Before that nothing is done in the tier."""
-        await record_generation(tier, branch, self._lineage)
+        await record_generation(tier, branch, self._lineage, self._observer.rank)
         self._unrecorded.discard(tier.index)
 
     def _wanted(self, seen: Observation, tier: OpenTier, closing: bool) -> list[Action]:
@@ -460,3 +464,8 @@ class Mover:
             base_needed_after=base_needed_after(without_copy),
             refused_decisions=self._refusals.count,
         )
+
+
+def _brings_base(action: Action) -> bool:
+    key = parse(action.key) if action.kind == COPYING else None
+    return isinstance(key, ShardKey) and key.stream is Stream.BASE

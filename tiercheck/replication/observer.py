@@ -1,5 +1,9 @@
 """What the tiers hold, listed no more often than it takes, and at the price of what has changed.
 
+A rank lists what is its own and what concerns the whole job (:func:`tiercheck.keys.own_prefixes`), so that a look costs
+it the same however many ranks there are. What other ranks have left in a tier inside a node is found by the first
+listing of that tier, which is of all of it: nothing is added to it as long as this generation is the newest.
+
 A tier inside the node is listed at each look. A store behind a network is listed by a task of its own: at first, again
 when somebody asks for it, and else after a pause that doubles as long as nothing changes, and is no shorter than the
 listing took. Nobody waits for a listing but who asks for it. Meanwhile all decide on what is known: what was listed
@@ -20,7 +24,7 @@ from dataclasses import dataclass, field
 from tiercheck import keys
 from tiercheck.errors import Transient
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
+from tiercheck.keys import LINEAGE, CommitKey, Key, LineageKey, ShardKey, own_prefixes
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.observation import Contents, Copy, Observation
 from tiercheck.policy.recovery.lineage import Lineage
@@ -39,7 +43,7 @@ SLOW_VIEW_S = 60.0
 """A view older than this is shown."""
 YIELD_EVERY = 1000
 """So many listed objects are looked at, before others get their turn."""
-GENERATIONS = "lineage/g"
+GENERATIONS = f"{LINEAGE}g"
 LISTING = "listing"
 
 
@@ -64,6 +68,8 @@ class _Known:
     """Not before then, whatever changes: listing takes half of the time at most."""
     unchanged: int = 0
     """So many listings in a row have brought nothing new."""
+    prefixes: tuple[str, ...] = ("",)
+    """What the next listing is of."""
     visible: bool = False
     """The last attempt to list it has succeeded."""
     fenced_at: float = float("-inf")
@@ -101,11 +107,12 @@ class Observer:
         """Of these, what another job has written: it is not this one's to delete."""
         self._hierarchy = hierarchy
         self._attempts = attempts
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._generation = generation
         self._lineage = lineage
-        self._known = [_Known() for _ in hierarchy.tiers]
+        self._own_prefixes = own_prefixes(rank, coordinator=rank == COORDINATOR)
+        self._known = [_Known(prefixes=self._own_prefixes if role.shared else ("",)) for role in hierarchy.roles]
         self.mark: int | None = None
         """As of :class:`~tiercheck.policy.observation.Observation`."""
 
@@ -117,7 +124,7 @@ class Observer:
         return Observation(
             self._hierarchy.roles,
             contents,
-            self._rank,
+            self.rank,
             self._world_size,
             self._generation,
             self._lineage,
@@ -277,9 +284,11 @@ class Observer:
         known.attempted_at = began
         if known.visible:
             known.unsure = False
-            changed = self._take(tier, known, {**found, **known.changes}, parsed)
+            elsewhere = {name: size for name, size in known.names.items() if not name.startswith(known.prefixes)}
+            changed = self._take(tier, known, {**elsewhere, **found, **known.changes}, parsed)
+            known.prefixes = self._own_prefixes
             known.unchanged = 0 if changed else known.unchanged + 1
-            # Keys are listed in order: of generations after the bases that are committed.
+            # Keys are listed in order: of generations after what is committed.
             known.listed_at = known.fenced_at = began
         ended = _now()
         known.rest_until = 2 * ended - began
@@ -288,12 +297,13 @@ class Observer:
         known.next_at = began if nearby else max(known.rest_until, ended + pause_s)
 
     async def _read(self, tier: OpenTier, known: _Known, found: dict[str, int], parsed: dict[str, Key | None]) -> None:
-        async for info in tier.driver.list():
-            if info.key not in known.names:
-                parsed[info.key] = keys.parse(info.key)
-            found[info.key] = info.nbytes
-            if len(found) % YIELD_EVERY == 0:
-                await asyncio.sleep(0)
+        for prefix in known.prefixes:
+            async for info in tier.driver.list(prefix):
+                if info.key not in known.names:
+                    parsed[info.key] = keys.parse(info.key)
+                found[info.key] = info.nbytes
+                if len(found) % YIELD_EVERY == 0:
+                    await asyncio.sleep(0)
 
     def _take(
         self, tier: OpenTier, known: _Known, listed: dict[str, int | None], parsed: dict[str, Key | None]
@@ -317,7 +327,7 @@ class Observer:
             changes[key] = nbytes
             if isinstance(key, CommitKey) and nbytes is not None:
                 known.committed_at = known.attempted_at
-                known.unsure = self._rank != COORDINATOR  # who makes them all knows them all
+                known.unsure = self.rank != COORDINATOR  # who makes them all knows them all
         known.contents = known.contents.changed(changes)
         return True
 

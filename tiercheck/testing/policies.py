@@ -269,6 +269,6 @@ class PolicyTests:
 def _committed(generation: int, version: int) -> list[Key]:
     return [
         ShardKey.base(generation, version, 0),
-        MarkerKey(generation, version, 0),
+        MarkerKey(CommitKey(generation, version), 0),
         CommitKey(generation, version),
     ]

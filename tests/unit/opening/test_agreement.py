@@ -232,7 +232,7 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
     kernels.warm_up()  # what a deadline of a few seconds has no time for
 
     def first_life(rank: int, group: SimulatedGroup) -> int:
-        stuck = faulty(job.others[rank], lambda at: at.call == "put" and "/base/000000000004/" in str(at.key))
+        stuck = faulty(job.others[rank], lambda at: at.call == "put" and "/base/000000000004." in str(at.key))
         training, checkpointer = job.start(rank, group, other=stuck, deadline_s=2.0)
         train(training, checkpointer, 6)
         with pytest.raises(SaveError):

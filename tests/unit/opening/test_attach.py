@@ -228,8 +228,8 @@ def test_when_no_base_can_be_captured_nothing_is_gone_but_what_is_superseded_in_
     with pytest.raises(TierCheckError, match="no room"):
         Training().attach(under(urls, full))
     after = asyncio.run(contents(urls))
-    gone = {"g000001/base/000000000000/r00000.safetensors"}
-    gone |= {f"g000001/differential/{version:012}-{version:012}/r00000.safetensors" for version in (1, 2)}
+    gone = {"r00000/g000001/base/000000000000.safetensors"}
+    gone |= {f"r00000/g000001/differential/{version:012}-{version:012}.safetensors" for version in (1, 2)}
     assert after[urls[0]] == {key: content for key, content in before[urls[0]].items() if key not in gone}
     assert after[urls[1]] == before[urls[1]]
     past.check(urls)

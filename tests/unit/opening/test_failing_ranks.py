@@ -141,7 +141,7 @@ def test_versions_whose_lineage_is_lost_are_not_passed_over(name: str) -> None:
         checkpointer.abort()
     record = namespace_path(name) / str(LineageKey(2))
     record.write_bytes(record.read_bytes()[:-1])
-    with pytest.raises(RecoveryError, match=r"versions of generation 2, but its record lineage/g000002 is missing"):
+    with pytest.raises(RecoveryError, match=r"versions of generation 2, but its record job/lineage/g000002 is missing"):
         Training().attach(hierarchy)
 
 

@@ -108,12 +108,12 @@ def test_a_policy_that_no_entry_point_names_is_refused_for_an_agent_and_says_wha
 
 def bases_in(path: Path) -> list[int]:
     """The versions of the committed bases in a directory."""
-    keys = [parse(str(each.relative_to(path))) for each in path.rglob("commit")]
+    keys = [parse(str(each.relative_to(path))) for each in path.glob("job/commits/*/*")]
     return sorted(key.version for key in keys if isinstance(key, CommitKey))
 
 
 def records_in(path: Path) -> list[str]:
-    return sorted(str(each.relative_to(path)) for each in path.rglob("*-*/*.safetensors"))
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*-*.safetensors"))
 
 
 def test_the_best_versions_stay_over_a_restart_and_are_recovered_whole(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_the_best_versions_stay_over_a_restart_and_are_recovered_whole(tmp_path:
                     checkpointer.report(loss=losses[version])
                 checkpointer.flush()
     assert bases_in(tmp_path) == [4, 20]
-    assert records_in(tmp_path) == ["g000001/differential/000000000005-000000000005/r00000.safetensors"]
-    assert sorted(each.parent.parent.name for each in tmp_path.glob("metrics/*/*/*/*")) == ["000000000005"]
+    assert records_in(tmp_path) == ["r00000/g000001/differential/000000000005-000000000005.safetensors"]
+    assert sorted(each.parent.parent.name for each in tmp_path.glob("job/metrics/*/*/*/*")) == ["000000000005"]
 
 
 def test_a_value_that_is_none_keeps_nothing_and_a_second_one_is_refused(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_value_that_is_none_keeps_nothing_and_a_second_one_is_refused(tmp_path
         with pytest.raises(ConfigurationError, match="reported already"):
             checkpointer.report(loss=0.25)
         checkpointer.flush()
-    assert [each.name for each in tmp_path.glob("metrics/*/*/loss/*")] == ["3fe0000000000000"]
+    assert [each.name for each in tmp_path.glob("job/metrics/*/*/loss/*")] == ["3fe0000000000000"]
 
 
 def test_a_tier_gets_what_the_placement_says_and_memory_does_not_wait_for_the_rest(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_ranks_keep_the_same_best_version_and_make_bases_together_by_rank_0_s_cl
 
     assert ranks(life) == {0: None, 1: None}
     assert bases_in(tmp_path) == [4, 16]
-    shards = [parse(str(each.relative_to(tmp_path))) for each in tmp_path.glob("g000001/base/*/*.safetensors")]
+    shards = [parse(str(each.relative_to(tmp_path))) for each in tmp_path.glob("r*/g000001/base/*.safetensors")]
     kept = {(key.first, key.rank) for key in shards if isinstance(key, ShardKey)}
     # When the last base is committed, rank 1 has closed: it leaves base 12 to its next start.
     assert kept - {(12, 1)} == {(version, rank) for version in (4, 16) for rank in (0, 1)}
-    assert [each.name for each in tmp_path.glob("metrics/*/*/loss/*")] == [str(MetricKey(1, 4, "loss", 0.1))[-16:]]
+    assert [each.name for each in tmp_path.glob("job/metrics/*/*/loss/*")] == [str(MetricKey(1, 4, "loss", 0.1))[-16:]]

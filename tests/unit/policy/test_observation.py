@@ -9,12 +9,13 @@ from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerK
 from tiercheck.policy.observation import Contents
 
 SMALL = st.integers(0, 3)
+COMMITS = st.builds(lambda generation, base, more: CommitKey(generation, base + more, base), SMALL, SMALL, SMALL)
 KEYS: st.SearchStrategy[Key] = st.one_of(
     st.builds(ShardKey.base, SMALL, SMALL, SMALL),
     st.builds(lambda first, more, rank: ShardKey.differential(1, first, first + more, rank), SMALL, SMALL, SMALL),
     st.builds(lambda base, more, rank: ShardKey.snapshot(1, base, base + 1 + more, rank), SMALL, SMALL, SMALL),
-    st.builds(MarkerKey, SMALL, SMALL, SMALL),
-    st.builds(CommitKey, SMALL, SMALL),
+    st.builds(MarkerKey, COMMITS, SMALL),
+    COMMITS,
     st.builds(LineageKey, SMALL),
     st.builds(ClaimKey, SMALL, st.just("0" * 16)),
     st.builds(JobKey, SMALL),
@@ -36,6 +37,7 @@ def test_changes_lead_to_what_a_listing_of_the_same_objects_gives(steps: list[di
     assert contents.nbytes == listed.nbytes == objects
     assert set(contents) == set(objects) and all(key in contents for key in objects)
     assert (contents.commits, contents.newest_generation) == (listed.commits, listed.newest_generation)
+    assert contents.snapshot_commits == listed.snapshot_commits
     assert sorted(contents.ranks) == sorted(listed.ranks)
     for rank in range(4):
         for kind in (Contents.bases, Contents.differentials, Contents.snapshots):

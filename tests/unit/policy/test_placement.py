@@ -42,7 +42,7 @@ def batch(first: int, last: int) -> ShardKey:
 
 
 def committed(version: int, generation: int = 1) -> list[Key]:
-    return [base(version, 0, generation), MarkerKey(generation, version, 0), CommitKey(generation, version)]
+    return [base(version, 0, generation), CommitKey(generation, version)]
 
 
 def test_a_base_is_copied_once_and_an_older_one_not_at_all() -> None:
@@ -104,10 +104,10 @@ def test_only_the_own_rank_and_generation_are_moved() -> None:
 
 def test_the_coordinator_commits_when_every_rank_has_marked() -> None:
     shards: list[Key] = [base(10, 0), base(10, 1)]
-    assert to_mark(seen([], shards, world=2), 1) == [MarkerKey(1, 10, 0)]
-    one_marked = [*shards, MarkerKey(1, 10, 0)]
+    assert to_mark(seen([], shards, world=2), 1) == [MarkerKey(CommitKey(1, 10), 0)]
+    one_marked = [*shards, MarkerKey(CommitKey(1, 10), 0)]
     assert to_commit(seen([], one_marked, world=2), 1) == []
-    all_marked = [*one_marked, MarkerKey(1, 10, 1)]
+    all_marked = [*one_marked, MarkerKey(CommitKey(1, 10), 1)]
     assert to_commit(seen([], all_marked, world=2), 1) == [CommitKey(1, 10)]
     assert to_commit(seen([], all_marked, world=2, rank=1), 1) == []
     assert to_commit(seen([], [*all_marked, CommitKey(1, 10)], world=2), 1) == []
@@ -115,7 +115,7 @@ def test_the_coordinator_commits_when_every_rank_has_marked() -> None:
 
 def test_nothing_is_marked_in_a_tier_inside_the_node() -> None:
     assert to_mark(seen([base(10)]), 0) == []
-    assert to_commit(seen([base(10), MarkerKey(1, 10, 0)]), 0) == []
+    assert to_commit(seen([base(10), MarkerKey(CommitKey(1, 10), 0)]), 0) == []
 
 
 def test_a_newer_generation_supersedes() -> None:
@@ -158,7 +158,7 @@ def test_an_older_generation_stays_until_the_present_one_has_two_feet() -> None:
 def test_the_durable_tier_keeps_the_last_committed_bases_and_their_differentials() -> None:
     durable = [*committed(0), *committed(10), *committed(20), batch(1, 5), batch(6, 10), batch(11, 15)]
     gone = Retention(KeepLast(2)).reclaimable(seen([], durable))
-    assert gone[1] == [CommitKey(1, 0), MarkerKey(1, 0, 0), base(0), batch(1, 5), batch(6, 10)]
+    assert gone[1] == [CommitKey(1, 0), base(0), batch(1, 5), batch(6, 10)]
 
 
 def test_commits_of_an_abandoned_future_do_not_count_as_kept_ones() -> None:
@@ -168,7 +168,7 @@ def test_commits_of_an_abandoned_future_do_not_count_as_kept_ones() -> None:
     lineage = Lineage(((2, None), (1, 13)))
     observation = Observation((MEMORY, DURABLE), contents, 0, 1, generation=2, lineage=lineage)
     gone = Retention(KeepLast(2)).reclaimable(observation)[1]
-    assert gone == [CommitKey(1, 20), MarkerKey(1, 20, 0), base(20)]
+    assert gone == [CommitKey(1, 20), base(20)]
 
 
 @pytest.mark.parametrize("lineage", [Lineage(()), Lineage(((1, 5),))])
@@ -267,18 +267,27 @@ def test_a_neighbour_gets_each_snapshot_while_it_keeps_up_and_else_those_that_th
     assert copied([5, 10, 13, 14], [10], closing=True) == [14]
 
 
-def test_a_durable_snapshot_is_superseded_by_one_that_every_rank_can_use() -> None:
+def test_snapshots_are_committed_if_every_rank_has_one() -> None:
+    to_25 = CommitKey(1, 25, 20)
+    held = [*committed(0), *committed(20), snapshot(0, 15), snapshot(20, 25)]
+    assert to_mark(seen([], held, world=2), 1) == [MarkerKey(to_25, 0)], "base 20 supersedes what leads to 15"
+    assert to_commit(seen([], [*held, MarkerKey(to_25, 0)], world=2), 1) == []
+    assert to_commit(seen([], [*held, MarkerKey(to_25, 0), MarkerKey(to_25, 1)], world=2), 1) == [to_25]
+    done = seen([], [*held, to_25, MarkerKey(to_25, 0)])
+    assert to_mark(done, 1) == to_commit(done, 1) == []
+    assert MarkerKey(to_25, 0) in Retention().reclaimable(done)[1], "what is committed needs no marker"
+
+
+def test_a_durable_snapshot_is_superseded_by_a_committed_one_that_it_can_use() -> None:
     retention = Retention(placement=Placement(5))
-    memory = [base(0), base(20)]
-    durable = [base(0), base(0, 1), MarkerKey(1, 0, 0), MarkerKey(1, 0, 1), CommitKey(1, 0)]
-    durable += [snapshot(0, 20), snapshot(0, 20, 1), snapshot(20, 25), snapshot(24, 25, 1)]
+    durable = [*committed(0), snapshot(0, 20), snapshot(20, 25), CommitKey(1, 20, 0)]
 
-    def gone(*more: ShardKey) -> list[Key]:
-        return retention.reclaimable(seen(memory, [*durable, *more], world=2))[1]
+    def gone(*more: Key) -> list[Key]:
+        return retention.reclaimable(seen([base(0), base(20)], [*durable, *more], world=2))[1]
 
-    assert gone() == [], "nobody can use a snapshot without its base"
-    assert gone(base(20)) == []
-    assert gone(base(20), base(24, 1)) == [snapshot(0, 20)], "from a base of its own each"
+    assert gone() == []
+    assert gone(CommitKey(1, 25, 20)) == [], "nobody can use a snapshot without its base"
+    assert gone(CommitKey(1, 25, 20), base(20)) == [CommitKey(1, 20, 0), snapshot(0, 20)]
 
 
 def test_the_watermark_counts_commits_of_the_jobs_own_past_only() -> None:

@@ -143,8 +143,8 @@ def test_what_came_before_is_flushed_where_the_last_version_cannot_be_saved(tmp_
     training.step(2)
     with pytest.raises(SaveError, match="version 2 could not be saved"):
         checkpointer.close()
-    (kept,) = tmp_path.glob("g*/differential/*")
-    assert kept.name == "000000000001-000000000001"
+    (kept,) = tmp_path.glob("r*/g*/differential/*")
+    assert kept.stem == "000000000001-000000000001"
 
 
 def test_a_claim_without_a_place_for_its_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_process_that_ends_without_close_says_what_was_not_finished_and_nothin
     said = ended.stderr.partition("the last line of the script\n")[2].splitlines()
     assert len(said) == 1, ended.stderr
     assert "the process ends before everything that was captured is where it belongs" in said[0]
-    assert "copying g000001/differential/000000000002-000000000002/r00000.safetensors" in said[0]
+    assert "copying r00000/g000001/differential/000000000002-000000000002.safetensors" in said[0]
 
 
 @pytest.mark.parametrize("on_save_error", ["fail", "warn"])

@@ -14,7 +14,7 @@ def test_a_report_belongs_to_its_version_and_says_all_in_its_key() -> None:
     metrics = Metrics(2)
     (key,) = metrics.of(40, {"eval_loss": torch.tensor(0.25)})
     assert key == MetricKey(2, 40, "eval_loss", 0.25)
-    assert str(key) == "metrics/g000002/000000000040/eval_loss/3fd0000000000000"
+    assert str(key) == "job/metrics/g000002/000000000040/eval_loss/3fd0000000000000"
     assert parse(str(key)) == key
     assert metrics.of(40, {"eval_loss": 0.25, "accuracy": 1}) == [MetricKey(2, 40, "accuracy", 1.0)], "what is new"
     assert metrics.of(41, {"eval_loss": 0.5}) == [MetricKey(2, 41, "eval_loss", 0.5)]
@@ -51,7 +51,10 @@ def test_a_second_value_for_a_version_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["metrics/g000002/000000000040/eval_loss/7ff8000000000000", "metrics/g000002/000000000040/a-b/3fd0000000000000"],
+    [
+        "job/metrics/g000002/000000000040/eval_loss/7ff8000000000000",
+        "job/metrics/g000002/000000000040/a-b/3fd0000000000000",
+    ],
 )
 def test_a_forged_key_is_none(text: str) -> None:
     assert parse(text) is None

@@ -86,7 +86,7 @@ ERRORS = [
 ]
 
 
-BASE, BATCH = "base/000000000004/r00001.safe", "-000000000006/r00001"
+BASE, BATCH = "r00001/g000001/base/000000000004.safe", "r00001/g000001/differential/"
 
 
 @pytest.mark.parametrize(("part", "error"), [*((BASE, error) for error in ERRORS), (BATCH, ERRORS[0])])
@@ -112,9 +112,9 @@ def test_an_error_that_stays_refuses_and_nothing_older_is_restored(
     first, second = cluster.run(10)
     for outcome in (first, second):
         assert isinstance(outcome, RecoveryError)
-        for word in ("rank 1", "tier nvme", "base/000000000004/r00001.safetensors", str(ERRORS[1]())):
+        for word in ("rank 1", "tier nvme", "r00001/g000001/base/000000000004.safetensors", str(ERRORS[1]())):
             assert word in str(outcome)
-    assert not (cluster.root / "g000002").exists(), "nothing was begun"
+    assert not list(cluster.root.glob("r*/g000002")), "nothing was begun"
     trouble.says = lambda call: None
     check(cluster.run(10), reference, 7)
 
@@ -122,21 +122,21 @@ def test_an_error_that_stays_refuses_and_nothing_older_is_restored(
 def test_another_copy_is_read_meanwhile(cluster: Cluster, trouble: Trouble, reference: Any) -> None:
     cluster.run(7, flush_at=7)
     cluster.lose(1)
-    trouble.says = failing(Operation.GET, "r00000.safetensors", ERRORS[0])
+    trouble.says = failing(Operation.GET, "r00000/", ERRORS[0])
     check(cluster.run(10), reference, 7)
 
 
 def test_a_copy_not_found_once_is_asked_for_again(cluster: Cluster, trouble: Trouble, reference: Any) -> None:
     cluster.run(7, flush_at=7)
     cluster.forget()
-    trouble.says = failing(Operation.GET, "base/000000000004/r00001.safe", lambda: NotFound("not yet"), times=1)
+    trouble.says = failing(Operation.GET, "r00001/g000001/base/", lambda: NotFound("not yet"), times=1)
     outcome = cluster.run(10)
     check(outcome, reference, 7)
     assert outcome[1][0].quarantined == ()
 
 
 def lineages(cluster: Cluster) -> list[Path]:
-    return sorted((cluster.root / "lineage").iterdir())
+    return sorted((cluster.root / "job" / "lineage").iterdir())
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b"T" + content[1:]])
@@ -150,27 +150,27 @@ def test_a_damaged_lineage_record_costs_nothing_that_another_copy_tells(
     outcome = cluster.run(10)
     check(outcome, reference, 7)
     assert {(key, tier) for key, tier, _ in outcome[0][0].quarantined} == {
-        ("lineage/g000001", "nvme"),
-        ("lineage/g000002", "nvme"),
+        ("job/lineage/g000001", "nvme"),
+        ("job/lineage/g000002", "nvme"),
     }
-    assert "lineage record is set aside" in caplog.text and "lineage/g000001" in caplog.text
+    assert "lineage record is set aside" in caplog.text and "job/lineage/g000001" in caplog.text
 
 
 def test_a_damaged_record_that_nobody_needs_blocks_no_restart(cluster: Cluster, reference: Any) -> None:
     """Its number counts as taken: the next generation passes it over."""
     cluster.run(7)
     for name, content in (("g000002", b"garbage"), ("g000005", seal(LineageKey(4), {}))):
-        (cluster.root / "lineage" / name).write_bytes(content)
+        (cluster.root / "job" / "lineage" / name).write_bytes(content)
     outcome = cluster.run(10)
     check(outcome, reference, 7)
-    assert (cluster.root / "g000006").is_dir() and (cluster.root / "lineage" / "g000006").is_file()
+    assert list(cluster.root.glob("r*/g000006")) and (cluster.root / "job" / "lineage" / "g000006").is_file()
 
 
 def test_a_directory_under_a_records_name_is_passed_over(cluster: Cluster, reference: Any) -> None:
     cluster.run(7)
-    (cluster.root / "lineage" / "g000002").mkdir()
-    (cluster.root / "lineage" / "g000003").mkdir()
-    (cluster.root / "lineage" / "g000003" / "foreign").write_text("what is this")
+    (cluster.root / "job" / "lineage" / "g000002").mkdir()
+    (cluster.root / "job" / "lineage" / "g000003").mkdir()
+    (cluster.root / "job" / "lineage" / "g000003" / "foreign").write_text("what is this")
     check(cluster.run(10), reference, 7)
 
 
@@ -193,12 +193,12 @@ def test_a_shard_of_another_history_is_set_aside(cluster: Cluster, tmp_path: Pat
     cluster.forget()
     other = Cluster(tmp_path / "other")
     other.run(7, flush_at=7)
-    name = "base/000000000004/r00001.safetensors"
-    shutil.copy(other.root / "g000001" / name, cluster.root / "g000001" / name)
+    name = "r00001/g000001/base/000000000004.safetensors"
+    shutil.copy(other.root / name, cluster.root / name)
     outcome = cluster.run(10)
     check(outcome, reference, 7)
     ((key, tier, reason),) = outcome[1][0].quarantined
-    assert (key, tier) == (f"g000001/{name}", "nvme")
+    assert (key, tier) == (name, "nvme")
     assert "written by another job" in reason
     other.forget()
 
@@ -230,7 +230,7 @@ def test_a_lineage_that_had_versions_is_no_new_job(tmp_path: Path) -> None:
     cluster.run(5, flush_at=5)
     cluster.run(7)
     cluster.forget()
-    for generation in cluster.root.glob("g*"):
+    for generation in cluster.root.glob("r*/g*"):
         shutil.rmtree(generation)
     for outcome in cluster.run(10):
         assert isinstance(outcome, RecoveryError)
@@ -241,7 +241,7 @@ def test_a_lineage_that_had_versions_is_no_new_job(tmp_path: Path) -> None:
 def test_what_is_left_of_a_job_that_captured_nothing_is_a_new_job(cluster: Cluster) -> None:
     cluster.run(0)
     cluster.forget()
-    for generation in cluster.root.glob("g*"):
+    for generation in cluster.root.glob("r*/g*"):
         shutil.rmtree(generation)
     assert [recovery for recovery, _ in cluster.run(3)] == [None, None]
 
@@ -368,7 +368,7 @@ def test_an_outage_of_the_store_does_not_keep_a_job_from_resuming_out_of_memory(
     outcome = cluster.run(8)
     assert [recovery.version for recovery, _ in outcome] == [7, 7]
     assert "tier nvme of rank 0 could not be asked what it holds (503" in outcome[0][0].notes[0]
-    assert not list(cluster.root.glob("lineage/g000018")), "what could not be seen was not written to"
+    assert not list(cluster.root.glob("job/lineage/g000018")), "what could not be seen was not written to"
     trouble.says = lambda call: None
     check(cluster.run(10, flush_at=10), reference, 8)
     assert len(lineages(cluster)) == 3, "the generation that never reached the store is recorded with the next one"
@@ -396,7 +396,7 @@ def test_the_generation_is_recorded_before_anything_is_written(
     outcome = cluster.run(10, flush_at=10)
     assert "generation 18 is recorded in tier nvme later" in caplog.text
     check(outcome, reference, 5)
-    assert put[0] == "lineage/g000018", "fenced first"
+    assert put[0] == "job/lineage/g000018", "fenced first"
 
 
 def test_another_job_that_went_on_in_the_store_meanwhile_has_won(cluster: Cluster, trouble: Trouble) -> None:
@@ -429,7 +429,7 @@ def test_a_damaged_copy_in_memory_is_not_replaced_by_something_older_while_the_s
 ) -> None:
     cluster.run(7, flush_at=7)
     store = MemoryDriver(f"{cluster.memory}-1").store
-    (key,) = (key for key in store.objects if "000000000006-000000000006/r00001" in key)
+    (key,) = (key for key in store.objects if "r00001/g000001/differential/000000000006-" in key)
     whole = store.objects[key]
     store.objects[key] = replace(whole, content=memoryview(bytes(whole.content)[:-1] + b"?"))
     cluster.config = SOON

@@ -139,7 +139,7 @@ class TestMemory:
         differentials = sorted(key for key in tier.reads if "differential" in key)
         assert [tier.reads[key] for key in differentials] == [1, 1, 2, 2, 2]
         assert [count for key, count in tier.reads.items() if "base" in key] == [1]
-        shards = {key: count for key, count in tier.reads.items() if not key.startswith("lineage")}
+        shards = {key: count for key, count in tier.reads.items() if not key.startswith("job/lineage")}
         twice = sum(self.nbytes(place, key) * count for key, count in shards.items())
         assert report(checkpointer).read_bytes == twice
 
@@ -242,7 +242,7 @@ class TestDamageBetweenTheTwoReads:
 
 
 def versions_of(key: str) -> range:
-    stem = key.split("/")[-2]
+    stem = key.split("/")[-1].partition(".")[0]
     if "differential" not in key:
         return range(0)
     first, _, last = stem.partition("-")
@@ -377,7 +377,9 @@ class TestOtherForms:
         def damaged(key: str, nth: int, content: bytearray) -> bytearray:
             return flipped(content) if "base" in key else content
 
-        with pytest.raises(Mismatch, match=r"options for 2 parameter groups, not 1 \(rank 0, tier durable-0: g000001"):
+        with pytest.raises(
+            Mismatch, match=r"options for 2 parameter groups, not 1 \(rank 0, tier durable-0: r00000/g000001"
+        ):
             two_places.recovered(self.other_form, damaged, on_nothing_left="restart")
 
     def test_an_older_base_leads_to_the_same_version(self, place: Place) -> None:
@@ -426,10 +428,10 @@ class TestSnapshots:
             training.step(version)
         checkpointer.close()
         MemoryDriver.forget(url.removeprefix("memory://"))
-        folder = place.folder / "g000001"
+        folder = place.folder / "r00000/g000001"
         shutil.rmtree(folder / "differential")
         provider = ModuleProvider(training.model, training.optimizer)
-        (base,) = folder.glob("base/*/*.safetensors")
+        (base,) = folder.glob("base/*.safetensors")
         stream = SnapshotStream(provider, "snapshot", 1)
         whole = parse(base.read_bytes())
         stream.token = whole.metadata.token
@@ -448,7 +450,7 @@ class TestSnapshots:
         assert (recovery.version, recovery.point.anchor, recovery.replayed) == (9, 0, 0)
         assert recovery.fidelity is Fidelity.APPROXIMATE
         assert recovery.notes == ("version 9 is base 0 and a snapshot of what had changed since",)
-        assert [key.split("/")[1] for key, _ in recovery.sources] == ["base", "snapshot"]
+        assert [key.split("/")[2] for key, _ in recovery.sources] == ["base", "snapshot"]
         start, there, true = (
             np.frombuffer(each, np.float32) for each in (trained.states[0], training.parameters(), trained.states[9])
         )

@@ -119,7 +119,7 @@ def test_a_damaged_copy_of_one_rank_moves_all_of_them(
 ) -> None:
     cluster.run(7, flush_at=7)
     cluster.forget()
-    (batch,) = cluster.root.glob("g*/differential/*-000000000006/r00001.safetensors")
+    (batch,) = cluster.root.glob("r00001/g*/differential/*-000000000006.safetensors")
     content = bytearray(batch.read_bytes())
     content[len(content) // 2] ^= 0x10
     batch.write_bytes(content)
@@ -134,7 +134,7 @@ def test_a_damaged_copy_of_one_rank_moves_all_of_them(
 def test_a_damaged_base_falls_back_to_the_one_before(cluster: Cluster, reference: list[dict[int, list[float]]]) -> None:
     cluster.run(7, flush_at=7)
     cluster.forget()
-    (base,) = cluster.root.glob("g*/base/000000000004/r00000.safetensors")
+    (base,) = cluster.root.glob("r00000/g*/base/000000000004.safetensors")
     base.write_bytes(base.read_bytes()[:-1])
     outcome = cluster.run(10)
     check(outcome, reference, 7)
@@ -149,7 +149,11 @@ def test_a_copy_that_goes_bad_after_it_was_verified_moves_all_of_them(tmp_path: 
     """Rank 0 has replayed everything by then, and rank 1 some of it: both begin again with the base."""
 
     def tamper(key: str, nth: int, content: bytearray) -> bytearray:
-        return flipped(content) if nth == 2 and key.endswith(f"-{bad:012d}/r00001.safetensors") else content
+        return (
+            flipped(content)
+            if nth == 2 and key.startswith("r00001/") and key.endswith(f"-{bad:012d}.safetensors")
+            else content
+        )
 
     cluster = Cluster(tmp_path, LONG)
     reference = [weights for _, weights in cluster.run(18, flush_at=18)]
@@ -169,14 +173,14 @@ def test_one_rank_with_another_model_stops_all_of_them(cluster: Cluster) -> None
     assert isinstance(first, Mismatch)
     assert isinstance(second, Mismatch)
     assert str(first) == str(second)
-    for words in ("rank 1, tier memory: g000001/base/000000000004/r00001.safetensors", "against"):
+    for words in ("rank 1, tier memory: r00001/g000001/base/000000000004.safetensors", "against"):
         assert words in str(first)
 
 
 def test_nothing_in_common_is_refused_by_all(cluster: Cluster) -> None:
-    cluster.run(5)
+    cluster.run(5, flush_at=5)
     cluster.lose(0)
-    for base in cluster.root.glob("g*/base/*/r00000.safetensors"):
+    for base in cluster.root.glob("r00000/g*/base/*.safetensors"):
         base.unlink()
     for outcome in cluster.run(10):
         assert isinstance(outcome, RecoveryError)

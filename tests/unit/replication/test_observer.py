@@ -13,7 +13,7 @@ import pytest
 from tests.moving import base, capture, mover_of, shard
 from tiercheck import keys
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
-from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
+from tiercheck.keys import JOB, CommitKey, Key, LineageKey, MarkerKey, ShardKey, rank_prefix
 from tiercheck.policy.policies import KeepEvery, KeepLast
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.watermark import Retention
@@ -62,15 +62,18 @@ class Shared(MemoryDriver):
         self.crowd = crowd
         """Objects that are there beside those that were put."""
         self.listings = 0
+        """Of what concerns the whole job: one in each look."""
+        self.listed = 0
 
     @property
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, survives=Survives.RACK, mappable=False)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        if not prefix:
-            self.listings += 1
-            for info in self.crowd:
+        self.listings += prefix == JOB
+        for info in self.crowd:
+            if info.key.startswith(prefix):
+                self.listed += 1
                 yield info
         async for info in super().list(prefix):
             yield info
@@ -85,17 +88,14 @@ def crowd(ranks: range, versions: range) -> list[ObjectInfo]:
     """What other ranks of the job have brought: differentials, bases, and their markers."""
     found: list[ObjectInfo] = []
     for rank in ranks:
-        tail = f"r{rank:05d}"
-        for version in versions:
-            name = f"g000001/differential/{version:012d}-{version:012d}/{tail}.safetensors"
-            found.append(ObjectInfo(name, 1, "1"))
-        for version in (0, 10, 20):
-            name = f"g000001/base/{version:012d}/{tail}"
-            found += ObjectInfo(f"{name}.safetensors", 1, "1"), ObjectInfo(f"{name}.done", 1, "1")
+        keys = [ShardKey.differential(1, version, version, rank) for version in versions]
+        keys += [base(version, rank) for version in (0, 10, 20)]
+        markers = [MarkerKey.of(base(version, rank)) for version in (0, 10, 20)]
+        found += [ObjectInfo(str(key), 1, "1") for key in (*keys, *markers)]
     return found
 
 
-async def test_among_40_000_objects_it_commits_and_deletes_and_looks_at_each_name_once(
+async def test_among_40_000_objects_it_looks_at_its_own_and_at_the_markers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed = [0]
@@ -116,10 +116,16 @@ async def test_among_40_000_objects_it_commits_and_deletes_and_looks_at_each_nam
             await capture(hierarchy, *map(base, versions))
             await mover.cycle()
         assert mover.status.watermark == 20
-        expected = [base(10), base(20), MarkerKey(1, 10, 0), MarkerKey(1, 20, 0), CommitKey(1, 10), CommitKey(1, 20)]
+        expected = [
+            base(10),
+            base(20),
+            CommitKey(1, 10),
+            CommitKey(1, 20),
+        ]
         assert set(durable.store.objects) == set(map(str, expected)), "base 0 is deleted, and nothing else"
         assert durable.listings == 2
-        assert parsed[0] < 40_100
+        assert durable.listed == 2 * 3 * 200, "the coordinator lists all ranks' markers, and no shard of another rank"
+        assert parsed[0] < 700, "and looks at each name once"
 
 
 async def test_a_look_at_a_tier_where_nothing_changed_makes_nothing_anew() -> None:
@@ -132,11 +138,12 @@ async def test_a_look_at_a_tier_where_nothing_changed_makes_nothing_anew() -> No
         await durable.put(str(base(30)), shard(base(30)))
         after = (await observer.look([1])).contents[1]
         assert base(30) in after
-        assert after.differentials(7) is before.differentials(7)
+        assert after.markers(7) is before.markers(7)
         await durable.delete([str(base(30))])
-        durable.crowd = [each for each in durable.crowd if each.key != str(ShardKey.differential(1, 3, 3, 7))]
+        durable.crowd = [each for each in durable.crowd if each.key != str(MarkerKey.of(base(10, 7)))]
         after = (await observer.look([1])).contents[1]
-        assert base(30) not in after and len(after.differentials(7)) == len(before.differentials(7)) - 1
+        assert base(30) not in after and len(after.markers(7)) == len(before.markers(7)) - 1
+        assert before.differentials(7) == (), "what another rank has captured is not listed"
 
 
 async def test_foreign_names_are_known_and_count_for_nothing() -> None:
@@ -173,7 +180,7 @@ async def test_a_view_that_is_old_shows_from_the_begin_of_its_listing(monkeypatc
 
     class Slow(Shared):
         async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-            ahead_s[0] += 100.0
+            ahead_s[0] += 100.0 * (prefix == JOB)
             async for info in super().list(prefix):
                 yield info
 
@@ -222,7 +229,7 @@ class Overtaken(Shared):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async for info in super().list(prefix):
             yield info
-        if not prefix and self.listings == 2:
+        if prefix == JOB and self.listings == 2:
             for version in (10, 20):
                 info = await self.put(str(CommitKey(1, version)), [b"whatever"])
             yield info
@@ -236,6 +243,6 @@ async def test_a_base_whose_commit_a_listing_has_overtaken_is_not_taken_for_unco
             await capture(hierarchy, base(version, rank=1))
             await mover.cycle()
         driver = hierarchy.tiers[1].driver
-        shards = {info.key async for info in driver.list("g000001/base") if info.key.endswith(".safetensors")}
+        shards = {info.key async for info in driver.list(rank_prefix(1))}
         assert shards == {str(base(10, rank=1)), str(base(20, rank=1))}
         assert mover.status.watermark == 20

@@ -21,7 +21,7 @@ from tiercheck.tiers.registry import make_driver
 
 KEY = LineageKey(2)
 VALUE = {"generation": 2, "parent": 1, "left_at": 7, "token": "ab" * 8}
-KINDS: list[Key] = [KEY, ClaimKey(2, "ab" * 8), JobKey(0), MarkerKey(2, 7, 0), CommitKey(2, 7)]
+KINDS: list[Key] = [KEY, ClaimKey(2, "ab" * 8), JobKey(0), MarkerKey(CommitKey(2, 7), 0), CommitKey(2, 7)]
 
 
 @pytest.mark.parametrize("key", KINDS, ids=str)
@@ -51,7 +51,7 @@ def test_a_record_under_another_key_is_corruption(other: Key) -> None:
 
 @pytest.mark.parametrize("value", [{"token": "x" * 2000}, list(range(100)), 10**100, [[[[[[[0]]]]]]], "\ud800"])
 def test_what_no_reader_would_take_is_not_written(value: object) -> None:
-    with pytest.raises(Unstorable, match="lineage/g000002"):
+    with pytest.raises(Unstorable, match="job/lineage/g000002"):
         seal(KEY, value)
 
 
@@ -115,7 +115,9 @@ def test_a_record_takes_little_memory_to_refuse() -> None:
 
 def test_a_record_of_another_major_is_refused_and_is_no_damage() -> None:
     sealed = seal(KEY, {**VALUE, "world_size": 1, "major": 2})
-    with pytest.raises(ConfigurationError, match=r"lineage/g000002 in shm was written by another release .*major 2"):
+    with pytest.raises(
+        ConfigurationError, match=r"job/lineage/g000002 in shm was written by another release .*major 2"
+    ):
         unseal(sealed, Branch, key=KEY, tier="shm")
     assert unseal(seal(KEY, {**VALUE, "world_size": 1, "major": 1}), Branch, key=KEY, tier="shm").left_at == 7
 

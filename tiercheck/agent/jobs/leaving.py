@@ -7,7 +7,7 @@ import logging
 
 from tiercheck.errors import TierCheckError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import MarkerKey, ShardKey, parse
+from tiercheck.keys import rank_prefix
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.tiers.url import TierURL
 
@@ -39,10 +39,5 @@ async def free_copies(job: ReplicationJob) -> None:
 
 async def free(tier: OpenTier, rank: int) -> None:
     async with tier.driver as driver:
-        found = [info.key async for info in driver.list("g")]
-        await driver.delete([key for key in found if is_of(key, rank)])
-
-
-def is_of(text: str, rank: int) -> bool:
-    key = parse(text)
-    return isinstance(key, ShardKey | MarkerKey) and key.rank == rank
+        found = [info.key async for info in driver.list(rank_prefix(rank))]
+        await driver.delete(found)

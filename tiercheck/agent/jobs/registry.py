@@ -18,7 +18,7 @@ from tiercheck.agent.jobs.leaving import free_copies
 from tiercheck.agent.jobs.replicator import RankReplicator
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
-from tiercheck.keys import JobKey
+from tiercheck.keys import REPLICATION, JobKey
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm.namespaces import SHM, NamespaceKind, kind_of, namespace_names, namespace_path
@@ -163,7 +163,7 @@ class JobRegistry:
         ranks: list[int] = []
         with self._noting(namespace):
             async with first_tier(namespace) as first:
-                async for info in first.list("nominations/"):
+                async for info in first.list(REPLICATION):
                     key = keys.parse(info.key)
                     if isinstance(key, JobKey):
                         ranks.append(key.rank)
@@ -235,7 +235,7 @@ def namespaces_with_jobs() -> list[str]:
         with contextlib.suppress(PermissionError, Transient):
             for name in namespace_names(mount):
                 root = namespace_path(name, mount)
-                if (root / "nominations").is_dir() and kind_of(root) is NamespaceKind.OWN:
+                if (root / REPLICATION).is_dir() and kind_of(root) is NamespaceKind.OWN:
                     urls.append(f"shm://{name}{option}")
     return urls
 

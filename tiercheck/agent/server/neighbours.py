@@ -131,7 +131,7 @@ def neighbours_namespaces(node: str) -> list[str]:
 
 def holds_shards(name: str) -> bool:
     """Whether a recovery could read anything there."""
-    return next(namespace_path(name).glob("g*/*/*/r*.safetensors"), None) is not None
+    return next(namespace_path(name).glob("r*/g*/*/*.safetensors"), None) is not None
 
 
 def kept_for_neighbours(name: str) -> TierDriver:

@@ -143,7 +143,7 @@ async def test_a_nomination_that_is_not_there_is_not_waited_for(node: Node) -> N
     async with running(node), trainer(node, job) as (mover, _, client):
 
         async def register(*_: object, **__: object) -> RankReply:
-            raise NotFound("gone again", key="nominations/000000")
+            raise NotFound("gone again", key="replication/000000")
 
         client.register = register  # type: ignore[method-assign, assignment]
         with pytest.raises(NotFound, match="gone again"):

@@ -194,7 +194,7 @@ async def test_a_clean_end_frees_the_neighbours_memory(node: Node) -> None:
         assert shards == [str(base(0, rank=1))]
         assert str(base(0)) in await held(hierarchy, 2)
         async with make_driver(plain.namespace) as first:
-            assert [info.key async for info in first.list("g")], "a restart reads its own memory"
+            assert [info.key async for info in first.list("r")], "a restart reads its own memory"
 
 
 def _with_peer(plain: ReplicationJob, peer: JobTier) -> ReplicationJob:

@@ -562,7 +562,7 @@ async def test_what_is_withdrawn_is_forgotten(node: Node) -> None:
         await mover.withdraw()
         await mover.withdraw()
         assert len(agent.registry) == 0
-        assert [info async for info in hierarchy.first.driver.list("nominations/")] == []
+        assert [info async for info in hierarchy.first.driver.list("replication/")] == []
         with pytest.raises(NotFound, match="knows no replication job of rank 0"):
             await client.request(Look(5.0, job.namespace, job.rank, 1), RankReply)
 

@@ -28,8 +28,8 @@ STEPS = 12
 SETTINGS = TrainingSettings(steps=STEPS, seed=3, base_every=4, batch=2)
 PLAN = FailurePlan(version=9, fraction=0.5, nodes_lost=())
 SOURCES = [
-    {"object": "g000001/base/000000000008/r00000.safetensors", "tier": "shm"},
-    {"object": "g000001/differential/000000000009-000000000009/r00000.safetensors", "tier": "shm"},
+    {"object": "r00000/g000001/base/000000000008.safetensors", "tier": "shm"},
+    {"object": "r00000/g000001/differential/000000000009-000000000009.safetensors", "tier": "shm"},
 ]
 RECOVERY: dict[str, Any] = {
     "generation": 1,
@@ -196,7 +196,7 @@ def test_the_matrix_and_the_plan_show_what_is_missing() -> None:
     assert sum("differentials 9" in line for line in plan) == 1
     assert count_sources([RECOVERY, RECOVERY]) == {"shm": 4}
     with pytest.raises(ValueError, match="none"):
-        plan_table([{**RECOVERY, "sources": [{"object": "lineage/g000001", "tier": "shm"}]}])
+        plan_table([{**RECOVERY, "sources": [{"object": "job/lineage/g000001", "tier": "shm"}]}])
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -229,7 +229,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
     ((start, stop),) = reserved
     assert all(start <= begin <= end <= stop for begin, end in written)
     checkpointer.flush()
-    (path,) = Path(f"/dev/shm/tiercheck-{os.getuid()}-{name}").glob("g*/differential/*/*.safetensors")
+    (path,) = Path(f"/dev/shm/tiercheck-{os.getuid()}-{name}").glob("r*/g*/differential/*.safetensors")
     (differential,) = read_differentials(container.parse(path.read_bytes()), tier="shm")
     assert {n: g.numpy().tobytes() for n, g in differential.gradients().items()} == {
         n: g.numpy().tobytes() for n, g in seen.items()

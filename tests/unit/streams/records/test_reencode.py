@@ -150,7 +150,7 @@ def test_what_was_damaged_is_never_given_a_good_checksum() -> None:
             with pytest.raises(Corruption, match=master):
                 result.verify()
         else:
-            with pytest.raises(Corruption, match=rf"{master}.*tier 'shm', object 'g000001"):
+            with pytest.raises(Corruption, match=rf"{master}.*tier 'shm', object 'r00000/g000001"):
                 reencoded(damaged, "exact+entropy")
 
 
@@ -172,7 +172,7 @@ def of_no_codec(record: dict[str, Any], tensors: list[TensorEntry]) -> None:
 
 @pytest.mark.parametrize("mangle", [without_part, without_gradients, of_another_shape, of_no_codec])
 def test_a_malformed_record_is_reported_as_damaged(mangle: Any) -> None:
-    with pytest.raises(Corruption, match=r"tier 'shm', object 'g000001/differential"):
+    with pytest.raises(Corruption, match=r"tier 'shm', object 'r00000/g000001/differential"):
         reencoded(shard_of(7, mangle), "exact+entropy")
 
 
@@ -214,7 +214,7 @@ def test_a_run_resumed_from_the_reencoded_tier_is_the_uninterrupted_one(name: st
     stored = {
         tier: {
             encoding["codec"]
-            for path in (tmp_path / tier).glob("g*/differential/*/*.safetensors")
+            for path in (tmp_path / tier).glob("r*/g*/differential/*.safetensors")
             for shard in [container.parse(path.read_bytes())]
             for version in shard.metadata.key.versions
             for encoding in encodings_of(shard, version).values()
@@ -224,7 +224,7 @@ def test_a_run_resumed_from_the_reencoded_tier_is_the_uninterrupted_one(name: st
     # What has no zeros takes less as it is.
     assert stored == {"near": {"exact"}, "durable": {"exact" if codec == "nonzero" else codec}}
     remove_namespace(name)
-    for path in (tmp_path / "near").glob("g*/*/*/*"):
+    for path in (tmp_path / "near").glob("r*/g*/*/*"):
         path.unlink()
     after = Job()
     after.attach(hierarchy)
