@@ -301,6 +301,21 @@ def test_the_watermark_counts_commits_of_the_jobs_own_past_only() -> None:
     assert base(50) not in Retention().reclaimable(observation)[0], "it has not been committed"
 
 
+def test_what_other_ranks_left_stays_until_a_base_of_this_generation_is_committed() -> None:
+    """Rank 1 ran on this node in generation 1. Its recovery may still need what it left here."""
+    lineage = Lineage.of([Branch(1, 0, 0, 2, "a"), Branch(2, 1, 50, 2, "b")])
+    left = [base(50, 1), single(51, 1)]
+    memory = Contents.of((key, 1) for key in (*left, base(50, generation=2)))
+    durable: list[Key] = [*committed(50), base(50, generation=2)]
+
+    def gone(*more: Key) -> list[Key]:
+        there = Contents.of((key, 1) for key in (*durable, *more))
+        return Retention().reclaimable(Observation((MEMORY, DURABLE), (memory, there), 0, 2, 2, lineage))[0]
+
+    assert not set(left) & set(gone()), "only generation 1 has a committed base"
+    assert set(left) <= set(gone(CommitKey(2, 50)))
+
+
 def test_what_other_ranks_left_stays_while_they_may_need_it() -> None:
     """Two ranks of one node, whose neighbour keeps the objects of both. The generation has just opened, and only one
     of them has its opening base at the neighbour."""
