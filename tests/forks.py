@@ -15,6 +15,7 @@ import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -31,7 +32,6 @@ __all__ = ["Forks", "forks", "join"]
 
 ROOT = Path(__file__).parents[1]
 START_S_MAX = 120.0
-POLL_S = 0.01
 PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
     "tiercheck.integrations.deepspeed",
@@ -190,20 +190,19 @@ def run_as_interpreter(program: str, arguments: Sequence[str]) -> NoReturn:
 def wait(pids: list[int], until: float) -> list[int]:
     """The ranks' exit statuses. When one fails, or at the deadline, all are killed with what they started."""
     codes: dict[int, int] = {}
+    living = {os.pidfd_open(pid): pid for pid in pids}
     killed = False
-    while len(codes) < len(pids):
-        for pid in pids:
-            if pid not in codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-        if not killed and (any(codes.values()) or time.monotonic() > until):
+    while living:
+        ended, _, _ = select.select(list(living), [], [], None if killed else max(0.0, until - time.monotonic()))
+        for descriptor in ended:
+            pid = living.pop(descriptor)
+            os.close(descriptor)
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not killed and (any(codes.values()) or not ended):
             killed = True
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-        if len(codes) < len(pids):
-            time.sleep(POLL_S)
     return [codes[pid] for pid in pids]
 
 

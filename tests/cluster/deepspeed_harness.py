@@ -15,6 +15,7 @@ from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
 
 prepare_cpu()
 
+# What follows imports DeepSpeed, which looks at once for the accelerator that prepare_cpu() names.
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.ops.adam import FusedAdam  # noqa: E402

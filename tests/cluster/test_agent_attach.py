@@ -31,9 +31,6 @@ __all__ = ["node"]
 
 pytestmark = pytest.mark.cluster
 
-PATIENCE_S = 3.0
-"""What an agent that hangs is given: twice as much is more than the rest takes on a busy machine."""
-
 
 @pytest.fixture
 def place(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
@@ -120,6 +117,7 @@ def test_the_starter_tells_a_kill_from_a_failure() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == KILLED + signal.SIGKILL
 
 
+@pytest.mark.alone
 def test_an_agent_that_hangs_is_named_and_waited_for_no_longer_than_the_deadline(place: Node) -> None:
     hierarchy = Hierarchy.of(place.shm(), f"nvme://{place.durable}?survives=rack")
     training = Training()
@@ -129,18 +127,17 @@ def test_an_agent_that_hangs_is_named_and_waited_for_no_longer_than_the_deadline
     pid = int(RunDirectory.of(place.name).lock.read_text().split()[1])
     os.kill(pid, signal.SIGSTOP)
     try:
-        who = rf"the agent '{place.name}' of .* \(process {pid}, which is stopped: 'kill -CONT {pid}' "
-        who += rf".*within {PATIENCE_S:.0f} s"
-        checkpointer._job.recorder._config = replace(checkpointer.config, deadline_s=PATIENCE_S)
+        who = rf"the agent '{place.name}' of .* \(process {pid}, which is stopped: 'kill -CONT {pid}' .*within 2 s"
+        checkpointer._job.recorder._config = replace(checkpointer.config, deadline_s=2.0)
         began = time.monotonic()
         with pytest.raises(SaveError, match=who):
             checkpointer.flush()
-        assert time.monotonic() - began < 2 * PATIENCE_S, "it waits for twice the deadline"
+        assert time.monotonic() - began < 4, "it waits for twice the deadline"
         checkpointer.abort()
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=who):
-            Training().attach(hierarchy, mover="agent", deadline_s=PATIENCE_S)
-        assert time.monotonic() - began < 2 * PATIENCE_S, "it waits for twice the deadline"
+            Training().attach(hierarchy, mover="agent", deadline_s=2.0)
+        assert time.monotonic() - began < 4, "it waits for twice the deadline"
     finally:
         os.kill(pid, signal.SIGCONT)
     with Training().attach(hierarchy, mover="agent", deadline_s=20.0) as again:

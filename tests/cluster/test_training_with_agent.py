@@ -126,6 +126,7 @@ def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> N
         Training().attach(Hierarchy.of(f"shm://{name}", f"peer://{name}"), mover="trainer")
 
 
+@pytest.mark.alone
 def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path: Path) -> None:
     (tmp_path / "durable").write_text("in the way")  # the durable tier cannot be opened: a file stands there
     hierarchy = tiers(name, tmp_path)
@@ -133,7 +134,7 @@ def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path:
         Training().attach(hierarchy, mover="agent")
     (tmp_path / "durable").unlink()
     training = Training()
-    checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn", deadline_s=4.0)
+    checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn", deadline_s=2.0)
     training.step(1)
     checkpointer.flush()
     (tmp_path / "durable").rename(tmp_path / "aside")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from tests.simulation.tiers import Node, Tier
-from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream, own_prefixes
 from tiercheck.policy import watermark as marks
 from tiercheck.policy.commit import COORDINATOR, superseded, to_commit, to_mark
 from tiercheck.policy.guard import checked_deletions
@@ -20,6 +20,9 @@ from tiercheck.policy.recovery.agreement import NO_MARK, needs_agreement
 from tiercheck.policy.recovery.lineage import Lineage, strangers
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
+
+name_of = lru_cache(maxsize=None)(str)
+"""The name of a key; the same few are listed at each action."""
 
 State = tuple[int, ...]
 """A state is the sequence of the random steps that led to it."""
@@ -104,10 +107,8 @@ class Movers:
 
     def listed(self, contents: Contents, index: int) -> Contents:
         """What a rank lists of a tier that all ranks share (:func:`tiercheck.keys.own_prefixes`)."""
-        own = contents.of_rank(index)
-        if index != COORDINATOR:
-            return own
-        return own.changed({key: 1 for key in contents if isinstance(key, MarkerKey)})
+        prefixes = own_prefixes(index, coordinator=index == COORDINATOR)
+        return Contents.of((key, 1) for key in contents if name_of(key).startswith(prefixes))
 
     def watermark(self) -> CommitKey | None:
         return marks.watermark(self.observe(0))

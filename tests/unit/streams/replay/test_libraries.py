@@ -53,7 +53,7 @@ class Module:
         self.path = path
 
     def lion(self, source: str = SOURCE) -> Any:
-        libraries.library_of.cache_clear()
+        library_of.cache_clear()
         self.path.write_text(source)
         sys.modules.pop(self.path.stem, None)
         spec = importlib.util.spec_from_file_location(self.path.stem, self.path)
