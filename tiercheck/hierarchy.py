@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from string import Formatter
@@ -17,7 +17,7 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.url import TierURL
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay, LazyOpenDriver
-from tiercheck.types import Capabilities, Survives
+from tiercheck.types import Capabilities, ObjectInfo, Survives
 
 __all__ = ["Hierarchy", "OpenHierarchy", "OpenTier", "Tier"]
 
@@ -192,6 +192,12 @@ class OpenTier:
     @property
     def role(self) -> Role:
         return Role(self.index, self.name, self.driver.capabilities.survives)
+
+    async def listed(self, prefixes: Iterable[str]) -> AsyncIterator[ObjectInfo]:
+        """The objects under each of the prefixes, one prefix after the other. Errors: as of ``TierDriver.list``."""
+        for prefix in prefixes:
+            async for info in self.driver.list(prefix):
+                yield info
 
     def __str__(self) -> str:
         return self.name

@@ -142,36 +142,36 @@ class _Startup:
         ranks, config = self.ranks, self.config
         state = await ranks.together("looking at what is to be saved", self.look)
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
-        place = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
+        opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
         restart = config.on_nothing_left == "restart"
-        restorer = Restorer(place.tiers, self.trained, ranks, restart=restart)
+        restorer = Restorer(opened.tiers, self.trained, ranks, restart=restart)
         restored = await restorer.restore()
         taking = "taking over what was restored"
         recovery = await ranks.together(taking, lambda: take_over(restored, state.stream, caveats))
-        branch = await open_on_all_ranks(ranks, place.tiers, restored, self.runtime.token)
+        branch = await open_on_all_ranks(ranks, opened.tiers, restored, self.runtime.token)
         start = _Start(recovery, branch, Lineage.of([*restored.past.branches, branch]))
         try:
             state.stream.token = branch.token
-            mark = await clear_tiers(ranks, place.tiers, restored, branch.generation)
-            recording, read_from = await ranks.exchange("beginning to save", lambda: self.begin(state, place, start))
+            mark = await clear_tiers(ranks, opened.tiers, restored, branch.generation)
+            recording, read_from = await ranks.exchange("beginning to save", lambda: self.begin(state, opened, start))
         except GroupError:  # the ranks cannot agree to take it back
             raise
         except Exception:
             if self.held.recorder is not None:
                 await self.held.recorder.close()
-            await take_back(ranks, place.tiers, branch)
+            await take_back(ranks, opened.tiers, branch)
             raise
         await self.hand_over(agent, recording.agreement, mark)
         mover_life = self.held.mover_life = ranks.scheduler.start(recording.mover.run())
         if ranks.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
-            log.info("%s", begun(recovery, read, place.tiers, branch.generation, place.demand.base_nbytes))
+            log.info("%s", begun(recovery, read, opened.tiers, branch.generation, opened.demand.base_nbytes))
         for caution in recording.cautions:
             log.warning("%s", caution)
         return OpenedJob(
             config=config,
             ranks=ranks,
-            tiers=place.tiers,
+            tiers=opened.tiers,
             generation=branch.generation,
             recovery=recovery,
             recorder=recording.recorder,
@@ -230,17 +230,17 @@ class _Startup:
             await prepare_memory(ranks, tiers, demand, usage)
         return _OpenTiers(placed, tiers, demand, agent)
 
-    async def begin(self, state: _State, place: _OpenTiers, start: _Start) -> tuple[_Recording, list[str]]:
+    async def begin(self, state: _State, opened: _OpenTiers, start: _Start) -> tuple[_Recording, list[str]]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
-        mover = self.make_mover(place, start)
+        mover = self.make_mover(opened, start)
         agreement = None
-        if Agreement.needed(place.tiers, ranks.group):
+        if Agreement.needed(opened.tiers, ranks.group):
             agreement = Agreement(ranks.group, mover, ranks.scheduler, config.deadline_s)
         recorder = self.held.recorder = Recorder(
             state.stream,
-            place.tiers,
+            opened.tiers,
             mover,
             ranks.scheduler,
             placement=self.policies.placement,
@@ -251,7 +251,7 @@ class _Startup:
             version=start.version,
             settle=agreement.settle if agreement else None,
         )
-        cautions = await self.cautions(state, place, start.recovery)
+        cautions = await self.cautions(state, opened, start.recovery)
         await recorder.begin()
         if start.recovery is None and ranks.world_size > 1:
             # No rank of a job that begins anew goes on before every rank has its first base. A rank without one could
@@ -269,12 +269,12 @@ class _Startup:
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 
-    def make_mover(self, place: _OpenTiers, start: _Start) -> MoverHandle:
+    def make_mover(self, opened: _OpenTiers, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""
         rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
-        if place.agent is None:
+        if opened.agent is None:
             return Mover(
-                place.tiers,
+                opened.tiers,
                 rank=rank,
                 world_size=world_size,
                 generation=generation,
@@ -284,8 +284,8 @@ class _Startup:
                 lineage=start.lineage,
             )
         job = ReplicationJob(
-            tuple(JobTier(tier.name, tier.url, tier.codec) for tier in place.hierarchy.tiers),
-            node=place.agent.node,
+            tuple(JobTier(tier.name, tier.url, tier.codec) for tier in opened.hierarchy.tiers),
+            node=opened.agent.node,
             rank=rank,
             world_size=world_size,
             generation=generation,
@@ -293,20 +293,20 @@ class _Startup:
             interval=self.policies.cadence.interval,
             **self.policies.texts(),
         )
-        return place.agent.mover(job, place.tiers.first.driver)
+        return opened.agent.mover(job, opened.tiers.first.driver)
 
-    async def cautions(self, state: _State, place: _OpenTiers, recovery: Recovery | None) -> list[str]:
+    async def cautions(self, state: _State, opened: _OpenTiers, recovery: Recovery | None) -> list[str]:
         """What the user may not have meant, told once a job."""
         if self.ranks.rank != 0:
             return []
-        tiers, world_size = place.tiers, self.ranks.world_size
+        tiers, world_size = opened.tiers, self.ranks.world_size
         found = [nothing_outlives_a_node(tiers, world_size), doubtful_tiers(tiers)]
         found.append(retention_without_effect(tiers, self.policies.retaining))
         if recovery is not None:
             scheduled = self.trained.host_state().get("scheduler") is not None
             found.append(overruled_options(state.given, self.trained.hyperparameters(), scheduled=scheduled))
         if (usage := await room_at_the_end(self.ranks, tiers)) is not None:
-            found.append(too_little_room(tiers, usage, place.demand.base_nbytes, world_size, self.config))
+            found.append(too_little_room(tiers, usage, opened.demand.base_nbytes, world_size, self.config))
         return [each for each in found if each is not None]
 
     async def hand_over(self, agent: NodeAgent | None, agreement: Agreement | None, mark: int) -> None:

@@ -28,7 +28,6 @@ __all__ = [
     "CommittedShard",
     "Marker",
     "lagging",
-    "newest_committed",
     "superseded",
     "to_commit",
     "to_mark",
@@ -99,14 +98,14 @@ def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
 def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
     """The rank's bases that are newer than any committed one, and its snapshots that are newer than anything committed.
     What is older is superseded, and other ranks may be deleting their shards of it."""
-    bases, snapshots = newest_committed(seen, contents)
+    bases, snapshots = _newest_committed(seen, contents)
     return [
         *(base for base in own_bases(seen, contents) if base.first > bases),
         *(shard for shard in own_snapshots(seen, contents) if shard.last > max(bases, snapshots)),
     ]
 
 
-def newest_committed(seen: Observation, contents: Contents) -> tuple[int, int]:
+def _newest_committed(seen: Observation, contents: Contents) -> tuple[int, int]:
     """The newest version of this generation that a committed base has, and the newest that committed snapshots lead to;
     -1 if there is none."""
     bases, snapshots = (
@@ -122,7 +121,7 @@ def lagging(seen: Observation) -> str:
     if not seen.durable.shared:
         return "the ranks have agreed on none that is newer"
     contents = seen.contents[seen.durable.index]
-    newest, _ = newest_committed(seen, contents)
+    newest, _ = _newest_committed(seen, contents)
     waiting = next((base for base in own_bases(seen, contents) if base.first > newest), None)
     if waiting is None:
         return "what is committed has not been deleted yet"

@@ -91,10 +91,6 @@ class Contents:
         held = {**self._held, **{rank: _Held(each) for rank, each in by_rank.items()}}
         return Contents({rank: each for rank, each in held.items() if each.nbytes})
 
-    def of_rank(self, rank: int) -> Contents:
-        """What is the rank's or no rank's."""
-        return Contents({each: held for each, held in self._held.items() if each in (None, rank)})
-
     def __contains__(self, key: Key) -> bool:
         held = self._held.get(_rank_of(key))
         return held is not None and key in held.nbytes

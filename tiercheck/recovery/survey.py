@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,6 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import SetAside, read_branches
-from tiercheck.types import ObjectInfo
 
 __all__ = ["Looked", "Survey", "look_into", "survey"]
 
@@ -116,7 +115,7 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     records: dict[LineageKey, int] = {}
     others: dict[int, ShardKey] = {}
     prefixes = (LINEAGE, rank_prefix(rank)) if tier.role.shared else ("",)
-    async for info in _listed(tier, prefixes):
+    async for info in tier.listed(prefixes):
         key = keys.parse(info.key)
         if isinstance(key, ShardKey):
             looked.generations.add(key.generation)
@@ -133,9 +132,3 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     looked.recorded = {key.generation for key in records}
     looked.branches, looked.set_aside = await read_branches(tier, records)
     return looked
-
-
-async def _listed(tier: OpenTier, prefixes: Sequence[str]) -> AsyncIterator[ObjectInfo]:
-    for prefix in prefixes:
-        async for info in tier.driver.list(prefix):
-            yield info

@@ -297,13 +297,12 @@ class Observer:
         known.next_at = began if nearby else max(known.rest_until, ended + pause_s)
 
     async def _read(self, tier: OpenTier, known: _Known, found: dict[str, int], parsed: dict[str, Key | None]) -> None:
-        for prefix in known.prefixes:
-            async for info in tier.driver.list(prefix):
-                if info.key not in known.names:
-                    parsed[info.key] = keys.parse(info.key)
-                found[info.key] = info.nbytes
-                if len(found) % YIELD_EVERY == 0:
-                    await asyncio.sleep(0)
+        async for info in tier.listed(known.prefixes):
+            if info.key not in known.names:
+                parsed[info.key] = keys.parse(info.key)
+            found[info.key] = info.nbytes
+            if len(found) % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
 
     def _take(
         self, tier: OpenTier, known: _Known, listed: dict[str, int | None], parsed: dict[str, Key | None]

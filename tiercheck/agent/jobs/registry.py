@@ -50,8 +50,8 @@ class JobRegistry:
 
     def __iter__(self) -> Iterator[RankReplicator]:
         """By rank."""
-        keys = sorted(self._replicators, key=lambda key: (key[1], key[0]))
-        return iter([self._replicators[key] for key in keys])
+        ordered = sorted(self._replicators, key=lambda key: (key[1], key[0]))
+        return iter([self._replicators[key] for key in ordered])
 
     def __len__(self) -> int:
         return len(self._replicators)
