@@ -168,7 +168,8 @@ def test_where_no_copy_of_this_form_is_left_the_job_is_refused_untouched(left: L
     for held in left.held:
         for key in [key for key in held if "base/" in key and key.endswith(".safetensors")]:
             shard = container.parse(held[key])
-            objects = {**shard.objects, "optimizer": {"hyperparameters": 5, "values": {}}}
+            optimizer = {**shard.objects["optimizer"], "hyperparameters": 5, "values": {}}
+            objects = {**shard.objects, "optimizer": optimizer}
             held[key] = b"".join(map(bytes, container.payload(shard.metadata, list(shard.entries()), objects)))
     left.fill()
     broken, left.held = left.held, whole

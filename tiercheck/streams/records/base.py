@@ -8,13 +8,13 @@ A base v is the state after iteration v. Its tensors are
 - ``residual/NAME``: where training uses compressed gradients with error feedback, what of the master's gradients it
   has not used yet (:mod:`tiercheck.streams.records.gradient_encoder`),
 
-and its objects ``identity``, ``optimizer`` (options of the parameter groups, and state that is no tensor) and
-``host``.
+and its objects ``identity``, ``optimizer`` (options of the parameter groups, the group of each master, and state that
+is no tensor) and ``host``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -54,6 +54,8 @@ class BaseState:
     hyperparameters: list[dict[str, Any]]
     host_state: Mapping[str, Any]
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    """The index of each master's parameter group."""
 
 
 class BaseCapture:
@@ -83,9 +85,14 @@ class BaseCapture:
         tensors.update({f"residual/{name}": tensor for name, tensor in residuals.items()})
         self._at_once = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("extra/")}
         self._later = {name: tensor for name, tensor in tensors.items() if not name.startswith("extra/")}
+        group_of = provider.group_of()
         held = {
             "identity": schema.plain(provider.identity()),
-            "optimizer": {"hyperparameters": provider.hyperparameters(), "values": values},
+            "optimizer": {
+                "hyperparameters": provider.hyperparameters(),
+                "groups": [group_of[name] for name in provider.masters()],
+                "values": values,
+            },
             "host": provider.host_state() if host_state is None else host_state,
         }
         self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
@@ -180,9 +187,17 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
             hyperparameters=optimizer["hyperparameters"],
             host_state=host_state,
             residuals=residuals,
+            group_of=_group_of(masters, optimizer["groups"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Corruption(f"the base's objects lack {error}", tier=tier, key=where) from error
+
+
+def _group_of(masters: Iterable[str], groups: Sequence[int]) -> dict[str, int]:
+    """Errors: ``ValueError``; ``TypeError``."""
+    if not all(type(group) is int and group >= 0 for group in groups):
+        raise ValueError("the number of a parameter group for each trained tensor")
+    return dict(zip(masters, groups, strict=True))
 
 
 def _tensors(provider: StateProvider) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
