@@ -6,7 +6,7 @@ however many ranks there are (``docs/adr/0028-keys-begin-with-what-a-reader-asks
     r00001/g000002/base/000000000040.safetensors                      rank 1's shard of base 40
     r00001/g000002/differential/000000000041-000000000045.safetensors rank 1's batch 41..45
     r00001/g000002/snapshot/000000000041-000000000045.safetensors     what changed from base 40 to version 45
-    done/r00001/g000002/000000000040                                  rank 1's shard is whole: its size and checksum
+    done/r00001/g000002/000000000040/1048576-8192-9b1d...-4f0c...     rank 1's shard is whole: its size and checksum
     job/commits/g000002/000000000040                                  all ranks' shards of base 40 are stored whole
     job/commits/g000002/000000000040-000000000045                     and all snapshots that lead from it to version 45
     job/lineage/g000002                                               who opened generation 2, and from where
@@ -53,6 +53,7 @@ COMPONENT_BYTES_MAX = 255
 GENERATION_MAX = 10**6 - 1
 VERSION_MAX = 10**12 - 1
 RANK_MAX = 10**5 - 1
+NBYTES_MAX = 10**15
 
 JOB = "job/"
 """What concerns all ranks."""
@@ -159,18 +160,37 @@ class CommitKey:
 
 @dataclass(frozen=True, order=True)
 class MarkerKey:
-    """A rank's statement that its shard of what is to be committed is stored whole in this tier."""
+    """A rank's statement that its shard of what is to be committed is stored whole in this tier.
+
+    What it states is part of the key, so that a listing tells it. A second statement about the shard is another key.
+    """
 
     commit: CommitKey
     rank: int
+    nbytes: int = 0
+    """The shard's length."""
+    header_nbytes: int = 0
+    """The length of its header, which holds the checksums of all the rest."""
+    digest: str = "0" * 16
+    """The checksum of the header."""
+    token: str = ""
+    """The generation's token, as the shard has it."""
 
     def __post_init__(self) -> None:
         check_number("rank", self.rank, RANK_MAX)
+        check_number("length", self.nbytes, NBYTES_MAX)
+        check_number("header", self.header_nbytes, NBYTES_MAX)
 
     @classmethod
-    def of(cls, shard: ShardKey) -> MarkerKey:
+    def of(cls, shard: ShardKey, nbytes: int, header_nbytes: int, digest: str, token: str) -> MarkerKey:
         """Of a base, or of a snapshot."""
-        return cls(CommitKey.of(shard), shard.rank)
+        return cls(CommitKey.of(shard), shard.rank, nbytes, header_nbytes, digest, token)
+
+    @property
+    def said(self) -> str:
+        """What it states, for people."""
+        whose = f" of {self.token}" if self.token else ""
+        return f"{self.nbytes} bytes with a header of {self.header_nbytes} and checksum {self.digest}{whose}"
 
     @property
     def generation(self) -> int:
@@ -181,7 +201,8 @@ class MarkerKey:
         return self.commit.shard(self.rank)
 
     def __str__(self) -> str:
-        return f"{MARKERS}r{self.rank:05d}/{self.commit._name}"
+        said = f"{self.nbytes}-{self.header_nbytes}-{self.digest}-{self.token}"
+        return f"{MARKERS}r{self.rank:05d}/{self.commit._name}/{said}"
 
 
 @dataclass(frozen=True, order=True)
@@ -240,7 +261,12 @@ class MetricKey:
 Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey | MetricKey
 
 _SHARD = re.compile(r"r(\d{5})/g(\d{6})/(base|differential|snapshot)/(\d{12})(?:-(\d{12}))?\.safetensors\Z", re.ASCII)
-_RECORD = re.compile(r"(?:job/commits|done/r(\d{5}))/g(\d{6})/(\d{12})(?:-(\d{12}))?\Z", re.ASCII)
+_COMMIT = re.compile(r"job/commits/g(\d{6})/(\d{12})(?:-(\d{12}))?\Z", re.ASCII)
+_MARKER = re.compile(
+    r"done/r(\d{5})/g(\d{6})/(\d{12})(?:-(\d{12}))?"
+    r"/(0|[1-9]\d{0,15})-(0|[1-9]\d{0,15})-([0-9a-f]{16})-((?:[0-9a-f]{16})?)\Z",
+    re.ASCII,
+)
 _LINEAGE = re.compile(r"job/lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
 _METRIC = re.compile(r"job/metrics/g(\d{6})/(\d{12})/([A-Za-z_][A-Za-z0-9_]{0,63})/([0-9a-f]{16})\Z", re.ASCII)
 _METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z", re.ASCII)
@@ -268,12 +294,14 @@ def parse(text: str) -> Key | None:
     """The key that ``text`` names, or ``None`` if it is no key of TierCheck's."""
     if match := _SHARD.match(text):
         return _shard(Stream(match[3]), int(match[2]), int(match[4]), match[5], int(match[1]))
-    if match := _RECORD.match(text):
-        base, version = int(match[3]), int(match[4] or match[3])
-        if version < base or (match[4] and version == base):
+    if match := _COMMIT.match(text):
+        return _commit(match[1], match[2], match[3])
+    if match := _MARKER.match(text):
+        commit = _commit(match[2], match[3], match[4])
+        sizes = int(match[5]), int(match[6])
+        if commit is None or max(sizes) > NBYTES_MAX:
             return None
-        commit = CommitKey(int(match[2]), version, base)
-        return MarkerKey(commit, int(match[1])) if match[1] else commit
+        return MarkerKey(commit, int(match[1]), *sizes, match[7], match[8])
     if match := _LINEAGE.match(text):
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
     if match := _JOB.match(text):
@@ -289,6 +317,12 @@ def _shard(stream: Stream, generation: int, first: int, last: str | None, rank: 
         return None
     until = first if last is None else int(last)
     return ShardKey(generation, stream, first, until, rank) if first <= until else None
+
+
+def _commit(generation: str, base: str, version: str | None) -> CommitKey | None:
+    if version is not None and version <= base:
+        return None
+    return CommitKey(int(generation), int(version or base), int(base))
 
 
 def is_metric_name(name: str) -> bool:

@@ -186,7 +186,8 @@ def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
         transfers = retention.wanted(seen, placement.transfers(seen, closing=closing))
         puts: list[tuple[int, keys.Key]] = [(each.target_tier, each.target) for each in transfers]
         puts += [(role.index, key) for role in seen.roles for key in retention.reports(seen, role.index)]
-        puts += [(role.index, key) for role in seen.roles for key in (*to_mark(seen, role.index),)]
+        to_be_marked = [(role.index, shard) for role in seen.roles for shard in to_mark(seen, role.index)]
+        puts += [(index, keys.MarkerKey(keys.CommitKey.of(shard), shard.rank)) for index, shard in to_be_marked]
         puts += [(role.index, key) for role in seen.roles for key in (*to_commit(seen, role.index),)]
         seen = seen.after(puts)
         gone = retention.reclaimable(seen)

@@ -168,7 +168,7 @@ class Movers:
         ]
         for role in self.roles:
             if role.index not in blocked:
-                found += [partial(self.do_mark, key) for key in to_mark(seen, role.index)]
+                found += [partial(self.do_mark, shard) for shard in to_mark(seen, role.index)]
                 found += [partial(self.do_commit, index, key) for key in to_commit(seen, role.index)]
         reclaimable = self.retention.reclaimable(seen)
         assert not checked_deletions(seen, reclaimable, "retention")[1], "what is deleted is needed"
@@ -184,9 +184,9 @@ class Movers:
             content = tuple(step for source in sources for step in source)  # type: ignore[attr-defined]
         tiers[transfer.target_tier][transfer.target] = content
 
-    def do_mark(self, key: MarkerKey) -> None:
-        assert key.shard in self.durable
-        self.durable[key] = None
+    def do_mark(self, shard: ShardKey) -> None:
+        assert shard in self.durable
+        self.durable[MarkerKey(CommitKey.of(shard), shard.rank)] = None
 
     def do_commit(self, index: int, key: CommitKey) -> None:
         assert index == 0

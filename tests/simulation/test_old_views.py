@@ -95,9 +95,9 @@ class OldViews(Cluster):
 
     # An action finds what there is
 
-    def do_mark(self, key: MarkerKey) -> None:
-        if key.shard in self.durable:
-            super().do_mark(key)
+    def do_mark(self, shard: ShardKey) -> None:
+        if shard in self.durable:
+            super().do_mark(shard)
 
     def do_commit(self, index: int, key: CommitKey) -> None:
         ranks = range(self.world)

@@ -31,7 +31,7 @@ from tiercheck.agent.protocol.messages import (
 )
 from tiercheck.errors import NotFound
 from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey
-from tiercheck.policy.commit import CommitRecord, Marker
+from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverStatus
@@ -42,8 +42,11 @@ TOKEN = "ab" * 8
 TRANSFER = bytes(range(16))
 JOB = ReplicationJob((JobTier("shm", "shm://x"), JobTier("nvme", "nvme:///y", "zstd")), "n", 1, 2, 3, 4, 5)
 BRANCH = Branch(2, 1, 7, 4, TOKEN)
-MARKER = Marker(300, "0123456789abcdef", TOKEN)
-COMMIT = CommitRecord.of(CommitKey(2, 7), [MARKER, Marker(70000, "f" * 16, TOKEN)])
+MARKERS = [
+    MarkerKey(CommitKey(2, 7), 0, 300, 8, "0123456789abcdef", TOKEN),
+    MarkerKey(CommitKey(2, 7), 1, 70000, 8, "f" * 16, TOKEN),
+]
+COMMIT = CommitRecord.of(CommitKey(2, 7), MARKERS)
 
 RECORDS: list[tuple[Key, object, str]] = [
     (
@@ -67,12 +70,6 @@ RECORDS: list[tuple[Key, object, str]] = [
         "74696572636865636b2d7265636f72646f9041a7a0ab8c7865726b8c3b6d975e85aa67656e65726174696f6e02a67061"
         "72656e7401a76c6566745f617407aa776f726c645f73697a6504a5746f6b656eb0616261626162616261626162616261"
         "62",
-    ),
-    (
-        MarkerKey(CommitKey(2, 7), 0),
-        MARKER,
-        "74696572636865636b2d7265636f7264a87aca2cbab9c9d0f09a20c17680551683a66e6279746573cd012ca664696765"
-        "7374b030313233343536373839616263646566a5746f6b656eb061626162616261626162616261626162",
     ),
     (
         CommitKey(2, 7),

@@ -1,10 +1,10 @@
 """When a base, or a snapshot, counts as committed in a tier that all ranks share.
 
-Each rank puts a marker behind its shard. The coordinator (rank 0) checks every marker against its shard, then
-publishes the commit record with a conditional put. Nobody but the coordinator lists what other ranks have put: a rank
-learns from the commit record that all of them have a shard. Markers and commit records carry the generation. When a
-newer generation has opened, an older one commits and purges nothing: a process of the older generation that is still
-alive cannot change the job any more.
+Each rank puts a marker behind its shard. The marker's name tells the shard's size and checksum. The coordinator (rank
+0) checks every marker against its shard, then publishes the commit record with a conditional put. Nobody but the
+coordinator lists what other ranks have put: a rank learns from the commit record that all of them have a shard.
+Markers and commit records carry the generation. When a newer generation has opened, an older one commits and purges
+nothing: a process of the older generation that is still alive cannot change the job any more.
 
 A tier that lies inside a node needs no commit: a rank's shards there are published one by one, and recovery uses what
 every rank can read.
@@ -26,7 +26,6 @@ __all__ = [
     "COORDINATOR",
     "CommitRecord",
     "CommittedShard",
-    "Marker",
     "lagging",
     "superseded",
     "to_commit",
@@ -35,15 +34,6 @@ __all__ = [
 
 COORDINATOR = 0
 RANKS_NAMED_MAX = 8
-
-
-@dataclass(frozen=True)
-class Marker:
-    """What a rank says about its shard: its length, the digest in its header, and its generation's token."""
-
-    nbytes: Count
-    digest: str
-    token: str
 
 
 class CommittedShard(Struct, frozen=True, array_like=True):
@@ -66,19 +56,20 @@ class CommitRecord:
     shards: tuple[CommittedShard, ...]
 
     @classmethod
-    def of(cls, key: CommitKey, markers: Sequence[Marker]) -> CommitRecord:
+    def of(cls, key: CommitKey, markers: Sequence[MarkerKey]) -> CommitRecord:
         """``markers``: of all ranks, in rank order."""
         shards = tuple(CommittedShard(marker.nbytes, marker.digest) for marker in markers)
         return cls(key.generation, key.version, key.base, markers[0].token, shards)
 
 
-def to_mark(seen: Observation, tier: int) -> list[MarkerKey]:
-    """Markers that this rank has to put into the tier: for its uncommitted bases and snapshots there without one."""
+def to_mark(seen: Observation, tier: int) -> list[ShardKey]:
+    """The shards in the tier that this rank has to mark: its uncommitted bases and snapshots there without a marker."""
     if not seen.roles[tier].shared:
         return []
     contents = seen.contents[tier]
-    keys = [MarkerKey.of(shard) for shard in _uncommitted(seen, contents)]
-    return [key for key in keys if key not in contents]
+    return [
+        shard for shard in _uncommitted(seen, contents) if not contents.marked(CommitKey.of(shard)).get(seen.rank, ())
+    ]
 
 
 def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
@@ -88,11 +79,13 @@ def to_commit(seen: Observation, tier: int) -> list[CommitKey]:
         return []
     contents = seen.contents[tier]
     keys = [CommitKey.of(shard) for shard in _uncommitted(seen, contents)]
-    return [
-        key
-        for key in keys
-        if key not in contents and all(MarkerKey(key, rank) in contents for rank in range(seen.world_size))
-    ]
+    return [key for key in keys if key not in contents and not _unmarked(seen, contents, key)]
+
+
+def _unmarked(seen: Observation, contents: Contents, key: CommitKey) -> list[int]:
+    """The ranks without a marker."""
+    marked = contents.marked(key)
+    return [rank for rank in range(seen.world_size) if rank not in marked]
 
 
 def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
@@ -126,7 +119,7 @@ def lagging(seen: Observation) -> str:
     if waiting is None:
         return "what is committed has not been deleted yet"
     commit = CommitKey.of(waiting)
-    late = [rank for rank in range(seen.world_size) if MarkerKey(commit, rank) not in contents]
+    late = _unmarked(seen, contents, commit)
     if seen.rank != COORDINATOR:
         return f"base {waiting.first} is not committed yet by rank {COORDINATOR}, which sees whose shard is late"
     if not late:

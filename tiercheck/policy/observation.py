@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 
 from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey, Stream
@@ -35,8 +36,15 @@ class Copy:
     key: ShardKey
 
 
+class _Group(Enum):
+    """What is kept by no rank."""
+
+    JOB = "commit records and lineage records"
+    MARKERS = "the markers of all ranks that were listed"
+
+
 class _Held:
-    """What one tier holds of one rank, or of no rank: commit records and lineage records."""
+    """What one tier holds of one rank, or of a group."""
 
     def __init__(self, nbytes: Mapping[Key, int]) -> None:
         self.nbytes = nbytes
@@ -54,8 +62,13 @@ class _Held:
         return tuple(sorted(self._of(Stream.SNAPSHOT), key=lambda key: (key.generation, key.last, key.first)))
 
     @cached_property
-    def markers(self) -> tuple[MarkerKey, ...]:
-        return tuple(sorted(key for key in self.nbytes if isinstance(key, MarkerKey)))
+    def marked(self) -> Mapping[CommitKey, Mapping[int, tuple[MarkerKey, ...]]]:
+        marked: dict[CommitKey, dict[int, tuple[MarkerKey, ...]]] = {}
+        for key in self.nbytes:
+            if isinstance(key, MarkerKey):
+                ranks = marked.setdefault(key.commit, {})
+                ranks[key.rank] = (*ranks.get(key.rank, ()), key)
+        return marked
 
     def _of(self, stream: Stream) -> tuple[ShardKey, ...]:
         found = [key for key in self.nbytes if isinstance(key, ShardKey) and key.stream is stream]
@@ -69,7 +82,7 @@ class Contents:
     there are, and :meth:`changed` shares with the old contents whatever has not changed.
     """
 
-    def __init__(self, held: Mapping[int | None, _Held] | None = None) -> None:
+    def __init__(self, held: Mapping[int | _Group, _Held] | None = None) -> None:
         self._held = {} if held is None else held
 
     @classmethod
@@ -78,7 +91,7 @@ class Contents:
 
     def changed(self, changes: Mapping[Key, int | None]) -> Contents:
         """The contents after these changes: an object is put (its size), or deleted (``None``)."""
-        by_rank: dict[int | None, dict[Key, int]] = {}
+        by_rank: dict[int | _Group, dict[Key, int]] = {}
         for key, nbytes in changes.items():
             rank = _rank_of(key)
             if rank not in by_rank:
@@ -107,8 +120,8 @@ class Contents:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have objects here."""
-        return [rank for rank in self._held if rank is not None]
+        """The ranks that have objects here, besides markers."""
+        return [rank for rank in self._held if not isinstance(rank, _Group)]
 
     @cached_property
     def commits(self) -> tuple[CommitKey, ...]:
@@ -146,20 +159,30 @@ class Contents:
         """The rank's snapshots, oldest first. Of several for one version, the newest base's comes last."""
         return self._held.get(rank, _NOTHING).snapshots
 
-    def markers(self, rank: int) -> tuple[MarkerKey, ...]:
+    def marked(self, commit: CommitKey) -> Mapping[int, tuple[MarkerKey, ...]]:
+        """By rank, the markers of what is to be committed."""
+        return self._held.get(_Group.MARKERS, _NOTHING).marked.get(commit, {})
+
+    def markers(self, rank: int) -> list[MarkerKey]:
         """The rank's markers, oldest first."""
-        return self._held.get(rank, _NOTHING).markers
+        marked = self._held.get(_Group.MARKERS, _NOTHING).marked
+        return [key for commit in sorted(marked) for key in marked[commit].get(rank, ())]
 
     @property
     def _of_no_rank(self) -> _Held:
-        return self._held.get(None, _NOTHING)
+        return self._held.get(_Group.JOB, _NOTHING)
 
 
 _NOTHING = _Held({})
 
 
-def _rank_of(key: Key) -> int | None:
-    return key.rank if isinstance(key, ShardKey | MarkerKey | JobKey) else None
+def _rank_of(key: Key) -> int | _Group:
+    match key:
+        case ShardKey() | JobKey():
+            return key.rank
+        case MarkerKey():
+            return _Group.MARKERS
+    return _Group.JOB
 
 
 def lasting(roles: Sequence[Role]) -> tuple[Role, ...]:

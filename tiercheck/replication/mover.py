@@ -5,10 +5,11 @@ delete, look again. No step depends on a notification having arrived, so a crash
 looking again; notifications (:meth:`Mover.nudge`) only make it fast. Nothing is dropped to keep up: when a
 capture would overrun what still drains, the capture waits (:meth:`Mover.room_for_base`).
 
-Each tier is served by itself, and works with what is known of the others, so that neither an upload nor a listing that
-takes minutes keeps a differential from the neighbour's memory. Within a tier each action is tried by itself, too: one
-that fails is repeated with growing pauses (:mod:`tiercheck.replication.backoff`), and shows in :attr:`Mover.status`
-until it succeeds or is wanted no more.
+Each tier is served by itself, and works with what is known of the others, so that neither an upload nor a listing
+that takes minutes keeps a differential from the neighbour's memory. The coordinator commits in a lane of its own, so
+that the check of all ranks' shards keeps no copy waiting. Within a tier each action is tried by itself, too: one that
+fails is repeated with growing pauses (:mod:`tiercheck.replication.backoff`), and shows in :attr:`Mover.status` until
+it succeeds or is wanted no more.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -24,7 +25,7 @@ from typing import Protocol
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import Key, LineageKey, ShardKey, Stream, parse
-from tiercheck.policy.commit import lagging, superseded, to_commit, to_mark
+from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Observation, Role
@@ -111,6 +112,26 @@ class MoverHandle(Protocol):
     async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
 
 
+COMMITS = (REPORTING, COMMITTING)
+"""Reports come before a commit, so that a rank that sees a commit sees what was reported before."""
+MOVES = (RECORDING, MARKING, DELETING, COPYING)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lane:
+    """Actions of some kinds for one tier: one after the other, while other lanes go on."""
+
+    tier: OpenTier
+    kinds: tuple[str, ...]
+    nudged: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of(cls, tier: OpenTier, *, commits: bool) -> list[_Lane]:
+        """``commits``: this rank may have to commit what lies in the tier."""
+        return [cls(tier, MOVES), cls(tier, COMMITS)] if commits else [cls(tier, MOVES + COMMITS)]
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """``acted``: something was done. ``done``: nothing is left to do."""
@@ -157,9 +178,10 @@ class Mover:
             pacer=Pacer(pacing or Unpaced(), self._refusals),
             undrained=lambda: placement.undrained(self._observer.seen()),
         )
-        self._nudged = [asyncio.Event() for _ in hierarchy.tiers]
-        self._serving = [asyncio.Lock() for _ in hierarchy.tiers]
-        self._idle = [False for _ in hierarchy.tiers]
+        commits = [rank == COORDINATOR and tier.role.shared for tier in hierarchy.tiers]
+        self._lanes = [_Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
+        """By tier."""
+        self._idle = {lane: False for lanes in self._lanes for lane in lanes}
         self._looked = asyncio.Condition()
         self._lineage = lineage
         self._branch = lineage.branches.get(generation)
@@ -175,8 +197,8 @@ class Mover:
 
     def nudge(self) -> None:
         """Something changed: look soon instead of at the next regular look."""
-        for nudged in self._nudged:
-            nudged.set()
+        for lane in self._idle:
+            lane.nudged.set()
 
     async def run(self) -> None:
         """Look and act until cancelled, or until a newer generation opens (:attr:`conflict`).
@@ -188,7 +210,8 @@ class Mover:
             async with asyncio.TaskGroup() as group:
                 for tier in self._hierarchy.tiers:
                     group.create_task(self._observer.keep_listing(tier, self.nudge))
-                    group.create_task(self._keep_serving(tier))
+                for lane in self._idle:
+                    group.create_task(self._keep_serving(lane))
         except* JobConflict as conflicts:
             self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
             log.error("%s", self.conflict)
@@ -218,7 +241,7 @@ class Mover:
         while True:
             listed = all(self._observer.attempted_since(tier.index, asked_at) for tier in tiers)
             outcomes = await asyncio.gather(
-                *(self._serve(tier, closing=closing, since=asked_at) for tier in tiers), return_exceptions=True
+                *(self._serve(*lanes, closing=closing, since=asked_at) for lanes in self._lanes), return_exceptions=True
             )
             served: list[_Outcome] = []
             for outcome in outcomes:
@@ -231,35 +254,37 @@ class Mover:
 
     async def make_room(self) -> None:
         """Delete from the first tier what may go, by what is known; if that is nothing, after a :meth:`cycle`."""
-        if not (await self._serve(self._hierarchy.first, closing=False)).acted:
+        if not (await self._serve(*self._lanes[0], closing=False)).acted:
             await self.cycle()
 
-    async def _keep_serving(self, tier: OpenTier) -> None:
-        nudged = self._nudged[tier.index]
+    async def _keep_serving(self, lane: _Lane) -> None:
         while True:
-            outcome = await self._serve(tier, closing=False)
+            outcome = await self._serve(lane, closing=False)
             if outcome.acted:
                 self.nudge()
-                nudged.clear()
+                lane.nudged.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY.first_s):
-                    await nudged.wait()
-            nudged.clear()
+                    await lane.nudged.wait()
+            lane.nudged.clear()
 
-    async def _serve(self, tier: OpenTier, *, closing: bool, since: float | None = None) -> _Outcome:
-        """Bring one tier to what policy wants, until nothing is left to do for it that can be done now.
+    async def _serve(self, *lanes: _Lane, closing: bool, since: float | None = None) -> _Outcome:
+        """Do what policy wants of lanes of one tier, until nothing is left to do in them that can be done now.
 
         ``since``: the tier is listed first, if its last listing began before that.
         """
+        tier, kinds = lanes[0].tier, [kind for lane in lanes for kind in lane.kinds]
         if since is not None:
             await self._observer.refresh(tier, since)
         acted = False
-        async with self._serving[tier.index]:
+        async with AsyncExitStack() as stack:
+            for lane in lanes:
+                await stack.enter_async_context(lane.serving)
             while True:
                 await self._observer.refresh_nearby()
-                actions = self._wanted(self._seen(), tier, closing)
+                actions = [each for each in self._wanted(self._seen(), tier, closing) if each.kind in kinds]
                 if self._observer.visible(tier.index):
-                    self._attempts.keep(tier, (RECORDING, REPORTING, COPYING, MARKING, COMMITTING, DELETING), actions)
+                    self._attempts.keep(tier, kinds, actions)
                 outcomes: list[bool] = []
                 for action in self._attempts.ordered(tier, actions):
                     outcomes.append(await self._try(tier, action))
@@ -267,12 +292,14 @@ class Mover:
                         break  # its marker, its commit and the room that they make come before the next copy
                 acted |= any(outcomes)
                 done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
-                self._idle[tier.index] = done and not outcomes
+                self._idle |= dict.fromkeys(lanes, done and not outcomes)
                 self._note()
                 async with self._looked:
                     self._looked.notify_all()
                 if not any(outcomes):
                     return _Outcome(acted, done)
+                for other in set(self._lanes[tier.index]).difference(lanes):
+                    other.nudged.set()
 
     async def _try(self, tier: OpenTier, action: Action) -> bool:
         succeeded = await self._attempts.run(tier, action)
@@ -301,10 +328,9 @@ class Mover:
             return [Action(RECORDING, str(LineageKey(self._branch.generation)), record)]
         reports = self._retention.reports(seen, tier.index)
         return [
-            # Before a commit, so that a rank that sees a commit sees what was reported before.
             *(Action(REPORTING, str(key), partial(actions.report, tier, key)) for key in reports),
             *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
-            *(Action(MARKING, str(key), partial(actions.mark, tier, key)) for key in to_mark(seen, tier.index)),
+            *(Action(MARKING, str(shard), partial(actions.mark, tier, shard)) for shard in to_mark(seen, tier.index)),
             # Room is made before anything more is brought.
             *(actions.deletions(tier, self._reclaimable(seen, tier)) if sure(tier.index) else ()),
             *(
@@ -453,7 +479,7 @@ class Mover:
         self.status = MoverStatus(
             watermark=mark.version if mark else None,
             undrained_bases=undrained,
-            idle=all(self._idle),
+            idle=all(self._idle.values()),
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,

@@ -27,7 +27,18 @@ from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerK
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import Buffer, shown
 
-__all__ = ["HEAD_NBYTES", "MAGIC", "MAJOR", "digest_of", "metric_record", "nbytes_max", "read_record", "seal", "unseal"]
+__all__ = [
+    "HEAD_NBYTES",
+    "MAGIC",
+    "MAJOR",
+    "digest_of",
+    "marker_record",
+    "metric_record",
+    "nbytes_max",
+    "read_record",
+    "seal",
+    "unseal",
+]
 
 T = TypeVar("T")
 
@@ -101,6 +112,11 @@ def unseal(content: Buffer, kind: type[T], *, key: Key, tier: str) -> T:
 def metric_record(key: MetricKey) -> bytes:
     """What lies under a metric's key, for whoever opens it: the key tells the same."""
     return seal(key, {"version": key.version, "name": key.name, "value": key.value})
+
+
+def marker_record(key: MarkerKey) -> bytes:
+    """What lies under a marker's key, for whoever opens it: the key tells the same."""
+    return seal(key, {"nbytes": key.nbytes, "digest": key.digest, "token": key.token})
 
 
 async def read_record(driver: TierDriver, key: Key, kind: type[T], *, nbytes: int | None = None) -> T:

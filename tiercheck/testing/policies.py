@@ -157,7 +157,7 @@ class PolicyTests:
                 assert not retention.refusals(seen)
                 transfers = retention.wanted(seen, placement.transfers(seen, closing=closing))
                 puts: list[tuple[int, Key]] = [(each.target_tier, each.target) for each in transfers]
-                puts += [(role.index, key) for role in seen.roles for key in to_mark(seen, role.index)]
+                puts += [(role.index, marker_of(shard)) for role in seen.roles for shard in to_mark(seen, role.index)]
                 puts += [(role.index, key) for role in seen.roles for key in to_commit(seen, role.index)]
                 seen = seen.after(puts)
                 gone = retention.reclaimable(seen)
@@ -264,6 +264,10 @@ class PolicyTests:
         contents = [Contents.of((key, 1) for key in memory), *(Contents() for _ in roles[1:-1])]
         contents.append(Contents.of((key, 1) for key in durable))
         return Observation(roles, tuple(contents), 0, 1, 2, lineage)
+
+
+def marker_of(shard: ShardKey) -> MarkerKey:
+    return MarkerKey(CommitKey.of(shard), shard.rank)
 
 
 def _committed(generation: int, version: int) -> list[Key]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from tiercheck import schema
+from tiercheck import keys
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
-from tiercheck.policy.commit import Marker, superseded, to_commit, to_mark
+from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepEvery, KeepLast
@@ -104,7 +104,7 @@ def test_only_the_own_rank_and_generation_are_moved() -> None:
 
 def test_the_coordinator_commits_when_every_rank_has_marked() -> None:
     shards: list[Key] = [base(10, 0), base(10, 1)]
-    assert to_mark(seen([], shards, world=2), 1) == [MarkerKey(CommitKey(1, 10), 0)]
+    assert to_mark(seen([], shards, world=2), 1) == [base(10, 0)]
     one_marked = [*shards, MarkerKey(CommitKey(1, 10), 0)]
     assert to_commit(seen([], one_marked, world=2), 1) == []
     all_marked = [*one_marked, MarkerKey(CommitKey(1, 10), 1)]
@@ -123,10 +123,32 @@ def test_a_newer_generation_supersedes() -> None:
     assert superseded(seen([LineageKey(1)], [LineageKey(2)])) == 2
 
 
-def test_a_malformed_marker_is_refused() -> None:
-    for value in (None, {}, {"nbytes": "17", "digest": "x", "token": "t"}, {"nbytes": -1, "digest": "x", "token": "t"}):
-        with pytest.raises(ValueError, match="invalid Marker"):
-            schema.read(Marker, value)
+def test_a_second_statement_about_a_shard_stands_beside_the_first() -> None:
+    """The coordinator finds which one is true of the shard."""
+    said = [MarkerKey(CommitKey(1, 10), 0, nbytes, 8, "f" * 16, "ab" * 8) for nbytes in (300, 400)]
+    held = [base(10, 0), *said]
+    contents = seen([], held).contents[1]
+    assert contents.marked(CommitKey(1, 10)) == {0: tuple(said)}
+    assert to_mark(seen([], held), 1) == []
+    assert set(said) <= set(Retention().reclaimable(seen([], [*held, CommitKey(1, 10)]))[1])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "/",
+        "/300-8-0123456789abcdef",
+        "/300-8-0123456789abcdef-xyz",
+        "/0300-8-0123456789abcdef-",
+        "/300-8-0123-",
+        "/9999999999999999-8-0123456789abcdef-",
+    ],
+)
+def test_a_malformed_marker_is_none(said: str) -> None:
+    assert keys.parse(f"done/r00001/g000002/000000000040{said}") is None
+    whole = "done/r00001/g000002/000000000040/300-8-0123456789abcdef-"
+    assert str(keys.parse(whole)) == whole
 
 
 def test_memory_keeps_two_bases_and_what_follows_the_older() -> None:
@@ -270,7 +292,7 @@ def test_a_neighbour_gets_each_snapshot_while_it_keeps_up_and_else_those_that_th
 def test_snapshots_are_committed_if_every_rank_has_one() -> None:
     to_25 = CommitKey(1, 25, 20)
     held = [*committed(0), *committed(20), snapshot(0, 15), snapshot(20, 25)]
-    assert to_mark(seen([], held, world=2), 1) == [MarkerKey(to_25, 0)], "base 20 supersedes what leads to 15"
+    assert to_mark(seen([], held, world=2), 1) == [snapshot(20, 25)], "base 20 supersedes what leads to 15"
     assert to_commit(seen([], [*held, MarkerKey(to_25, 0)], world=2), 1) == []
     assert to_commit(seen([], [*held, MarkerKey(to_25, 0), MarkerKey(to_25, 1)], world=2), 1) == [to_25]
     done = seen([], [*held, to_25, MarkerKey(to_25, 0)])

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.moving import base, capture, held, mover_of, record, shard
+from tests.moving import base, capture, held, mover_of, record, running, shard
 from tiercheck.errors import CapacityExceeded, NotFound, TierError, Transient
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
-from tiercheck.policy.commit import Marker
 from tiercheck.policy.placement import Placement
-from tiercheck.replication.records import seal
+from tiercheck.replication.records import marker_record
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
-from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +94,8 @@ async def test_a_base_that_cannot_be_committed_holds_up_nothing_else(tmp_path: P
         await capture(hierarchy, base(0))
         durable = hierarchy.tiers[-1].driver
         await durable.put(str(base(0)), shard(base(0)))
-        lie = Marker(1, "0" * 16, "")
-        await durable.put(str(MarkerKey(CommitKey(1, 0), 0)), [seal(MarkerKey(CommitKey(1, 0), 0), lie)])
+        lie = MarkerKey(CommitKey(1, 0), 0, nbytes=1)
+        await durable.put(str(lie), [marker_record(lie)])
         mover = mover_of(hierarchy)
         await mover.cycle()
         assert "its marker says" in mover.status.errors["durable"]
@@ -278,19 +278,97 @@ async def test_an_action_that_fails_for_a_reason_nobody_foresaw_ends_no_mover(
         assert mover.status.errors == {}
 
 
-async def test_the_coordinator_checks_several_ranks_at_a_time(tmp_path: Path) -> None:
-    hierarchy, drivers = picky(tmp_path)
-    world_size = 40
+class Slow(Picky):
+    """A store outside the nodes that counts the round trips that checks take."""
+
+    def __init__(self, inner: TierDriver) -> None:
+        super().__init__(inner)
+        self.rounds = self.asked = 0
+        self.prompt = 10**9
+        """So many requests are answered; the others wait for the gate."""
+        self.gate, self.waiting, self.brought = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, survives=Survives.RACK, mappable=False)
+
+    async def in_turn(self) -> None:
+        """What is asked at the same time costs one round trip together."""
+        self.asked += 1
+        before = self.rounds
+        if self.asked > self.prompt:
+            self.waiting.set()
+            await self.gate.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        self.rounds = max(self.rounds, before + 1)
+
+    async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
+        info = await super().put(key, payload, mode=mode)
+        if "/differential/" in key:
+            self.brought.set()
+        return info
+
+    async def stat(self, key: str) -> ObjectInfo:
+        await self.in_turn()
+        return await super().stat(key)
+
+    async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+        await self.in_turn()
+        return await super().get(key, range=range, into=into)
+
+
+async def marked_elsewhere(durable: TierDriver, world_size: int) -> None:
+    """All ranks but the first have brought base 0, and marked it."""
+    for rank in range(1, world_size):
+        content = b"".join(map(bytes, shard(base(0, rank), world_size=world_size)))
+        await durable.put(str(base(0, rank)), [content])
+        nbytes = container.header_length(content)
+        marker = MarkerKey.of(base(0, rank), len(content), nbytes, container.checksum_of(content[:nbytes]), "")
+        await durable.put(str(marker), [marker_record(marker)])
+
+
+def slow() -> tuple[OpenHierarchy, list[Slow]]:
+    drivers: list[Slow] = []
+
+    def wrap(driver: TierDriver) -> TierDriver:
+        drivers.append(Slow(driver))
+        return drivers[-1]
+
+    durable = Tier(f"memory://actions-{uuid.uuid4().hex}", name="durable", wrap=wrap)
+    return Hierarchy.of(f"memory://actions-{uuid.uuid4().hex}", durable).open(), drivers
+
+
+async def test_a_commit_of_many_ranks_takes_few_round_trips() -> None:
+    hierarchy, drivers = slow()
+    world_size = 600
     async with hierarchy:
+        (driver,) = drivers
         await capture(hierarchy, base(0))
-        durable = hierarchy.tiers[-1].driver
-        for rank in range(1, world_size):
-            content = b"".join(map(bytes, shard(base(0, rank), world_size=world_size)))
-            await durable.put(str(base(0, rank)), [content])
-            nbytes = container.header_length(content)
-            marker = Marker(len(content), container.checksum_of(content[:nbytes]), "")
-            await durable.put(str(MarkerKey(CommitKey(1, 0), rank)), [seal(MarkerKey(CommitKey(1, 0), rank), marker)])
+        await marked_elsewhere(driver, world_size)
         mover = mover_of(hierarchy, world_size=world_size)
         await mover.cycle()
         assert mover.status.watermark == 0
-        assert 8 <= drivers[1].most_in_flight <= 16
+        assert driver.asked == 2 + 2 * world_size, "the marker of its own, and of each rank a size and a header"
+        assert 8 <= driver.most_in_flight <= 128
+        assert driver.rounds <= 2 + 2 * -(-world_size // 128)
+
+
+async def test_copies_do_not_wait_for_a_commit_under_way() -> None:
+    hierarchy, drivers = slow()
+    async with hierarchy:
+        (driver,) = drivers
+        await capture(hierarchy, base(0))
+        await marked_elsewhere(driver, 3)
+        mover = mover_of(hierarchy, world_size=3)
+        driver.prompt = 2  # those of the marker of its own
+        async with running(mover):
+            await driver.waiting.wait()
+            await capture(hierarchy, record(1), record(2))
+            mover.nudge()
+            await driver.brought.wait()
+            assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
+            assert mover.status.watermark is None, "the commit is still under way"
+            driver.gate.set()
+        await mover.drain(10, closing=True)
+        assert mover.status.watermark == 0

@@ -15,7 +15,7 @@ from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.replication.records import seal
+from tiercheck.replication.records import marker_record
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
@@ -193,8 +193,8 @@ async def test_a_marker_that_lies_is_not_committed(plain: OpenHierarchy) -> None
     await capture(plain, base(0))
     driver = plain.tiers[-1].driver
     await driver.put(str(base(0)), shard(base(0)))
-    lie = {"nbytes": 1, "digest": "0" * 16, "token": ""}
-    await driver.put(str(MarkerKey(CommitKey(1, 0), 0)), [seal(MarkerKey(CommitKey(1, 0), 0), lie)])
+    lie = MarkerKey(CommitKey(1, 0), 0, nbytes=1)
+    await driver.put(str(lie), [marker_record(lie)])
     mover = mover_of(plain)
     await mover.cycle()
     assert str(CommitKey(1, 0)) not in await held(plain)

@@ -84,13 +84,17 @@ def shared(crowd: Sequence[ObjectInfo] = ()) -> Hierarchy:
     return Hierarchy.of(f"memory://observer-{uuid.uuid4().hex}", durable)
 
 
+def marker(shard: ShardKey) -> MarkerKey:
+    return MarkerKey(CommitKey.of(shard), shard.rank)
+
+
 def crowd(ranks: range, versions: range) -> list[ObjectInfo]:
     """What other ranks of the job have brought: differentials, bases, and their markers."""
     found: list[ObjectInfo] = []
     for rank in ranks:
         keys = [ShardKey.differential(1, version, version, rank) for version in versions]
         keys += [base(version, rank) for version in (0, 10, 20)]
-        markers = [MarkerKey.of(base(version, rank)) for version in (0, 10, 20)]
+        markers = [marker(base(version, rank)) for version in (0, 10, 20)]
         found += [ObjectInfo(str(key), 1, "1") for key in (*keys, *markers)]
     return found
 
@@ -138,9 +142,9 @@ async def test_a_look_at_a_tier_where_nothing_changed_makes_nothing_anew() -> No
         await durable.put(str(base(30)), shard(base(30)))
         after = (await observer.look([1])).contents[1]
         assert base(30) in after
-        assert after.markers(7) is before.markers(7)
+        assert after.markers(7) == before.markers(7)
         await durable.delete([str(base(30))])
-        durable.crowd = [each for each in durable.crowd if each.key != str(MarkerKey.of(base(10, 7)))]
+        durable.crowd = [each for each in durable.crowd if each.key != str(marker(base(10, 7)))]
         after = (await observer.look([1])).contents[1]
         assert base(30) not in after and len(after.markers(7)) == len(before.markers(7)) - 1
         assert before.differentials(7) == (), "what another rank has captured is not listed"

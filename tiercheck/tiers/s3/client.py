@@ -33,8 +33,8 @@ __all__ = ["COMPLETION_PATIENCE", "SMALL_REQUESTS", "Answer", "Progress", "S3Cli
 T = TypeVar("T")
 Answer = dict[str, Any]
 
-SMALL_REQUESTS = 16
-"""Requests without a body of ours that are under way at once, beside the transfers."""
+SMALL_REQUESTS = 128
+"""Requests that are under way at once beside the transfers: those without a body of ours, and gets of a few bytes."""
 CAUGHT: tuple[type[Exception], ...] = (*FOREIGN, RuntimeError)
 TRIES_MAX = 30
 UNREACHABLE_S_MAX = 3.0
@@ -181,9 +181,10 @@ class S3Client:
         return await self.retrying(once, key, acted)
 
     @contextlib.asynccontextmanager
-    async def receiving(self) -> AsyncIterator[Progress]:
-        """A slot for one answer with a body, and the progress to report while it is read."""
-        async with self._transfers, asyncio.timeout(self.settings.timeout_s) as scope:
+    async def receiving(self, *, small: bool = False) -> AsyncIterator[Progress]:
+        """A slot for one answer with a body, and the progress to report while it is read. ``small``: of a few bytes."""
+        slots = self._small if small else self._transfers
+        async with slots, asyncio.timeout(self.settings.timeout_s) as scope:
             yield Progress(scope, self.settings.timeout_s)
 
     async def begin_get(self, **arguments: Any) -> Answer:

@@ -39,6 +39,8 @@ PART_BYTES_MAX = 32 << 20
 """Of a large object, up to so much is asked for at once: a request takes the processor as long as 4 MiB of an answer.
 Beyond that little is won, and the connections come to an end at different times."""
 MAPPED_BYTES_MIN = 1 << 20
+SMALL_BYTES_MAX = 64 << 10
+"""A get of so much waits for no transfer: the coordinator reads the header of every rank's shard."""
 PIECE_BYTES_MAX = 1 << 20
 """The most that is taken from the client at once: a piece is still in the processor's cache when it is checksummed."""
 
@@ -131,7 +133,7 @@ class _Read:
         self._learnt = asyncio.Event()
 
     async def run(self) -> memoryview:
-        workers = self._client.settings.parts_in_flight - 1
+        workers = 0 if self._is_small else self._client.settings.parts_in_flight - 1
         first = self._described() if self._may_be_large else self._front()
         await together([first, *(self._back() for _ in range(workers))])
         target = self._target
@@ -142,6 +144,10 @@ class _Read:
             target.release()
             raise
         return target if self._into is not None else target.toreadonly()
+
+    @property
+    def _is_small(self) -> bool:
+        return self._range is not None and len(self._range) <= SMALL_BYTES_MAX
 
     @property
     def _may_be_large(self) -> bool:
@@ -171,7 +177,7 @@ class _Read:
         if self._range is not None:
             stop = min(self._range.stop, self._range.start + get_part_bytes(len(self._range), self._client.settings))
             arguments["Range"] = f"bytes={self._range.start}-{stop - 1}"
-        async with self._client.receiving() as progress:
+        async with self._client.receiving(small=self._is_small) as progress:
             answer = await self._client.begin_get(**arguments)
             async with answer["Body"] as body:
                 self._learn(answer)
