@@ -11,6 +11,7 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 SERVERS := .venv/servers/.installed
+COMPILED := .venv/.compiled
 PYTEST := $(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests that were chosen may all be of one kind; pytest exits with 5 where it finds none.
 NONE_IS_FINE := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
@@ -19,6 +20,8 @@ NONE_IS_FINE := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 # projects share would hand one project's binary to another.
 export DS_ACCELERATOR := cpu
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
+# Tests start hundreds of interpreters: what one has compiled, the next one loads, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types imports pytest cluster servers bench bench-kernels fidelity soak format hooks clean
@@ -65,7 +68,11 @@ $(SERVERS): $(INSTALLED) tests/servers/package.json
 
 servers: $(SERVERS) ## the servers that npm brings, for the tests that talk to them
 
-pytest: $(INSTALLED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
+$(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py tiercheck/kernels/cpu/*/*.py)
+	$(BIN)/python -m tests.warm_up
+	@touch $@
+
+pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
 	$(PYTEST) -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 cluster: $(INSTALLED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
