@@ -13,13 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.cluster.forked_demo import SMALL
+from tests.cluster.test_demo_trainers import wait_until_gone
+from tests.forks import Forks
 from tiercheck.cli import main
 
 # Agents stand back: on a busy machine a neighbour would have less than what these recover from its memory.
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
-SMALL = ["--steps", "44", "--width", "64", "--heads", "2", "--layers", "2", "--sequence", "64"]
-BATCH = 5
-COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", *SMALL, "--batch", str(BATCH), "--json"]
+COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", "--json"]
+COMMAND += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 REQUIRED = {
     "failure",
     "seed",
@@ -35,21 +37,26 @@ REQUIRED = {
     "params_bit_identical",
     "fidelity",
 }
+GONE_S_MAX = 10.0
 
 
-def demo(output: Path, *options: str) -> dict[str, Any]:
-    """The JSON object a demo prints last, after what holds for every demo was checked."""
-    done = subprocess.run(
-        [*COMMAND, "--output", str(output), *options], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the demos ran that start no interpreter of their own."""
+    directory = tmp_path_factory.mktemp("demos")
+    codes = forks.run("tests.cluster.forked_demo", directory, log=directory / "log")
+    assert codes == [0], (directory / "log").read_text()[-4000:]
+    return directory
+
+
+def checked(result: dict[str, Any], output: Path, told: str) -> dict[str, Any]:
+    """The result of a demo, after what holds for every demo was checked. ``told``: what the user saw."""
     assert set(result) >= REQUIRED
     assert json.loads((output / "report.json").read_text()) == result
     assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "durable").exists(), "the durable tier is removed at the end"
-    assert "What could be used" in done.stderr
-    assert "The plan of the recovery" in done.stderr
+    assert "What could be used" in told
+    assert "The plan of the recovery" in told
     assert result["loss_bit_identical"] is True
     assert result["params_bit_identical"] is True
     assert result["fidelity"] == "exact"
@@ -57,6 +64,11 @@ def demo(output: Path, *options: str) -> dict[str, Any]:
     assert result["steps_lost"] == max(0, result["failed_at"] - result["resumed_at"])
     assert not leftovers()
     return result
+
+
+def of_forked(directory: Path, failure: str) -> dict[str, Any]:
+    result = json.loads((directory / f"{failure}.json").read_text())
+    return checked(result, directory / failure, (directory / "log").read_text())
 
 
 def leftovers() -> list[Path]:
@@ -68,23 +80,28 @@ def leftovers() -> list[Path]:
     ]
 
 
-def test_a_software_failure_loses_nothing(tmp_path: Path) -> None:
-    result = demo(tmp_path / "out", "--seed", "11", "--failure", "software")
+def test_a_software_failure_loses_nothing(forked: Path) -> None:
+    result = of_forked(forked, "software")
     assert result["seed"] == 11
     assert result["steps_lost"] == 0
     assert set(result["sources"]) == {"shm"}
     assert result["nodes_lost"] == []
 
 
-def test_a_lost_node_recovers_from_its_neighbours_memory(tmp_path: Path) -> None:
-    result = demo(tmp_path / "out", "--seed", "12", "--failure", "node", "--zero", "3", "--dtype", "bf16")
+def test_a_lost_node_recovers_from_its_neighbours_memory(forked: Path) -> None:
+    result = of_forked(forked, "node")
     assert len(result["nodes_lost"]) == 1
     # The very last version may not have left the node yet: then what both have is older, and still next door.
     assert {"shm", "peer"} <= set(result["sources"])
 
 
 def test_a_lost_rack_recovers_from_the_durable_tier(tmp_path: Path) -> None:
-    result = demo(tmp_path / "out", "--seed", "13", "--failure", "rack", "--zero", "0")
+    """From the command line, with torchrun."""
+    output = tmp_path / "out"
+    options = ["--output", str(output), "--seed", "13", "--failure", "rack", "--zero", "0"]
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    result = checked(json.loads(done.stdout.splitlines()[-1]), output, done.stderr)
     assert result["nodes_lost"] == [0, 1]
     assert set(result["sources"]) == {"nvme"}
 
@@ -99,8 +116,7 @@ def test_a_demo_that_is_ended_early_leaves_nothing_behind(tmp_path: Path) -> Non
         children = wait_for_children(psutil.Process(parent.pid))
         parent.send_signal(signal.SIGTERM)
         assert parent.wait(60) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert not wait_until_gone(children, GONE_S_MAX)
     assert not (output / "durable").exists()
     assert not leftovers()
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,11 @@ from tiercheck.demo.settings import RANKS, TrainingSettings
 from tiercheck.demo.training.progress import RankProgress, progress_path, read_progress
 from tiercheck.errors import TierCheckError
 
-__all__ = ["Deadlines", "TrainerFailure", "Trainers"]
+__all__ = ["Deadlines", "Start", "TrainerFailure", "Trainers", "torchrun"]
+
+Start = Callable[[Sequence[str], Path, Mapping[str, str]], psutil.Process]
+"""Starts the ranks with these arguments of the trainer, their output in this log, and these variables more. Returns
+the process that they are children of, which ends after them and fails when one of them does."""
 
 POLL_S = 0.02
 TAIL_LINES = 40  # the half of it is what the torchrun agent says of any failure
@@ -42,30 +46,36 @@ class Deadlines:
 
 
 class Trainers:
-    """``RANKS`` trainer processes under one torchrun agent. Leaving the context kills those that still live."""
+    """``RANKS`` trainer processes under one agent, torchrun's if nothing else is said. Leaving the context kills those
+    that still live."""
 
-    def __init__(self, settings: TrainingSettings, folder: Path, *, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        folder: Path,
+        *,
+        deadlines: Deadlines | None = None,
+        start: Start | None = None,
+    ) -> None:
         self.settings = settings
         self.folder = folder
         self.deadlines = deadlines or Deadlines()
         self.log = folder / "trainers.log"
+        self._start = start or torchrun
+        self._code: int | None = None
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
         settings_file = self.folder / "settings.json"
         self.settings.save(settings_file)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        command += ["--max-restarts=0", "-m", "tiercheck.demo.training.trainer"]
-        command += [f"--settings={settings_file}", f"--progress={self.folder}"]
-        with self.log.open("wb") as log:
-            self._agent = psutil.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | trainer_environment(self.folder),
-                start_new_session=True,  # a Ctrl-C is for the parent, which then kills them
-            )
+        arguments = [f"--settings={settings_file}", f"--progress={self.folder}"]
+        before = set(psutil.Process().children())
+        try:
+            self._agent = self._start(arguments, self.log, trainer_environment(self.folder))
+        except BaseException:  # a signal that ends the demo may come when the process is there and nobody knows it yet
+            for process in set(psutil.Process().children()) - before:
+                process.kill()
+            raise
         return self
 
     def __exit__(
@@ -100,7 +110,7 @@ class Trainers:
             if until(ranks):
                 return ranks
             if ended:
-                raise self._failure(f"the trainers ended with exit code {self._agent.returncode}")
+                raise self._failure(f"the trainers ended with exit code {self._code}")
             if time.monotonic() - heard > (limit := self._patience(ranks)):
                 slowest = min(range(RANKS), key=lambda rank: (stage(ranks[rank]), ranks[rank].version))
                 raise self._failure(
@@ -110,14 +120,14 @@ class Trainers:
     def run_on(self, seconds: float) -> None:
         """Let the trainers run for so long. Errors: ``TrainerFailure`` if they end by themselves meanwhile."""
         if self._ended_within(seconds):
-            raise self._failure(f"the trainers ended with exit code {self._agent.returncode}")
+            raise self._failure(f"the trainers ended with exit code {self._code}")
 
     def wait_for_exit(self) -> None:
         """Wait for the trainers that have finished. Errors: ``TrainerFailure`` for a bad end, or none in time."""
         if not self._ended_within(self.deadlines.finish_s):
             raise self._failure(f"the trainers did not end within {self.deadlines.finish_s:.0f} s of their last step")
-        if self._agent.returncode != 0:
-            raise self._failure(f"the trainers ended with exit code {self._agent.returncode}")
+        if self._code != 0:
+            raise self._failure(f"the trainers ended with exit code {self._code}")
 
     def kill(self) -> None:
         """``kill -9`` the agent and all its descendants, and wait until they are gone; idempotent.
@@ -146,7 +156,7 @@ class Trainers:
 
     def _ended_within(self, seconds: float) -> bool:
         try:
-            self._agent.wait(seconds)
+            self._code = self._agent.wait(seconds)
         except psutil.TimeoutExpired:
             return False
         return True
@@ -166,6 +176,21 @@ class Trainers:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
         return TrainerFailure(f"{what}; the end of {self.log}:\n{tail}")
+
+
+def torchrun(arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> psutil.Process:
+    """Ranks as a user would start them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += ["--max-restarts=0", "-m", "tiercheck.demo.training.trainer", *arguments]
+    with log.open("wb") as output:
+        return psutil.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+            start_new_session=True,  # a Ctrl-C is for the parent, which then kills them
+        )
 
 
 def stage(rank: RankProgress) -> int:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tiercheck.demo.failure import Failure, FailurePlan, plan_failure
-from tiercheck.demo.launch import Trainers
+from tiercheck.demo.launch import Start, Trainers
 from tiercheck.demo.results.compare import Interrupted, compare, mean_losses
 from tiercheck.demo.results.plot import plot_losses
 from tiercheck.demo.results.recovery_view import availability_table, plan_table
@@ -68,8 +68,9 @@ class DemoOptions:
         return TrainingSettings(seed=seed, zero=self.zero, dtype=self.dtype, codec=self.codec, text=text, **sizes)
 
 
-def run_demo(options: DemoOptions, console: Console) -> DemoResult:
+def run_demo(options: DemoOptions, console: Console, *, start: Start | None = None) -> DemoResult:
     """Run the whole demo; about a minute with the defaults. Leaves the plot and the report in the output folder.
+    ``start``: how the ranks are started, if not by torchrun.
 
     Raises:
         ConfigurationError: an option cannot be met; nothing was started.
@@ -85,8 +86,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         nodes.check_memory(checkpointed)
         introduce(console, options, settings, failure)
         with progress_bars(console) as bars:
-            reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted)
-            interrupted = fail_and_recover(bars, console, checkpointed, failure, workspace)
+            reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted, start)
+            interrupted = fail_and_recover(bars, console, checkpointed, failure, workspace, start)
         result = compare(options.failure, checkpointed, failure, reference, interrupted, plot=workspace.plot)
         plot_losses(
             workspace.plot,
@@ -147,20 +148,27 @@ class Bar:
         self._bars.update(self._task, status=status)
 
 
-def train_to_end(bars: Progress, label: str, settings: TrainingSettings, folder: Path) -> list[RankProgress]:
+def train_to_end(
+    bars: Progress, label: str, settings: TrainingSettings, folder: Path, start: Start | None
+) -> list[RankProgress]:
     bar = Bar(bars, label, settings.steps)
-    with Trainers(settings, folder) as trainers:
+    with Trainers(settings, folder, start=start) as trainers:
         ranks = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
         trainers.wait_for_exit()
     return list(ranks)
 
 
 def fail_and_recover(
-    bars: Progress, console: Console, settings: TrainingSettings, failure: FailurePlan, workspace: Workspace
+    bars: Progress,
+    console: Console,
+    settings: TrainingSettings,
+    failure: FailurePlan,
+    workspace: Workspace,
+    start: Start | None,
 ) -> Interrupted:
     bar = Bar(bars, "with a failure", settings.steps)
     workspace.interrupted.mkdir()
-    with Trainers(settings, workspace.interrupted / "first") as trainers:
+    with Trainers(settings, workspace.interrupted / "first", start=start) as trainers:
         ranks = trainers.watch(lambda told: all(rank.version >= failure.version for rank in told), bar.tell)
         step_s = sorted(step.seconds for step in ranks[0].steps)[len(ranks[0].steps) // 2]
         trainers.run_on(failure.fraction * step_s)
@@ -173,7 +181,7 @@ def fail_and_recover(
     workspace.nodes.fail(failure.nodes_lost)
     bar.say("restarting")
     begun = time.monotonic()
-    with Trainers(settings, workspace.interrupted / "second") as trainers:
+    with Trainers(settings, workspace.interrupted / "second", start=start) as trainers:
         show_recovery(console, trainers.watch(lambda told: all(rank.started for rank in told), bar.tell))
         trainers.watch(lambda told: all(rank.steps for rank in told), bar.tell)
         restart_s = time.monotonic() - begun
