@@ -10,6 +10,8 @@ import torch
 from tests.cluster.deepspeed_harness import Case, build, iterate
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
+from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.format.index.message import plain_index, read_index
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.deepspeed import attach
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
@@ -29,6 +31,11 @@ class Kit(StateProviderTests):
 
     def provider(self, trainer: Any) -> StateProvider:
         return DeepSpeedProvider(trainer)
+
+    def indexes(self, provider: StateProvider) -> dict[int, LogicalIndex]:
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, plain_index(provider.index()))
+        return dict(enumerate(map(read_index, ranks)))
 
     def attach(self, trainer: Any, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer:
         return attach(trainer, hierarchy, config=config)

@@ -1,7 +1,7 @@
 """What each rank of ``test_deepspeed_provider`` runs: every check of one launch, one after another.
 
-Arguments: ``DIRECTORY (replays | edges | resumes | compressed | CHECK)...``; writes ``DIRECTORY/r{rank}.json``: for
-each check the list of what did not hold.
+Arguments: ``DIRECTORY (replays | edges | resumes | compressed | indexes | CHECK)...``; writes
+``DIRECTORY/r{rank}.json``: for each check the list of what did not hold.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from tests.cluster.deepspeed_compressed import compressed
 from tests.cluster.deepspeed_edges import EDGES
 from tests.cluster.deepspeed_harness import CASES, deepspeed
+from tests.cluster.deepspeed_index import INDEXES
 from tests.cluster.deepspeed_pipeline import meetings
 from tests.cluster.deepspeed_replay import check_case
 from tests.cluster.deepspeed_resume import resumes
@@ -34,12 +35,13 @@ def main() -> None:
     replays: dict[str, Check] = {name: lambda case=case: check_case(case) for name, case in CASES.items()}
     attached = {**resumes(directory), **meetings(directory)}
     lossy = compressed(directory)
-    checks = {**replays, **EDGES, **attached, **lossy}
+    checks = {**replays, **EDGES, **attached, **lossy, **INDEXES}
     sets = {
         "replays": list(replays),
         "edges": list(EDGES),
         "resumes": list(attached),
         "compressed": list(lossy),
+        "indexes": list(INDEXES),
     }
     results = {}
     for name in [check for each in chosen for check in sets.get(each, [each])]:

@@ -3,7 +3,8 @@
 What is checked lives in ``deepspeed_replay.py`` (load, replay, go on: every bit), ``deepspeed_edges.py`` and
 ``deepspeed_resume.py`` (the whole way, through the checkpointer and real tiers), in ``deepspeed_kit.py``
 (:class:`~tiercheck.testing.providers.StateProviderTests`), in ``deepspeed_pipeline.py`` (stages
-that must meet), and in ``deepspeed_compressed.py`` (the whole way where training uses the compressed gradients).
+that must meet), in ``deepspeed_index.py`` (what of the model each tensor is), and in ``deepspeed_compressed.py`` (the
+whole way where training uses the compressed gradients).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
 
-RANKS = 2
+RANKS, UNEVEN_RANKS = 2, 3
 LAUNCH_SECONDS_MAX = 240
 
 REPLAYS = (
@@ -104,16 +105,25 @@ COMPRESSED = (
     "tensor-parallelism-refused",
 )
 
+INDEXES = (
+    "index-zero0-bf16-fused",
+    "index-zero1-bf16",
+    "index-zero1-bf16-accumulate-fp32",
+    "index-zero2-fp32",
+    "index-zero3-fp32",
+    "index-zero3-bf16",
+)
+
 Results = list[dict[str, list[str]]]
 
 
-def launch(forks: Forks, directory: Path, checks: str) -> Results:
+def launch(forks: Forks, directory: Path, checks: str, ranks: int = RANKS) -> Results:
     """Run one set of checks on all ranks; per rank, what did not hold in each."""
     log = directory / "log"
     codes = forks.run(
-        "tests.cluster.deepspeed_worker", directory, checks, ranks=RANKS, log=log, deadline_s=LAUNCH_SECONDS_MAX
+        "tests.cluster.deepspeed_worker", directory, checks, ranks=ranks, log=log, deadline_s=LAUNCH_SECONDS_MAX
     )
-    files = [directory / f"r{rank}.json" for rank in range(RANKS)]
+    files = [directory / f"r{rank}.json" for rank in range(ranks)]
     if not all(file.exists() for file in files):
         pytest.fail(f"the launch ended with {codes} before its first check:\n{log.read_text()[-4000:]}")
     return [json.loads(file.read_text()) for file in files]
@@ -137,6 +147,11 @@ def resumes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.fixture(scope="module")
 def compressed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch(forks, tmp_path_factory.mktemp("compressed"), "compressed")
+
+
+@pytest.fixture(scope="module")
+def indexes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(forks, tmp_path_factory.mktemp("indexes"), "indexes", UNEVEN_RANKS)
 
 
 def failures(results: Results, check: str) -> str:
@@ -172,9 +187,17 @@ def test_train_on_compressed_gradients_fail_and_go_on(compressed: Results, check
     assert not failures(compressed, check)
 
 
+@pytest.mark.timeout(LAUNCH_SECONDS_MAX + 30)
+@pytest.mark.parametrize("check", INDEXES)
+def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(indexes: Results, check: str) -> None:
+    """On two ranks every case of :data:`REPLAYS` tells it too."""
+    assert not failures(indexes, check)
+
+
 def test_every_check_of_the_worker_is_listed_here(
-    replays: Results, edges: Results, resumes: Results, compressed: Results
+    replays: Results, edges: Results, resumes: Results, compressed: Results, indexes: Results
 ) -> None:
+    assert set(indexes[0]) <= set(INDEXES)
     assert set(compressed[0]) <= set(COMPRESSED)
     assert set(resumes[0]) <= set(RESUMES)
     assert set(replays[0]) <= set(REPLAYS)

@@ -4,7 +4,7 @@ A safetensors header is eight length bytes and a JSON object. TierCheck's is one
 it can be read with a fixed grammar instead of a general parser: nothing nests, and no length in it can make
 the reader allocate more than a small multiple of the header's own bytes. It begins::
 
-    {"__metadata__":{"format":"tiercheck/1","xxh3_64":"0123456789abcdef","stream":"base","token":"4f0c9a17e2b85d36", ...
+    {"__metadata__":{"format":"tiercheck/2","xxh3_64":"0123456789abcdef","stream":"base","token":"4f0c9a17e2b85d36", ...
 
 The first checksum is that of the header itself, length bytes and padding included, taken with its own sixteen
 digits as zeros. It sits at a fixed place and is verified before anything else is believed. After it come the
@@ -50,7 +50,7 @@ __all__ = [
     "worst_case_nbytes",
 ]
 
-FORMAT = "tiercheck/1"
+FORMAT = "tiercheck/2"
 ALIGNMENT = 64
 HEADER_NBYTES_MAX = 64 << 20
 TENSORS_MAX = 1 << 20

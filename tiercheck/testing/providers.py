@@ -30,6 +30,8 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import Mismatch
 from tiercheck.format.host_state import pack
+from tiercheck.format.index.assemble import Holdings, assemble
+from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
 
@@ -106,6 +108,10 @@ class StateProviderTests:
     def attach(self, trainer: Any, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer:
         """What a user of the integration calls."""
 
+    def indexes(self, provider: StateProvider) -> Mapping[int, LogicalIndex]:
+        """By rank, the index of each rank of the job. Override it if there are several: they tell each other theirs."""
+        return {0: provider.index()}
+
     def hierarchy(self) -> Hierarchy:
         """Tiers that hold nothing yet, and keep what they hold until the test ends. Each rank may have its own."""
         return Hierarchy.of(f"memory://{secrets.token_hex(8)}")
@@ -160,6 +166,18 @@ class StateProviderTests:
         host_state = provider.host_state()
         assert "doubts" not in host_state, "that name is taken"
         pack(host_state, name="host state")
+
+    def test_what_its_tensors_are_pieces_of(self) -> None:
+        provider = self.provider(self.make(1))
+        index = provider.index()
+        assert index == self.provider(self.make(2)).index(), "every process has the same index"
+        stored = {f"master/{name}": tensor for name, tensor in provider.masters().items()}
+        stored |= {f"extra/{name}": tensor for name, tensor in extras_of(provider).items()}
+        index.check({name: tuple(tensor.shape) for name, tensor in stored.items()})
+        holdings = Holdings(self.indexes(provider))
+        for tensor in holdings.tensors:
+            missing = assemble(LogicalIndex.of_whole([tensor]), holdings).missing
+            assert not missing, f"no rank has {', '.join(map(str, missing))}"
 
     def test_tensors_are_live(self) -> None:
         trainer = self.make(1)

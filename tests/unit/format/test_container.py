@@ -105,7 +105,7 @@ def test_the_metadata_is_readable_by_anyone(tmp_path):
     path.write_bytes(sample_file())
     with safetensors.safe_open(path, framework="pt") as file:
         strings = file.metadata()
-    assert strings["format"] == "tiercheck/1" and strings["stream"] == "differential"
+    assert strings["format"] == "tiercheck/2" and strings["stream"] == "differential"
     assert (strings["generation"], strings["first"], strings["last"]) == ("2", "41", "45")
     assert (strings["rank"], strings["world_size"]) == ("1", "4")
     assert strings["note:codec"] == "exact" and strings["note:é"] == "naïve"
@@ -459,14 +459,14 @@ def test_an_object_with_a_valid_checksum_that_is_no_msgpack_is_refused():
 
 def test_another_programs_safetensors_file_is_refused():
     file = safetensors.numpy.save({"x": np.arange(100.0)})
-    with pytest.raises(Corruption, match="format tiercheck/1"):
+    with pytest.raises(Corruption, match="format tiercheck/2"):
         parse(file)
 
 
 def test_a_shard_that_another_program_rewrote_is_refused():
     tensors = safetensors.torch.load(sample_file())
     with pytest.raises(Corruption):
-        parse(safetensors.torch.save(tensors, {"format": "tiercheck/1"}))
+        parse(safetensors.torch.save(tensors, {"format": "tiercheck/2"}))
 
 
 def test_a_large_header_is_read_in_full_and_stays_bounded():

@@ -10,6 +10,7 @@ import torch
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
+from tiercheck.format.index.logical import LogicalIndex, LogicalTensor
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
@@ -67,6 +68,19 @@ class Unstorable(ModuleProvider):
         return {**super().host_state(), "model": self}
 
 
+class LeavesOutAPart(ModuleProvider):
+    def index(self) -> LogicalIndex:
+        """That of a rank which lacks one row of a matrix, and of no other rank."""
+        whole = super().index()
+        longer = LogicalTensor("0.weight", "F32", (5, 3), trained=True)
+        return LogicalIndex({**whole.tensors, longer.name: longer}, whole.stored)
+
+
+class IndexOfOthers(ModuleProvider):
+    def index(self) -> LogicalIndex:
+        return LogicalIndex({}, {})
+
+
 class Copies(ModuleProvider):
     def masters(self) -> Tensors:
         return {name: tensor.clone() for name, tensor in super().masters().items()}
@@ -120,6 +134,8 @@ FOUND = {
     NamesOfTheProcess: Kit.test_every_process_has_the_same_names_and_shapes,
     AnotherGroup: Kit.test_its_parts_fit_together,
     Unstorable: Kit.test_its_parts_fit_together,
+    LeavesOutAPart: Kit.test_what_its_tensors_are_pieces_of,
+    IndexOfOthers: Kit.test_what_its_tensors_are_pieces_of,
     Copies: Kit.test_tensors_are_live,
     Aliases: Kit.test_what_is_loaded_is_copied_and_goes_on_alike,
     LeavesOutBuffers: Kit.test_what_is_loaded_is_copied_and_goes_on_alike,
@@ -134,7 +150,7 @@ FOUND = {
 @pytest.mark.parametrize(("broken", "finds"), FOUND.items(), ids=lambda each: each.__name__)
 def test_a_broken_provider_fails(broken: type[ModuleProvider], finds: Any) -> None:
     finds(Kit())
-    with pytest.raises((AssertionError, TypeError)):
+    with pytest.raises((AssertionError, TypeError, ValueError)):
         finds(Kit(broken))
 
 

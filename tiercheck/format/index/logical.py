@@ -3,9 +3,9 @@
 A shard stores a tensor as its rank holds it: a whole parameter, a block of one, or a flat partition that begins in the
 middle of one parameter, holds some more, and ends in padding. A :class:`LogicalIndex` says which.
 
-**The optimizer's tensors are not in the index.** One that has its master's shape (``exp_avg``, a residual) lies as its
-master does, element for element; any other, such as a count of steps, belongs to its master as a whole
-(:meth:`LogicalIndex.pieces_of`).
+**The optimizer's tensors are not in the index.** One that has its master's shape, such as ``exp_avg``, lies as its
+master does, element for element, and so does a residual, which is flat. Any other, such as a count of steps, belongs to
+its master as a whole (:meth:`LogicalIndex.pieces_of`).
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class LogicalIndex:
         if (master := master_of(name)) is None:
             return self.stored[name]
         counts_steps = not shapes[name] and name == f"{STATE}{master.removeprefix(MASTER)}/{COUNT_OF_STEPS}"
-        return self.stored[master] if shapes[name] == shapes[master] and not counts_steps else None
+        like_master = name.startswith(RESIDUAL) or (shapes[name] == shapes[master] and not counts_steps)
+        return self.stored[master] if like_master else None
 
 
 def master_of(name: str) -> str | None:

@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from tiercheck import schema
+from tiercheck.errors import Corruption
+from tiercheck.format.container import Shard
 from tiercheck.format.header import NAME_BYTES_MAX, TENSORS_MAX
 from tiercheck.format.index.logical import (
     EXTRA,
@@ -29,7 +31,10 @@ from tiercheck.format.index.logical import (
 )
 from tiercheck.schema import Count
 
-__all__ = ["plain_index", "read_index"]
+__all__ = ["INDEX", "index_of", "plain_index", "read_index"]
+
+INDEX = "index"
+"""The object of a base that is its index."""
 
 Name = Annotated[str, Meta(max_length=NAME_BYTES_MAX)]
 Number = Annotated[int, Meta(ge=0, lt=TENSORS_MAX)]
@@ -94,6 +99,18 @@ def read_index(value: Any) -> LogicalIndex:
     if len(by_name) != len(tensors):
         raise ValueError("the index has a tensor twice")
     return LogicalIndex(by_name, stored, message.aliases)
+
+
+def index_of(shard: Shard) -> LogicalIndex:
+    """The index of a base. Errors: ``Corruption`` if it has none, or one of other tensors."""
+    try:
+        index = read_index(shard.object(INDEX))
+        index.check({spec.name: spec.shape for spec in shard.specs})
+    except KeyError:
+        raise Corruption("the base has no index", tier=shard.tier, key=shard.key) from None
+    except ValueError as error:
+        raise Corruption(f"the base's index cannot be read: {error}", tier=shard.tier, key=shard.key) from error
+    return index
 
 
 def piece_message(piece: Piece, numbers: dict[str, int]) -> PieceMessage:

@@ -23,7 +23,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -34,7 +35,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tiercheck.errors import UnsupportedSetup
 
-__all__ = ["Master", "MasterLayout", "layout_of"]
+__all__ = ["Master", "MasterLayout", "Span", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,22 @@ class Master:
     name: str
     tensor: torch.Tensor
     group: int
+
+
+class Span(NamedTuple):
+    """Consecutive elements of a master: those of a parameter of the module, flattened, or padding."""
+
+    parameter: torch.Tensor | None
+    start: int
+    length: int
+
+    @classmethod
+    def whole(cls, parameter: torch.Tensor) -> Span:
+        return cls(parameter, 0, parameter.numel())
+
+    @classmethod
+    def padding(cls, length: int) -> Span:
+        return cls(None, 0, length)
 
 
 class MasterLayout(ABC):
@@ -71,6 +88,14 @@ class MasterLayout(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Rebuild the module's parameters from the masters. Collective."""
+
+    @abstractmethod
+    def spans(self) -> list[list[Span]]:
+        """What each of :meth:`masters` consists of, in the order of its elements."""
+
+    def local_spans(self, parameter: torch.Tensor) -> list[Span]:
+        """The same of :meth:`local_part`."""
+        return [Span.whole(parameter)]
 
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the inner optimizer, inside its hooks too."""
@@ -108,6 +133,29 @@ class MasterLayout(ABC):
             factor = torch.clamp(factor, min=1.0)
         return float(1.0 / factor) if factor > 1 else 1.0
 
+    def _whole_parameters(self) -> list[list[Span]]:
+        """Of a layout with one master for each parameter."""
+        return [[Span.whole(parameter)] for parameter in chain.from_iterable(self.trained())]
+
+    def _linked_partitions(self) -> list[list[Span]]:
+        """Of a layout with one partition for each group. DeepSpeed links each parameter to its part of the partition:
+        that tells of any order, and of what is left free between parameters."""
+        found = []
+        for master, parameters in zip(self.masters(), self.trained(), strict=True):
+            links = [(each, each._hp_mapping) for each in parameters if each._hp_mapping is not None]  # type: ignore[attr-defined]  # DeepSpeed's
+            spans: list[Span] = []
+            stop = 0
+            for parameter, link in sorted(links, key=lambda pair: int(pair[1].hp_fragment_address.start)):
+                start, length = int(link.hp_fragment_address.start), int(link.hp_fragment_address.numel)
+                if start > stop:
+                    spans.append(Span.padding(start - stop))
+                spans.append(Span(parameter, int(link.lp_fragment_address.start), length))
+                stop = start + length
+            if master.tensor.numel() > stop:
+                spans.append(Span.padding(master.tensor.numel() - stop))
+            found.append(spans)
+        return found
+
     def _named(self, parameter: torch.Tensor, otherwise: str) -> str:
         return str(self._engine.param_names.get(parameter, otherwise))
 
@@ -124,6 +172,9 @@ class WholeParameters(MasterLayout):
 
     def trained(self) -> Sequence[Sequence[torch.Tensor]]:
         return [options["params"] for options in self.groups()]
+
+    def spans(self) -> list[list[Span]]:
+        return self._whole_parameters()
 
     def refresh(self) -> None:
         """Nothing derives from the parameters."""
@@ -144,6 +195,9 @@ class WholeCopies(MasterLayout):
     def trained(self) -> Sequence[Sequence[torch.Tensor]]:
         return list(self._wrapper.fp16_groups)
 
+    def spans(self) -> list[list[Span]]:
+        return self._whole_parameters()
+
     def refresh(self) -> None:
         for lows, masters in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups, strict=True):
             for low, master in zip(lows, masters, strict=True):
@@ -161,6 +215,9 @@ class FlatCopies(MasterLayout):
 
     def trained(self) -> Sequence[Sequence[torch.Tensor]]:
         return list(self._wrapper.fp16_groups)
+
+    def spans(self) -> list[list[Span]]:
+        return [[Span.whole(parameter) for parameter in parameters] for parameters in self.trained()]
 
     def refresh(self) -> None:
         for lows, flat in zip(self._wrapper.fp16_groups, self._wrapper.fp32_groups_flat, strict=True):
@@ -182,6 +239,9 @@ class AccumulatedPartitions(MasterLayout):
 
     def trained(self) -> Sequence[Sequence[torch.Tensor]]:
         return list(self._wrapper.bf16_groups)
+
+    def spans(self) -> list[list[Span]]:
+        return self._linked_partitions()
 
     def refresh(self) -> None:
         self._wrapper.update_lp_params()
@@ -205,6 +265,9 @@ class Partitions(MasterLayout):
 
     def trained(self) -> Sequence[Sequence[torch.Tensor]]:
         return list(self._wrapper.bit16_groups)
+
+    def spans(self) -> list[list[Span]]:
+        return self._linked_partitions()
 
     def refresh(self) -> None:
         self._wrapper.update_lp_params()
@@ -249,6 +312,9 @@ class SubGroups(MasterLayout):
     def trained(self) -> Sequence[Sequence[torch.Tensor]]:
         return list(self._wrapper.fp16_groups)
 
+    def spans(self) -> list[list[Span]]:
+        return [[*chain.from_iterable(map(self.local_spans, parameters))] for parameters in self.trained()]
+
     def refresh(self) -> None:
         self._wrapper.checkpoint_event_prologue()
         for index in range(len(self._wrapper.fp16_groups)):
@@ -270,6 +336,13 @@ class SubGroups(MasterLayout):
 
     def local_part(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter.ds_tensor.detach()  # type: ignore[attr-defined,no-any-return]  # DeepSpeed's
+
+    def local_spans(self, parameter: Any) -> list[Span]:
+        """The rank's partition of the parameter; the last ones may end in padding."""
+        elements, each = int(parameter.ds_numel), int(parameter.partition_numel())
+        start = min(elements, each * torch.distributed.get_rank(parameter.ds_process_group))
+        length = min(each, elements - start)
+        return [Span(parameter, start, length), *([Span.padding(each - length)] if length < each else [])]
 
     def gradient_scale(self) -> float:
         return self._clipping_scale(always_clamped=True)

@@ -26,7 +26,9 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tiercheck.errors import Mismatch, SaveError, UnsupportedSetup
+from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.integrations.deepspeed.layouts import Master, MasterLayout, layout_of
+from tiercheck.integrations.deepspeed.meaning import index_of
 from tiercheck.integrations.deepspeed.scheduler import EngineScheduler
 from tiercheck.integrations.deepspeed.support import refuse_unsupported
 from tiercheck.streams.tensors.beside import Beside, End
@@ -113,6 +115,9 @@ class DeepSpeedProvider:
         """The persistent buffers, live. The forward pass may move them (running statistics), so that a
         differential which leaves them out is exact only for modules that do not."""
         return self._tensors.buffers()
+
+    def index(self) -> LogicalIndex:
+        return index_of(self._engine, self._layout, self._tensors)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [plain_options(group) for group in self._layout.groups()]

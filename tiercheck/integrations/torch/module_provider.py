@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tiercheck.errors import UnsupportedSetup
+from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.module_tensors import ModuleTensors
 from tiercheck.streams.tensors.provider import (
@@ -18,6 +19,7 @@ from tiercheck.streams.tensors.provider import (
     extras_of,
     plain_options,
     set_options,
+    whole_index,
 )
 
 __all__ = ["ModuleProvider"]
@@ -73,6 +75,12 @@ class ModuleProvider:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return self._tensors.buffers()
+
+    def index(self) -> LogicalIndex:
+        """Every rank has all tensors whole."""
+        name_of = self._tensors.model_name
+        aliases = {name_of(name): name_of(first) for name, first in self._tensors.aliases().items()}
+        return whole_index(self, name_of, aliases)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [plain_options(group) for group in self._optimizer.param_groups]

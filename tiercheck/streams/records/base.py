@@ -9,7 +9,8 @@ A base v is the state after iteration v. Its tensors are
   has not used yet (:mod:`tiercheck.streams.records.gradient_encoder`),
 
 and its objects ``identity``, ``optimizer`` (options of the parameter groups, the group of each master, and state that
-is no tensor) and ``host``.
+is no tensor), ``host``, and ``index``: what of the model each of its tensors is (:mod:`tiercheck.format.index`). The
+differentials and snapshots of a generation follow its first base, whose index is theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from tiercheck import schema
-from tiercheck.errors import Corruption
+from tiercheck.errors import Corruption, UnsupportedSetup
 from tiercheck.format.container import (
     PackedObject,
     Shard,
@@ -34,13 +35,15 @@ from tiercheck.format.container import (
     shard_nbytes,
 )
 from tiercheck.format.host_state import pack
+from tiercheck.format.index.logical import EXTRA, MASTER
+from tiercheck.format.index.message import INDEX, plain_index
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.writes import Watch
 
-__all__ = ["BaseCapture", "BaseState", "base_nbytes", "read_base"]
+__all__ = ["BaseCapture", "BaseState", "PackedIndex", "base_nbytes", "read_base"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,35 @@ class BaseState:
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
     group_of: Mapping[str, int] = field(default_factory=dict)
     """The index of each master's parameter group."""
+
+
+class PackedIndex:
+    """The provider's index, as bases carry it. It is packed again only if the tensors are others than before."""
+
+    def __init__(self, provider: StateProvider) -> None:
+        self._provider = provider
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._packed: PackedObject | None = None
+
+    def of_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> PackedObject:
+        """``shapes``: of the base's tensors. Errors: ``UnsupportedSetup`` if the index does not speak of these."""
+        held = {name: shape for name, shape in shapes.items() if name.startswith((MASTER, EXTRA))}
+        if self._packed is None or held != self._shapes:
+            try:
+                index = self._provider.index()
+                index.check(held)
+            except ValueError as error:
+                raise UnsupportedSetup(
+                    f"the index() of {type(self._provider).__name__} does not fit the tensors it speaks of: {error}"
+                ) from error
+            packed = pack(plain_index(index), name="index")
+            self._shapes, self._packed = held, PackedObject(packed, checksum_of(packed))
+        return self._packed
+
+    def of_now(self) -> PackedObject:
+        """Of the provider's tensors as they are."""
+        tensors, _ = _tensors(self._provider)
+        return self.of_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
 class BaseCapture:
@@ -79,6 +111,7 @@ class BaseCapture:
         token: str = "",
         host_state: Mapping[str, Any] | None = None,
         expected: Mapping[str, str] | None = None,
+        index: PackedIndex | None = None,
     ) -> None:
         self._metadata = ShardMetadata.of(key, world_size, token)
         tensors, values = _tensors(provider)
@@ -95,7 +128,11 @@ class BaseCapture:
             },
             "host": provider.host_state() if host_state is None else host_state,
         }
+        self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
         self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
+        self._objects[INDEX] = (index or PackedIndex(provider)).of_shapes(
+            {name: spec.shape for name, spec in self._specs.items()}
+        )
         self._watch = Watch(lambda: self._later)
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
@@ -105,7 +142,6 @@ class BaseCapture:
         """After :meth:`finish`: the masters whose content is not the expected one, so that somebody wrote to them after
         the step."""
         self._writer: ShardWriter | None = None
-        self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
 
     @property
     def nbytes_max(self) -> int:

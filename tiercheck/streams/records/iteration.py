@@ -13,7 +13,7 @@ from tiercheck.format import host_state
 from tiercheck.format.container import PackedObject, Shard
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.records.base import BaseCapture, base_nbytes
+from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.writes import Watch, contents
@@ -60,9 +60,11 @@ class IterationStream(abc.ABC):
         self.contents: dict[str, str] | None = None
         """A checksum of all bits of each master as of the last look, if a base is due."""
         self._recorded: dict[str, str] = {}
+        self._index = PackedIndex(provider)
         self._frozen = Watch(provider.frozen)
         self._masters = Watch(provider.masters)
         self.packed_host_state()
+        self._index.of_now()
         self.mark_recorded()
 
     @abc.abstractmethod
@@ -93,12 +95,14 @@ class IterationStream(abc.ABC):
             token=self.token,
             host_state=self.host_state(),
             expected=self.contents,
+            index=self._index,
         )
 
     @property
     def base_nbytes(self) -> int:
         """About the bytes of a base."""
-        return base_nbytes(self.provider, self.saved_with_bases()) + self.host_nbytes
+        objects = self.host_nbytes + len(self._index.of_now().data)
+        return base_nbytes(self.provider, self.saved_with_bases()) + objects
 
     def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027  most need not know
         """The coming step of ``version`` is not recorded."""

@@ -13,9 +13,12 @@ from operator import attrgetter, is_, methodcaller
 from typing import Generic, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["ModuleTensors"]
 
+WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
+"""What ``torch.compile`` and torch's activation checkpointing call the module that they wrap."""
 
 T = TypeVar("T")
 
@@ -60,6 +63,25 @@ class ModuleTensors:
             for name in set(module._buffers.keys()) - _not_persistent(module)
         }
         return {name: buffer.detach() for name, buffer in self._named_buffers.items() if name in saved}
+
+    def aliases(self) -> dict[str, str]:
+        """The other names of what several modules share (tied weights), each with the name that it has here."""
+        named = {id(each): name for name, each in (*self.parameters().items(), *self._named_buffers.items())}
+        everything = chain(
+            self._module.named_parameters(remove_duplicate=False), self._module.named_buffers(remove_duplicate=False)
+        )
+        return {name: named[id(each)] for name, each in everything if named.get(id(each), name) != name}
+
+    def model_name(self, name: str) -> str:
+        """``name`` as the model knows it, without what wrappers around it and its modules (DDP, ``torch.compile``,
+        activation checkpointing) have put into it."""
+        parts: list[str] = []
+        module: torch.nn.Module | None = self._module
+        for part in name.split("."):
+            if not (part in WRAPPED or (part == "module" and isinstance(module, DistributedDataParallel))):
+                parts.append(part)
+            module = None if module is None else module._modules.get(part)
+        return ".".join(parts)
 
     def _look(self) -> None:
         """Walk through the tree."""

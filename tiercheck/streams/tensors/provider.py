@@ -14,19 +14,31 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tiercheck.errors import Mismatch
+from tiercheck.errors import Mismatch, UnsupportedSetup
+from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Piece, Role, whole
 from tiercheck.streams.replay.libraries import library_of
+from tiercheck.streams.tensors.as_bytes import dtype_name
 from tiercheck.streams.tensors.storable import PLAIN, to_plain
 
-__all__ = ["Identity", "OptimizerIdentity", "StateProvider", "check_shapes", "copy_into", "extras_of"]
+__all__ = [
+    "Identity",
+    "OptimizerIdentity",
+    "StateProvider",
+    "check_shapes",
+    "copy_into",
+    "extras_of",
+    "logical_tensor",
+    "whole_index",
+]
 
 
 @dataclass(frozen=True)
@@ -113,7 +125,7 @@ class Identity:
 
 
 class StateProvider(Protocol):
-    """One rank's training state. A class that names this one as its base inherits the defaults of four methods."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of five methods."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -143,6 +155,13 @@ class StateProvider(Protocol):
         """What a forward pass may change, and no optimizer does (running statistics), live. By default there is
         nothing."""
         return {}
+
+    def index(self) -> LogicalIndex:
+        """What of the model each tensor of :meth:`masters` (``master/NAME``), :meth:`frozen` and :meth:`buffers`
+        (``extra/NAME``) is. By default each is a whole tensor of the model, and named as it is: a rank that holds parts
+        must say which. The names of the model's tensors are the same on all ranks and under every layout. It is asked
+        again only if tensors were added, taken away or reshaped."""
+        return whole_index(self)
 
     @abstractmethod
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -190,6 +209,33 @@ class StateProvider(Protocol):
 def extras_of(provider: StateProvider) -> dict[str, torch.Tensor]:
     """All tensors that no optimizer updates, live."""
     return {**provider.frozen(), **provider.buffers()}
+
+
+def whole_index(
+    provider: StateProvider,
+    name_of: Callable[[str], str] = str,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> LogicalIndex:
+    """The index of a rank whose tensors are whole. ``name_of``: by the provider's name, the model's. Errors:
+    ``UnsupportedSetup`` if two tensors have one name, or no shard can hold one."""
+    tensors: dict[str, LogicalTensor] = {}
+    stored: dict[str, tuple[Piece, ...]] = {}
+    for prefix, role, held in (
+        (MASTER, Role.PARAMETER, provider.masters()),
+        (EXTRA, Role.PARAMETER, provider.frozen()),
+        (EXTRA, Role.BUFFER, provider.buffers()),
+    ):
+        for name, tensor in held.items():
+            logical = logical_tensor(name_of(name), tensor, role, trained=prefix == MASTER)
+            if logical.name in tensors:
+                raise UnsupportedSetup(f"two tensors of the state have the name {logical.name}: give each its own")
+            tensors[logical.name], stored[prefix + name] = logical, (whole(logical),)
+    return LogicalIndex(tensors, stored, dict(aliases))
+
+
+def logical_tensor(name: str, tensor: torch.Tensor, role: Role, *, trained: bool = False) -> LogicalTensor:
+    """A tensor of the model that this rank has whole."""
+    return LogicalTensor(name, dtype_name(tensor, name), tuple(tensor.shape), role, trained)
 
 
 def qualified(kind: type) -> str:

@@ -53,7 +53,7 @@ def test_the_pieces_of_a_stored_tensor_cover_it_exactly_once():
 def test_the_optimizers_tensors_lie_as_their_master_and_others_belong_to_it_as_a_whole():
     index = LogicalIndex.of_whole([MATRIX, FACTOR, MEAN])
     shapes = {"master/layer.weight": (4, 6), "master/factor": (), "extra/norm.mean": (6,)}
-    shapes |= {"state/layer.weight/exp_avg": (4, 6), "residual/layer.weight": (4, 6), "state/layer.weight/step": ()}
+    shapes |= {"state/layer.weight/exp_avg": (4, 6), "residual/layer.weight": (24,), "state/layer.weight/step": ()}
     shapes |= {"state/layer.weight/row": (4,), "state/factor/exp_avg": (), "state/factor/step": ()}
     pieces = {name: index.pieces_of(name, shapes) for name in shapes}
     whole = (Range("layer.weight", 0, 24),)

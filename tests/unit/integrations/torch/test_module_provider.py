@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
+from tiercheck.format.index.logical import LogicalTensor, Role
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
@@ -77,3 +78,42 @@ class TestDdp(TestModule):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
         dist.destroy_process_group()
+
+    def test_its_names_are_those_of_the_model_in_it(self) -> None:
+        trainer = Job(1, distributed=True)
+        alone = ModuleProvider(trainer.inner, trainer.optimizer).index()
+        index = self.provider(trainer).index()
+        assert index.tensors == alone.tensors
+        assert index.stored.keys() == {name.replace("/", "/module.") for name in alone.stored}
+
+
+def test_the_index_says_what_each_tensor_is_to_the_model() -> None:
+    trainer = Job(1)
+    assert [*ModuleProvider(trainer.model, trainer.optimizer).index().tensors.values()] == [
+        LogicalTensor("0.weight", "F32", (8, 5), trained=True),
+        LogicalTensor("0.bias", "F32", (8,), trained=True),
+        LogicalTensor("1.weight", "F32", (8,), trained=True),
+        LogicalTensor("3.weight", "F32", (1, 8), trained=True),
+        LogicalTensor("3.bias", "F32", (1,), trained=True),
+        LogicalTensor("1.bias", "F32", (8,)),
+        LogicalTensor("1.running_mean", "F32", (8,), Role.BUFFER),
+        LogicalTensor("1.running_var", "F32", (8,), Role.BUFFER),
+        LogicalTensor("1.num_batches_tracked", "I64", (), Role.BUFFER),
+    ]
+
+
+class Wrapper(torch.nn.Module):
+    """As activation checkpointing and ``torch.compile`` make one."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+
+
+def test_the_index_knows_tied_weights_by_their_other_names_and_no_wrappers() -> None:
+    first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+    last.weight = first.weight
+    model = torch.nn.Sequential(Wrapper("_checkpoint_wrapped_module", first), Wrapper("_orig_mod", last))
+    index = ModuleProvider(model, torch.optim.SGD(model.parameters())).index()
+    assert index.tensors.keys() == {"0.weight", "0.bias"}
+    assert index.aliases == {"1.weight": "0.weight"}

@@ -26,6 +26,7 @@ from tiercheck.streams.records.base import read_base
 from tiercheck.streams.records.snapshot import SMALLEST_ROOT, SNAPSHOT_CODECS, SnapshotStream, advanced, squared
 from tiercheck.streams.records.stream_factory import stream_of
 from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in
+from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import Fidelity
 
@@ -259,6 +260,7 @@ class State:
 
     frozen = buffers
     host_state = buffers
+    index = StateProvider.index
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return []

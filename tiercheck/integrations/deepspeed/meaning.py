@@ -1,0 +1,134 @@
+"""What of the model the tensors of a DeepSpeed engine are: the logical index of a rank.
+
+Names are those of the module that DeepSpeed was given. A pipeline names each layer by its place in the whole pipeline,
+so that its stages agree.
+
+Under tensor parallelism a rank's module has slices. DeepSpeed says how it has cut layers itself (AutoTP). Nobody says
+it of any other layer, such as those of a model that brings its own ``mpu``: such a slice goes only to a rank that has
+the same slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
+
+from tiercheck.format.index.boxes import boxes_of
+from tiercheck.format.index.logical import (
+    EXTRA,
+    MASTER,
+    Block,
+    LogicalIndex,
+    LogicalTensor,
+    Padding,
+    Piece,
+    Range,
+    Role,
+    Shape,
+)
+from tiercheck.integrations.deepspeed.layouts import MasterLayout, Span
+from tiercheck.streams.tensors.as_bytes import dtype_name
+from tiercheck.streams.tensors.module_tensors import ModuleTensors
+from tiercheck.streams.tensors.provider import logical_tensor
+
+__all__ = ["index_of"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A parameter of the rank's module, as the model knows it."""
+
+    tensor: LogicalTensor
+    block: Block | None = None
+    """The part of it that the rank's module has, if that is not all."""
+
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """What a span of the rank's parameter is."""
+        here = Range(self.tensor.name, span.start, span.length)
+        if self.block is None:
+            yield here
+            return
+        for box in boxes_of(here, self.block.lengths):
+            offsets = tuple(map(sum, zip(self.block.offsets, box.offsets, strict=True)))
+            yield Block(self.tensor.name, offsets, box.lengths)
+
+
+def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> LogicalIndex:
+    """Errors: ``UnsupportedSetup`` for a dtype that no shard can hold."""
+    names = {id(parameter): name for name, parameter in tensors.parameters().items()}
+    masters, spans = layout.masters(), layout.spans()
+    parallel = Parallel.of(engine)
+    found: dict[str, LogicalTensor] = {}
+    stored: dict[str, tuple[Piece, ...]] = {}
+
+    def store(name: str, held: Iterable[Span], *, trained: bool) -> None:
+        pieces: list[Piece] = []
+        for span in held:
+            if span.parameter is None:
+                pieces.append(Padding(span.length))
+                continue
+            known = parallel.known(names.get(id(span.parameter), name), span.parameter, trained=trained)
+            found[known.tensor.name] = known.tensor
+            pieces += known.pieces(span)
+        stored[name] = tuple(pieces)
+
+    for master, each in zip(masters, spans, strict=True):
+        store(MASTER + master.name, each, trained=True)
+    trained = (parameter for group in layout.trained() for parameter in group)
+    for name, parameter in tensors.others(trained).items():
+        store(EXTRA + name, layout.local_spans(parameter), trained=False)
+    for name, buffer in tensors.buffers().items():
+        found[name] = logical_tensor(name, buffer, Role.BUFFER)
+        stored[EXTRA + name] = (Range(name, 0, buffer.numel()),)
+    return LogicalIndex(found, stored, tensors.aliases())
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place among those that hold slices of the same parameters."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, engine: Any) -> Parallel:
+        if isinstance(engine, PipelineEngine):
+            return cls(engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size())
+        if engine.autotp_size() > 1:
+            return cls(groups.get_tensor_model_parallel_rank(), engine.autotp_size())
+        if engine.mpu is not None and engine.mp_world_size > 1:
+            return cls(engine.mpu.get_model_parallel_rank(), engine.mp_world_size)
+        return cls(0, 1)
+
+    def known(self, name: str, parameter: torch.Tensor, *, trained: bool) -> Known:
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        dtype = dtype_name(parameter, name)
+        if self.size > 1 and (told := getattr(parameter, DS_AUTOTP_UC_META, None)) is not None:
+            block = self._block(name, shape, told)
+            if block is not None:
+                return Known(LogicalTensor(name, dtype, tuple(told["logical_shape"]), trained=trained), block)
+        sliced = self.size > 1 and (is_model_parallel_parameter(parameter) or cut_otherwise(parameter))
+        slice_name = f"tensor parallel {self.rank} of {self.size}" if sliced else ""
+        return Known(LogicalTensor(name, dtype, shape, trained=trained, slice_name=slice_name))
+
+    def _block(self, name: str, shape: Shape, told: Mapping[str, Any]) -> Block | None:
+        """The rank's part of a parameter, if DeepSpeed has cut it along one dimension in one piece a rank."""
+        axis, sizes, whole = told["partition_dim"], told["partition_sizes"], told["logical_shape"]
+        if axis is None or not sizes or not whole or told["sub_param_sizes"] or told["sub_param_shard_widths"]:
+            return None
+        offsets = tuple(sum(sizes[: self.rank]) if i == axis else 0 for i in range(len(whole)))
+        cut = tuple(sizes[self.rank] if i == axis else size for i, size in enumerate(whole))
+        return Block(name, offsets, shape) if cut == shape and sum(sizes) == whole[axis] else None
+
+
+def cut_otherwise(parameter: torch.Tensor) -> bool:
+    """Whether DeepSpeed has cut the parameter in a way that :meth:`Parallel._block` does not know."""
+    told = getattr(parameter, DS_AUTOTP_UC_META, None)
+    return told is not None and not told["replicated"]
