@@ -1,4 +1,4 @@
-"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process or under DDP, through public step hooks."""
+"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process, under DDP or FSDP2, through public step hooks."""
 
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.attaching import attach

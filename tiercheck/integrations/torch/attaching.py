@@ -1,4 +1,4 @@
-"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process or under DDP, through public step hooks.
+"""Plain PyTorch: any ``torch.optim.Optimizer``, on one process, under DDP or FSDP2, through public step hooks.
 
 ::
 
@@ -19,6 +19,7 @@ are saved as of the end of ``optimizer.step()``, before the next batch is drawn 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,6 +58,7 @@ def attach(
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
 
+    ``model`` may be under DDP or ``fully_shard``; make the optimizer after that, and attach last.
     ``scheduler``, ``scaler`` and each of ``stateful`` and ``after_step`` have ``state_dict`` and ``load_state_dict``.
     Batches must be a function of the version, or come from one of ``stateful``, for the resumed run to be the same one.
     (A step that a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a
@@ -80,10 +82,27 @@ def attach(
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
         refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
-        provider = ModuleProvider(model, bare, world_size=ranks.world_size, beside=beside)
+        provider = provider_for(model)(model, bare, world_size=ranks.world_size, beside=beside)
         return _Hooks(provider, model, bare, order, scheduler)
 
     return attach_hooks(hook, hierarchy, ranks, config, policies)
+
+
+def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:
+    """What knows where the model's tensors lie. Errors: ``UnsupportedSetup``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and who shards has done so
+    if fsdp is None:
+        return ModuleProvider
+    if any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
+        raise UnsupportedSetup(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters; supported is FSDP2: "
+            "torch.distributed.fsdp.fully_shard"
+        )
+    if not any(isinstance(each, getattr(fsdp, "FSDPModule", ())) for each in model.modules()):
+        return ModuleProvider
+    from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
+
+    return ShardedProvider
 
 
 class _Hooks:

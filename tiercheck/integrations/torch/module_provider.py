@@ -52,12 +52,10 @@ class ModuleProvider:
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
-        device = next(iter(self._masters.values())).device
-        optimizer = OptimizerIdentity.of(self._optimizer, device)
-        return Identity.of("torch", self, optimizer, world_size=self._world_size)
+        return Identity.of("torch", self, self._optimizer_identity(), world_size=self._world_size)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self._masters.items()}
+        return {name: self.local(tensor, tensor, name) for name, tensor in self._masters.items()}
 
     def group_of(self) -> Mapping[str, int]:
         index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
@@ -105,8 +103,16 @@ class ModuleProvider:
                     f"the gradient of {name} is {tensor.grad.layout}; supported are dense gradients "
                     "(for an embedding: sparse=False)"
                 )
-            found[name] = tensor.grad.detach()
+            found[name] = self.local(tensor.grad, tensor, f"the gradient of {name}")
         return found
+
+    def local(self, tensor: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
+        """What this rank holds of a parameter, or of its gradient, live."""
+        return tensor.detach()
+
+    def placed(self, local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`local`, also for what the optimizer holds of a parameter."""
+        return local
 
     def end_of_step(self) -> None:
         self.beside.end_of_step()
@@ -135,7 +141,7 @@ class ModuleProvider:
             self._optimizer.state.pop(parameter, None)
             if name in optimizer_state:
                 self._optimizer.state[parameter] = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    key: self.placed(value.clone(), parameter) if isinstance(value, torch.Tensor) else value
                     for key, value in optimizer_state[name].items()
                 }
         self._set_hyperparameters(hyperparameters)
@@ -145,7 +151,9 @@ class ModuleProvider:
         for name, parameter in self._masters.items():
             gradient = gradients.get(name)
             # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+            if gradient is not None:
+                gradient = self.placed(gradient.to(parameter.device, parameter.dtype, copy=True), parameter)
+            parameter.grad = gradient
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -156,6 +164,9 @@ class ModuleProvider:
         self.beside.restore(state)
         self._set_hyperparameters(state["options"])
         self.beside.restore_generators(state)
+
+    def _optimizer_identity(self) -> OptimizerIdentity:
+        return OptimizerIdentity.of(self._optimizer, next(iter(self._masters.values())).device)
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer.param_groups, hyperparameters, strict=True):
@@ -175,11 +186,11 @@ class ModuleProvider:
             )
         if not self._masters:
             raise UnsupportedSetup("the optimizer updates no parameter, so there is nothing to save")
-        for name, tensor in {**self._masters, **extras_of(self)}.items():
+        for name, tensor in {**self.masters(), **extras_of(self)}.items():
             if type(tensor.data) is not torch.Tensor:
                 raise UnsupportedSetup(
-                    f"{name} is a {type(tensor.data).__name__}; supported are plain tensors, on one process, "
-                    "under DDP, or partitioned by DeepSpeed (tiercheck.integrations.deepspeed)"
+                    f"{name} is a {type(tensor.data).__name__}; supported are plain tensors, on one process, under "
+                    "DDP, under fully_shard (FSDP2), or partitioned by DeepSpeed (tiercheck.integrations.deepspeed)"
                 )
             if tensor.is_meta:
                 raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")

@@ -194,7 +194,7 @@ class Expected:
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 return f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')} here"
-        return "the names or dtypes of its parameters differ"
+        return "the names or dtypes of its parameters differ, or which of their pieces this rank holds"
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Described]:

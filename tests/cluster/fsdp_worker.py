@@ -1,0 +1,208 @@
+"""What each rank of ``test_fsdp`` runs. Arguments: what to do, a directory, and the name of the job's memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.forks import join
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import Mismatch
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
+from tiercheck.integrations.torch import attach
+
+FAILED_AT, LAST = 6, 8
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Normalised(torch.optim.Optimizer):
+    """Momentum of gradients over their norm: in its step ranks wait for each other. It is replayed by calling it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                norm = parameter.grad.norm().full_tensor()
+                momentum.mul_(0.9).add_(parameter.grad, alpha=1 / (norm.item() + 1e-6))
+                parameter.add_(momentum, alpha=-group["lr"])
+
+
+@dataclass(frozen=True)
+class Case:
+    mesh: tuple[int, ...] = (4,)
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=dict)
+    reshard_after_forward: bool | int = True
+    micro_batches: int = 1
+    clip: float | None = None
+    says_end: bool = True
+    """Whether its loop calls ``end_iteration``. Else the last version before a failure is lost."""
+
+
+CASES = {
+    "fp32": Case(options={"fused": True}, reshard_after_forward=2),
+    "hsdp": Case(mesh=(2, 2), optimizer=Normalised, clip=0.1, says_end=False),
+    "bf16": Case(policy=BF16, options={"foreach": True}, micro_batches=2, clip=0.1),
+}
+KILLED = "bf16"
+"""The last one, in the middle of which a rank is killed. The others stop saving."""
+
+
+class Job:
+    """Of the first layer the last of four ranks has nothing, and of the last one only the first rank has anything."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(1)
+        layers = [
+            torch.nn.Linear(8, 6),
+            torch.nn.BatchNorm1d(6, affine=False),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(6, 37),
+            torch.nn.Linear(37, 5, bias=False),
+            torch.nn.Linear(5, 1),
+        ]
+        layers[4].requires_grad_(False)
+        self.case = case
+        self.model = torch.nn.Sequential(*layers)
+        mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
+        to_fp32 = replace(case.policy, output_dtype=torch.float32)  # for the normalisation
+        fully_shard(layers[0], mesh=mesh, mp_policy=to_fp32, reshard_after_forward=case.reshard_after_forward)
+        fully_shard(layers[3], mesh=mesh, mp_policy=case.policy, reshard_after_forward=case.reshard_after_forward)
+        fully_shard(self.model, mesh=mesh, mp_policy=case.policy, reshard_after_forward=False)
+        groups = [{"params": list(layers[0].parameters()), "lr": 1e-2}, {"params": list(layers[3].parameters())}]
+        groups[1]["params"] += layers[5].parameters()
+        self.optimizer = case.optimizer(groups, lr=3e-2, **case.options)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
+        self.checkpointer: Checkpointer | None = None
+        self.losses: dict[int, str] = {}
+        random.seed(dist.get_rank())
+        torch.manual_seed(2 + dist.get_rank())
+
+    def attach(self, directory: Path, name: str) -> Checkpointer:
+        tiers = f"shm://{name}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack"
+        config = CheckpointConfig(base_every=4, batch=2, deadline_s=60)
+        self.checkpointer = attach(
+            self.model, self.optimizer, Hierarchy.of(*tiers), scheduler=self.scheduler, config=config
+        )
+        return self.checkpointer
+
+    def backward(self) -> float:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for index in range(self.case.micro_batches):
+            self.model.set_requires_gradient_sync(index == self.case.micro_batches - 1)
+            loss = (self.model(torch.randn(8, 8)) - random.random()).float().pow(2).mean()
+            loss.backward()
+            total += loss.item()
+        if self.case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        return total
+
+    def train(self, last: int) -> None:
+        for version in range(self.checkpointer.version + 1 if self.checkpointer else 1, last + 1):
+            self.losses[version] = self.backward().hex()
+            self.optimizer.step()
+            self.scheduler.step()
+            if self.checkpointer is not None and self.case.says_end:
+                self.checkpointer.end_iteration()
+
+    def bits(self) -> dict[str, str]:
+        """A digest by name of all that a version holds of this rank."""
+        provider = ShardedProvider(self.model, self.optimizer)
+        tensors = {**provider.masters(), **provider.frozen(), **provider.buffers()}
+        for name, state in provider.optimizer_state().items():
+            tensors |= {f"{key} of {name}": torch.as_tensor(each) for key, each in state.items()}
+        tensors["generator"] = torch.get_rng_state()
+        found = {name: hashlib.sha256(each.numpy().tobytes()).hexdigest()[:16] for name, each in tensors.items()}
+        return {**found, "python": str(random.getstate()), "schedule": str(self.scheduler.state_dict())}
+
+
+def fail(directory: Path, name: str) -> None:
+    """Every case trains to the version at which it fails; a rank is killed in the middle of the iteration after it."""
+    for kind, case in CASES.items():
+        job = Job(case)
+        checkpointer = job.attach(directory, f"{name}-{kind}")
+        job.train(FAILED_AT)
+        if kind == KILLED:
+            job.backward()
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            job.optimizer.step()
+            dist.barrier()  # which nobody leaves
+        checkpointer.abort()
+
+
+def resume(directory: Path, name: str) -> dict[str, Any]:
+    reports: dict[str, Any] = {}
+    for kind, case in CASES.items():
+        whole = Job(case)
+        whole.train(LAST)
+        job = Job(case)
+        torch.manual_seed(3)
+        checkpointer = job.attach(directory, f"{name}-{kind}")
+        recovered, recovery = checkpointer.version, checkpointer.recovery
+        job.train(LAST)
+        checkpointer.close()
+        assert recovery is not None
+        bits, wanted = job.bits(), whole.bits()
+        reports[kind] = {
+            "recovered": recovered,
+            "fidelity": str(recovery.fidelity),
+            "notes": list(recovery.notes),
+            "same_losses": job.losses == {v: loss for v, loss in whole.losses.items() if v > recovered},
+            "differing": [what for what in {**bits, **wanted} if bits.get(what) != wanted.get(what)],
+        }
+    reports["shards"] = shards(Job(CASES["fp32"]))
+    reports["other mesh"] = refused(directory, f"{name}-hsdp", Case(optimizer=Normalised))
+    return reports
+
+
+def shards(job: Job) -> dict[str, Any]:
+    """The shapes of what this rank saves, and where it is in the whole."""
+    provider = ShardedProvider(job.model, job.optimizer)
+    pieces = provider.pieces()
+    return {name: [each.shape, pieces[name].offsets] for name, each in provider.masters().items()}
+
+
+def refused(directory: Path, name: str, case: Case) -> str:
+    try:
+        Job(case).attach(directory, name).abort()
+    except Mismatch as error:
+        return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    what, directory, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    join()
+    report: Any = None
+    if what == "fail":
+        fail(directory, name)
+    elif what == "resume":
+        report = resume(directory, name)
+    else:
+        report = refused(directory, f"{name}-fp32", Case(mesh=(dist.get_world_size(),), options={"fused": True}))
+    (directory / f"{what}-{dist.get_rank()}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""FSDP2 over gloo: ranks are killed, come back, and train on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.fsdp_worker import CASES, FAILED_AT
+from tests.forks import Forks
+from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
+
+pytestmark = pytest.mark.cluster
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
+    """What the ranks say, by what they did."""
+    directory, name = tmp_path_factory.mktemp("fsdp"), f"test-fsdp-{secrets.token_hex(6)}"
+
+    def launch(what: str, ranks: int) -> list[int]:
+        return forks.run("tests.cluster.fsdp_worker", what, directory, name, ranks=ranks, log=directory / what)
+
+    def said(what: str, ranks: int) -> list[Any]:
+        assert launch(what, ranks) == [0] * ranks, (directory / what).read_text()[-4000:]
+        return [json.loads((directory / f"{what}-{rank}.json").read_text()) for rank in range(ranks)]
+
+    try:
+        assert launch("fail", RANKS)[1] == -signal.SIGKILL, (directory / "fail").read_text()[-4000:]
+        yield {"resume": said("resume", RANKS), "fewer": said("fewer", RANKS - 2)}
+    finally:
+        for namespace in namespaces():
+            if namespace.name.startswith(name):
+                remove_namespace(namespace.name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_resume_bit_for_bit(reports: dict[str, list[Any]], case: str) -> None:
+    """Losses, parameters, the optimizer's state, buffers, schedule and generators, of every rank."""
+    recovered = FAILED_AT if CASES[case].says_end else FAILED_AT - 1
+    wanted = {"recovered": recovered, "fidelity": "exact", "notes": [], "same_losses": True, "differing": []}
+    assert [report[case] for report in reports["resume"]] == [wanted] * RANKS
+
+
+def test_each_rank_saves_its_rows_alone_and_some_have_none(reports: dict[str, list[Any]]) -> None:
+    def shards(name: str) -> list[Any]:
+        """By rank, the shape and the offsets."""
+        return [report["shards"][name] for report in reports["resume"]]
+
+    assert shards("0.weight") == [[[2, 8], [0, 0]], [[2, 8], [2, 0]], [[2, 8], [4, 0]], [[0, 8], [6, 0]]]
+    assert shards("3.bias") == [[[10], [0]], [[10], [10]], [[10], [20]], [[7], [30]]]
+    assert shards("5.weight") == [[[1, 5], [0, 0]], *[[[0, 5], [1, 0]]] * 3]
+
+
+def test_another_number_of_ranks_and_another_mesh_are_refused(reports: dict[str, list[Any]]) -> None:
+    for message in reports["fewer"]:
+        assert "is of 4 ranks, this job has 2: resume with 4 ranks, or use another place" in message
+    for report in reports["resume"]:
+        assert "is of a training set-up fsdp-2x2, this job has fsdp-4: resume with the same one" in report["other mesh"]

@@ -1,0 +1,222 @@
+"""The provider of a model under ``fully_shard`` passes the kit, in a mesh of one rank; and what it refuses."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider, piece_held
+from tiercheck.integrations.torch import attach
+from tiercheck.streams.replay.kernel_selection import kernel_for
+from tiercheck.streams.replay.runs import Step
+from tiercheck.streams.tensors.beside import Beside
+from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.testing.providers import State, StateProviderTests
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def torch_distributed() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Job:
+    """Three groups of FSDP's and two of the optimizer's, a frozen parameter, running statistics, dropout, a schedule,
+    two backward passes a step, and clipping; batches from torch's generator."""
+
+    def __init__(self, seed: int, *, policy: MixedPrecisionPolicy) -> None:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)]
+        self.model = torch.nn.Sequential(*layers)
+        layers[1].bias.requires_grad = False
+        mesh = init_device_mesh("cpu", (1,))
+        for each in (layers[0], layers[3]):
+            fully_shard(each, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh)  # the normalisation, in fp32
+        groups = [
+            {"params": list(layers[0].parameters()), "weight_decay": 0.1},
+            {"params": [layers[1].weight, *layers[3].parameters()], "lr": 3e-2},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.checkpointer: Checkpointer | None = None
+
+    def backward(self) -> float:
+        self.optimizer.zero_grad()
+        loss = torch.zeros(())
+        for last in (False, True):
+            self.model.set_requires_gradient_sync(last)
+            loss = (self.model(torch.randn(16, 5)) - 1).float().pow(2).mean()
+            loss.backward()
+        return loss.item()
+
+    def iterate(self, *, says_end: bool = True) -> float:
+        loss = self.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.scheduler.step()
+        if says_end and self.checkpointer is not None:
+            self.checkpointer.end_iteration()
+        return loss
+
+
+class TestSharded(StateProviderTests):
+    policy, says_end = MixedPrecisionPolicy(), True
+
+    def make(self, seed: int) -> Job:
+        return Job(seed, policy=self.policy)
+
+    def iterate(self, trainer: Any) -> float:
+        return float(trainer.iterate(says_end=self.says_end))
+
+    def provider(self, trainer: Any) -> StateProvider:
+        return ShardedProvider(trainer.model, trainer.optimizer, beside=Beside({"scheduler": trainer.scheduler}))
+
+    def attach(self, trainer: Any, hierarchy: Hierarchy, config: CheckpointConfig) -> Checkpointer:
+        checkpointer = attach(trainer.model, trainer.optimizer, hierarchy, scheduler=trainer.scheduler, config=config)
+        trainer.checkpointer = checkpointer
+        return checkpointer
+
+
+class TestMixedAndUnsaid(TestSharded):
+    policy, says_end = MIXED, False
+
+
+def attached(job: Job) -> Checkpointer:
+    hierarchy = Hierarchy.of(f"memory://{secrets.token_hex(8)}")
+    job.checkpointer = attach(job.model, job.optimizer, hierarchy, scheduler=job.scheduler)
+    return job.checkpointer
+
+
+def job() -> Job:
+    return Job(1, policy=MixedPrecisionPolicy())
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
+def test_a_certified_kernel_replays_the_steps_of_sharded_parameters(options: dict[str, bool]) -> None:
+    torch.manual_seed(1)
+    model = fully_shard(torch.nn.Linear(13, 5), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    provider = ShardedProvider(model, optimizer)
+    gradients = [{name: torch.randn_like(each) for name, each in provider.masters().items()} for _ in range(4)]
+    provider.apply(gradients[0], provider.hyperparameters())  # which makes the optimizer's state
+    before = State.of(provider)
+    for each in gradients[1:]:
+        provider.apply(each, provider.hyperparameters())
+    wanted = State.of(provider).bits()
+
+    before.load(provider)
+    steps = [Step(1, provider.hyperparameters(), each) for each in gradients[1:]]
+    kernel = kernel_for(provider, steps)
+    assert kernel is not None
+    assert kernel.exact
+    kernel(provider, steps, threads=1)
+    assert State.of(provider).bits() == wanted
+
+
+def test_a_forward_pass_after_a_restart_gathers_what_was_restored() -> None:
+    """Also if a module was left gathered, as the outermost one is after an evaluation."""
+    trained, resumed = job(), job()
+    trained.iterate()
+    state = State.of(ShardedProvider(trained.model, trained.optimizer))
+    with torch.no_grad():
+        resumed.model.eval()(torch.ones(2, 5))
+    provider = ShardedProvider(resumed.model, resumed.optimizer)
+    with torch.no_grad():
+        resumed.model(torch.ones(2, 5))
+    state.load(provider)
+    provider.refresh()
+    with torch.no_grad():
+        assert torch.equal(resumed.model(torch.ones(2, 5)), trained.model.eval()(torch.ones(2, 5)))
+
+
+# What is refused
+
+
+def test_an_optimizer_made_before_fully_shard_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(UnsupportedSetup, match="make it after fully_shard"):
+        attach(model, optimizer, Hierarchy.of("memory://"))
+
+
+def test_parameters_that_are_still_gathered_in_the_step_are_refused() -> None:
+    """The next forward pass would use them as they are, and so another model than the one that is saved."""
+    trainer = job()
+    with attached(trainer):
+        trainer.model.set_reshard_after_backward(False)
+        with pytest.raises(UnsupportedSetup, match=r"0\.weight is still gathered .* set_reshard_after_backward"):
+            trainer.iterate()
+    trainer.iterate()
+
+
+@pytest.mark.parametrize("how", ["replaced", "added"])
+def test_parameters_that_change_between_attach_and_step_are_refused(how: str) -> None:
+    trainer = job()
+    with attached(trainer):
+        trainer.backward()
+        layer = trainer.model[3]
+        if how == "replaced":
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        else:
+            layer.scale = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(UnsupportedSetup, match=r"3\.(weight was replaced|scale: close)|among them 3\.scale"):
+            trainer.optimizer.step()
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Replicate(), Partial())], ids=str)
+def test_other_placements_than_those_of_fully_shard_are_refused(placements: tuple[Placement, ...]) -> None:
+    mesh = init_device_mesh("cpu", (1, 1))
+    tensor = DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
+    with pytest.raises(UnsupportedSetup, match=r"weight is placed as \(2, 3\) .*tensor parallelism is not"):
+        piece_held(tensor, "weight")
+
+
+def test_parameters_elsewhere_than_their_mesh_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    meta = DTensor.from_local(torch.ones(2, device="meta"), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(UnsupportedSetup, match="materialise the model"):
+        piece_held(meta, "weight")
+    offloaded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+    with (
+        patch.object(DeviceMesh, "device_type", "cuda"),
+        pytest.raises(UnsupportedSetup, match="weight is on cpu and its mesh on cuda: an offload_policy"),
+    ):
+        piece_held(offloaded, "weight")
+
+
+@pytest.mark.parametrize("state", ["another layout", "no layout"])
+def test_an_optimizers_state_that_is_not_sharded_like_its_parameter_is_refused(state: str) -> None:
+    trainer = job()
+    provider = ShardedProvider(trainer.model, trainer.optimizer)
+    trainer.iterate()
+    weight = trainer.model[3].weight
+    held = trainer.optimizer.state[weight]
+    held["exp_avg"] = weight.detach().to_local() if state == "no layout" else weight.detach().sum(dim=1)
+    with pytest.raises(UnsupportedSetup, match=r"the optimizer's exp_avg of 3\.weight is"):
+        provider.optimizer_state()
+
+
+def test_fsdp1_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.inner = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    torch.nn.Module.__init__(model.inner)
+    with pytest.raises(UnsupportedSetup, match=r"FSDP1.*fully_shard"):
+        attach(model, torch.optim.AdamW([model.weight]), Hierarchy.of("memory://"))

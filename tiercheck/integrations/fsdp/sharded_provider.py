@@ -1,0 +1,200 @@
+"""The state of a module under ``fully_shard`` and of its optimizer.
+
+FSDP2 gives a rank its shard of each parameter as a ``DTensor``, and so are the gradients and the optimizer's state.
+What the optimizer updates is the local tensor in it: that is the master. It ends where the shard ends; the padding that
+FSDP2 puts behind it for its collectives is no part of it.
+
+While a forward or a backward pass runs, a module shows whole parameters that were gathered from the shards. So the
+sharded ones are looked up once, at attach, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tiercheck.errors import UnsupportedSetup
+from tiercheck.integrations.fsdp.pieces import Piece, piece_of
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.tensors.beside import Beside
+from tiercheck.streams.tensors.provider import Identity
+
+__all__ = ["ShardedProvider"]
+
+
+class ShardedProvider(ModuleProvider):
+    """A :class:`~tiercheck.integrations.torch.module_provider.ModuleProvider` of a model with ``fully_shard`` modules.
+
+    Parameters that FSDP2 does not manage (``ignored_params``) are saved whole by every rank. Errors:
+    ``UnsupportedSetup``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        world_size: int = 1,
+        beside: Beside | None = None,
+    ) -> None:
+        self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        self.refresh()
+        self._parameters = dict(model.named_parameters())
+        """All of them, as they are between two iterations."""
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if updated.isdisjoint(map(id, self._parameters.values())):
+            raise UnsupportedSetup(
+                "the optimizer updates none of the model's parameters: make it after fully_shard, which replaces them"
+            )
+        self._others = {name: each for name, each in self._parameters.items() if id(each) not in updated}
+        self._pieces = {name: piece_held(each, name) for name, each in self._parameters.items()}
+        self._stepped = False
+        self._framework = "-".join(["fsdp", *sorted(meshes_of(self._parameters.values()))])
+        super().__init__(model, optimizer, world_size=world_size, beside=beside)
+
+    def identity(self) -> Identity:
+        described = [f"{name} {piece}" for name, piece in self._pieces.items()]
+        optimizer = self._optimizer_identity()
+        return Identity.of(self._framework, self, optimizer, world_size=self._world_size, parameters=described)
+
+    def pieces(self) -> Mapping[str, Piece]:
+        """By name, as ``model.named_parameters`` has it, which piece of the parameter this rank holds. The optimizer's
+        tensors of the same shape are the same piece."""
+        return self._pieces
+
+    @torch.no_grad()
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        return super().masters()
+
+    @torch.no_grad()
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        return {name: self.local(each, each, name) for name, each in self._others.items()}
+
+    @torch.no_grad()
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        def local(name: str, key: str, value: Any) -> Any:
+            what = f"the optimizer's {key} of {name}"
+            return self.local(value, self._masters[name], what) if isinstance(value, torch.Tensor) else value
+
+        state = super().optimizer_state()
+        return {name: {key: local(name, key, each) for key, each in held.items()} for name, held in state.items()}
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """See :meth:`ModuleProvider.gradients`. Errors: also ``UnsupportedSetup`` if a parameter was replaced since
+        attach, or is still gathered."""
+        self._refuse_other_parameters()
+        return super().gradients()
+
+    def end_of_step(self) -> None:
+        if not self._stepped:  # the first step makes the optimizer's state
+            self._stepped = True
+            self.optimizer_state()
+        super().end_of_step()
+
+    def refresh(self) -> None:
+        """What was gathered is let go: the next forward pass gathers what the shards hold now."""
+        for each in self._modules:
+            each.reshard()
+
+    def local(self, tensor: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
+        if not isinstance(parameter, DTensor):
+            return super().local(tensor, parameter, what)
+        if not isinstance(tensor, DTensor):
+            if tensor.shape == parameter.to_local().shape:
+                raise UnsupportedSetup(f"{what} is as large as this rank's shard, and no DTensor as the parameter is")
+            return tensor  # such as the count of steps
+        if tensor is not parameter and not laid_out_alike(tensor, parameter):
+            raise UnsupportedSetup(
+                f"{what} is laid out as {layout_of(tensor)}, and the parameter as {layout_of(parameter)}: supported "
+                "are gradients and optimizers' states that are sharded as their parameters"
+            )
+        return tensor.to_local().detach()
+
+    @torch.no_grad()
+    def placed(self, local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        if not isinstance(parameter, DTensor) or local.shape != parameter.to_local().shape:
+            return local
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def _refuse_other_parameters(self) -> None:
+        now = self._tensors.parameters()
+        if now.keys() != self._parameters.keys():
+            differing = sorted(now.keys() ^ self._parameters.keys())
+            raise UnsupportedSetup(
+                f"the model's parameters have changed since attach, among them {', '.join(differing[:3])}: close the "
+                "checkpointer, change them, and attach again"
+            )
+        for name, parameter in self._parameters.items():
+            found = now[name]
+            if found is parameter:
+                continue
+            gathered = isinstance(parameter, DTensor) and not (
+                isinstance(found, DTensor) and found.device_mesh == parameter.device_mesh
+            )
+            if not gathered:
+                raise UnsupportedSetup(
+                    f"the parameter {name} was replaced since attach, and the new one would not be saved: close the "
+                    "checkpointer, replace it, and attach again"
+                )
+            if name not in self._others:
+                raise UnsupportedSetup(
+                    f"the parameter {name} is still gathered while the optimizer steps, so that the next forward pass "
+                    "would use what it was before the step: call set_reshard_after_backward(True) before the last "
+                    "backward pass of a step, and reshard() on the model's modules after a forward pass between "
+                    "that and the step"
+                )
+
+
+@torch.no_grad()
+def piece_held(parameter: torch.Tensor, name: str) -> Piece:
+    """Errors: ``UnsupportedSetup`` if it is placed otherwise than ``fully_shard`` does."""
+    if not isinstance(parameter, DTensor):
+        whole = tuple(parameter.shape)
+        return Piece(whole, (0,) * len(whole), whole)
+    mesh, local = parameter.device_mesh, parameter.to_local()
+    sharded = [each.dim if type(each) is Shard else None for each in parameter.placements]
+    known = all(type(each) in (Shard, Replicate) for each in parameter.placements)
+    if not known or len(sharded) - sharded.count(None) > 1:
+        raise UnsupportedSetup(
+            f"{name} is placed as {layout_of(parameter)}: supported is what fully_shard does to a plain parameter, in "
+            "a mesh of one dimension, or of two (HSDP); tensor parallelism is not"
+        )
+    if local.is_meta:
+        raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
+    if local.device.type != mesh.device_type:
+        raise UnsupportedSetup(
+            f"{name} is on {local.device.type} and its mesh on {mesh.device_type}: an offload_policy is not supported"
+        )
+    coordinate = mesh.get_coordinate()
+    piece = None if coordinate is None else piece_of(parameter.shape, mesh.mesh.shape, coordinate, sharded)
+    if piece is None or piece.lengths != tuple(local.shape):
+        raise UnsupportedSetup(
+            f"this rank holds {tuple(local.shape)} of {name}, which is no block of {layout_of(parameter)}"
+        )
+    return piece
+
+
+def meshes_of(parameters: Iterable[torch.Tensor]) -> set[str]:
+    """The sizes of their meshes, such as ``2x4``."""
+    meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
+    return {"x".join(map(str, each.mesh.shape)) for each in meshes}
+
+
+def laid_out_alike(one: DTensor, other: DTensor) -> bool:
+    return one.placements == other.placements and one.shape == other.shape and one.device_mesh == other.device_mesh
+
+
+def layout_of(tensor: DTensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.placements} in a mesh {tuple(tensor.device_mesh.mesh.shape)}"
