@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiercheck import errors as errors
+    from tiercheck.archive.archive import Archive as Archive
+    from tiercheck.archive.archive import open as open  # noqa: A004  it is tiercheck.open(url)
     from tiercheck.checkpointer import Checkpointer as Checkpointer
     from tiercheck.config import CheckpointConfig as CheckpointConfig
     from tiercheck.errors import TierCheckError as TierCheckError
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "Archive": "tiercheck.archive.archive",
     "Capabilities": "tiercheck.types",
     "CheckpointConfig": "tiercheck.config",
     "Checkpointer": "tiercheck.checkpointer",
@@ -48,10 +51,12 @@ _MODULES = {
     "Tier": "tiercheck.hierarchy",
     "TierCheckError": "tiercheck.errors",
     "TierDriver": "tiercheck.tiers.driver",
+    "open": "tiercheck.archive.archive",
 }
 """Where each public name is defined."""
 
 __all__ = [
+    "Archive",
     "Capabilities",
     "CheckpointConfig",
     "Checkpointer",
@@ -67,6 +72,7 @@ __all__ = [
     "TierDriver",
     "__version__",
     "errors",
+    "open",
 ]
 
 

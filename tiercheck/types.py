@@ -114,6 +114,9 @@ class ObjectInfo:
     key: str
     nbytes: int
     etag: str
+    written_s: float | None = field(default=None, compare=False)
+    """In a listing, when the object was written: seconds since the epoch, by the store's clock. ``None``: the driver
+    does not tell."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,15 @@ class TierDriver(abc.ABC):
         ``Transient``. Idempotence: opening an open driver is a ``RuntimeError``.
         """
 
+    async def open_to_read(self) -> None:
+        """As :meth:`open`, for a caller that only reads: nothing is made, tried out or reclaimed, and no lock is taken.
+
+        Calls that write are not made until the driver is closed. Capabilities may be fewer than after :meth:`open`. It
+        is optional: this default calls :meth:`open`, which suits a driver whose :meth:`open` changes nothing.
+        Errors: as for :meth:`open`; ``NotFound`` if the tier is not there.
+        """
+        await self.open()
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Release connections and mappings held by the driver. Idempotent. Objects stay as they are."""

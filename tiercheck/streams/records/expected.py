@@ -75,6 +75,13 @@ class Expected:
             host_state=provider.host_state(),
         )
 
+    @classmethod
+    def of_base(cls, base: BaseState) -> Expected:
+        """The same of a base, if there is no live state. Of the host state nothing is known then."""
+        extras = described(base.extras)
+        options = base.hyperparameters if isinstance(base.hyperparameters, list) else []
+        return cls(base.identity, described(base.masters), {}, extras, extras, options, {})
+
     def check_identity(self, base: BaseState, places: str) -> None:
         """Errors: ``Mismatch`` naming both set-ups, optimizers, or the first tensor in which the models differ."""
         saved, here = base.identity, self.identity

@@ -125,6 +125,7 @@ class FsspecDriver(TierDriver):
         self._workers: Workers | None = None
         self._backend: Backend | None = None
         self._connecting = threading.Lock()
+        self._writing = True
         self._facts: dict[str, str] = {}
 
     @classmethod
@@ -165,6 +166,14 @@ class FsspecDriver(TierDriver):
         return MappingProxyType(dict(self._facts))
 
     async def open(self) -> None:
+        await self._open(writing=True)
+
+    async def open_to_read(self) -> None:
+        """Nothing is tried out, so that objects are read whole."""
+        await self._open(writing=False)
+
+    async def _open(self, *, writing: bool) -> None:
+        self._writing = writing
         if self._workers is not None:
             raise RuntimeError(f"{self._url} is open already")
         self._workers = Workers(self._protocol.threads, self._deadline_s, self._url)
@@ -344,8 +353,11 @@ class FsspecDriver(TierDriver):
             fs, root, place=self._url, part_bytes=self._capabilities.part_bytes, deadline_s=self._deadline_s
         )
         try:
-            backend.prepare()
-            found = probe(backend, ticket)
+            if self._writing:
+                backend.prepare()
+                found = probe(backend, ticket)
+            else:
+                backend.reading, found = Reading.WHOLE, {"reads": Reading.WHOLE.value}
         except FileNotFoundError as error:
             backend.close()
             raise TierError(f"the tier's place is not there: {error}") from error

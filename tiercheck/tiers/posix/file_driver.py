@@ -72,11 +72,17 @@ class FileDriver(TierDriver):
         return map_os_errors(self._url, key)
 
     async def open(self) -> None:
+        await self._opened(self.prepare)
+
+    async def open_to_read(self) -> None:
+        await self._opened(self.prepare_to_read)
+
+    async def _opened(self, prepare: Callable[[], None]) -> None:
         if self._threads is not None:
             raise RuntimeError(f"{self._url} is open already")
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=f"tiercheck {self._url}")
         try:
-            await self.run(lambda _: self.prepare())
+            await self.run(lambda _: prepare())
         except BaseException:
             await self.close()
             raise
@@ -143,6 +149,10 @@ class FileDriver(TierDriver):
                 f"survives={claimed} is claimed of {self.directory.root}, which lies on {mount.type}, a file system of "
                 "this node alone",
             )
+
+    def prepare_to_read(self) -> None:
+        """See that the directory is there, and change nothing; runs in a thread."""
+        self.directory.prepare_to_read()
 
     def measure(self) -> Usage:
         """Bytes held, and the limit that the file system sets; runs in a thread."""

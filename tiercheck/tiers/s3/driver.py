@@ -127,13 +127,20 @@ class S3Driver(TierDriver):
         ``Unauthorized``, ``Transient`` if the endpoint does not answer in time, or nothing has listened there for
         some seconds.
         """
+        await self._open(writing=self.settings.access == "write")
+
+    async def open_to_read(self) -> None:
+        """As with ``access=read``. Errors: as :meth:`open`."""
+        await self._open(writing=False)
+
+    async def _open(self, *, writing: bool) -> None:
         if self._opened:
             raise RuntimeError(f"{self._url} is open already")
         self._client.opening = True
         try:
             await self._client.open()
             await check_layout(self._client, self._names)
-            await self._find_out()
+            await self._find_out(writing)
         except TierError as error:
             await self._client.close()
             raise to_open_error(error, self.settings, self._url) from error
@@ -144,16 +151,16 @@ class S3Driver(TierDriver):
             self._client.opening = False
         self._opened = True
 
-    async def _find_out(self) -> None:
+    async def _find_out(self, writing: bool) -> None:
         settings = self.settings
         conditions, flat = settings.conditional == "on", settings.listing == "flat"
-        if settings.access == "write":
+        if writing:
             if "auto" in (settings.conditional, settings.listing):
                 found = await probe(self._client, self._names)
                 conditions = found.conditions if settings.conditional == "auto" else conditions
                 flat = found.ordered if settings.listing == "auto" else flat
             await self._sweep()
-        self._conditions = conditions and settings.access == "write"
+        self._conditions = conditions and writing
         self._listing = Listing(self._client, self._names, flat=flat)
 
     async def _sweep(self) -> None:

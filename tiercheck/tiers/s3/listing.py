@@ -34,6 +34,7 @@ class Entry:
     name: str
     nbytes: int
     etag: str
+    written_s: float | None = None
 
 
 async def pages(client: S3Client, prefix: str, *, folders: bool = False) -> AsyncIterator[list[Entry]]:
@@ -42,7 +43,9 @@ async def pages(client: S3Client, prefix: str, *, folders: bool = False) -> Asyn
     delimiter: dict[str, Any] = {"Delimiter": "/"} if folders else {}
     while True:
         answer = await client.ask("ListObjectsV2", Prefix=prefix, **delimiter, **token)
-        page = [Entry(item["Key"], int(item["Size"]), item["ETag"]) for item in answer.get("Contents", [])]
+        page = [
+            Entry(item["Key"], int(item["Size"]), item["ETag"], written_s(item)) for item in answer.get("Contents", [])
+        ]
         page += [Entry(item["Prefix"], 0, "") for item in answer.get("CommonPrefixes", [])]
         yield [entry for entry in page if entry.name.startswith(prefix)]
         if not answer.get("IsTruncated"):
@@ -51,6 +54,12 @@ async def pages(client: S3Client, prefix: str, *, folders: bool = False) -> Asyn
         if not following or following == token.get("ContinuationToken"):
             raise TierError("the server's listing does not go on: it repeats itself", tier=client.tier)
         token = {"ContinuationToken": following}
+
+
+def written_s(item: dict[str, Any]) -> float | None:
+    """When the object was written, if the server says so."""
+    modified = item.get("LastModified")
+    return None if modified is None else float(modified.timestamp())
 
 
 class Listing:
@@ -65,7 +74,7 @@ class Listing:
         """The tier's objects, in order. Their etags hold a token of the put, which S3 tells in a request of its own."""
         async with contextlib.aclosing(self._merged(prefix)) as found:
             async for key, entry in found:
-                yield ObjectInfo(key, entry.nbytes, "")
+                yield ObjectInfo(key, entry.nbytes, "", entry.written_s)
 
     async def used_bytes(self) -> int:
         """The sum of the sizes; no order is needed."""

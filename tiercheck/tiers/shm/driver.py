@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError
@@ -22,6 +23,7 @@ from tiercheck.tiers.shm.namespaces import (
     SHM,
     NamespaceInfo,
     NamespaceKind,
+    check_private,
     hold_namespace,
     namespace_bytes,
     namespace_path,
@@ -155,6 +157,13 @@ class ShmDriver(FileDriver):
         self.in_flight.admit()
         self._facts = {"pages": pages_text(huge), "pool": f"{bytes_text(segments.pool_bytes)} at most"}
 
+    def prepare_to_read(self) -> None:
+        """The namespace is not marked as in use: it may be removed meanwhile. What was read stays as it was."""
+        with suppress(FileNotFoundError):
+            check_private(self.segments.root)
+        super().prepare_to_read()
+        self.in_flight.admit()
+
     async def close(self) -> None:
         await asyncio.to_thread(self.in_flight.refuse)
         for reservation in list(self._reservations):
@@ -162,11 +171,11 @@ class ShmDriver(FileDriver):
         await super().close()
         self._mapped.close()
         self._pinning.close()
-        if self._alive_fd is not None:
-            fd, self._alive_fd = self._alive_fd, None
-            try:
-                self.segments.close()
-            finally:
+        fd, self._alive_fd = self._alive_fd, None
+        try:
+            self.segments.close()
+        finally:
+            if fd is not None:
                 release_namespace(fd)
 
     async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:

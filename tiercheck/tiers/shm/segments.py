@@ -80,6 +80,10 @@ class SegmentDirectory(ObjectDirectory):
             self._spares.recount()
         self._is_prepared = True
 
+    def prepare_to_read(self) -> None:
+        super().prepare_to_read()
+        self.beneath.hold()
+
     def close(self) -> None:
         """Let go of what is kept for this process, and of what a thread that was interrupted (Ctrl-C) has left behind;
         called once no other call runs."""

@@ -8,6 +8,7 @@ They compose in any order::
 from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver, WrappingReservation
 from tiercheck.tiers.wrappers.metered import Latency, MeteredDriver, Metrics, OperationMetrics
 from tiercheck.tiers.wrappers.prefixed import PrefixedDriver
+from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.tiers.wrappers.retrying import RetryingDriver, RetryPolicy
 from tiercheck.tiers.wrappers.throttled import Throttle, ThrottledDriver
 
@@ -19,6 +20,7 @@ __all__ = [
     "Operation",
     "OperationMetrics",
     "PrefixedDriver",
+    "ReadOnlyDriver",
     "RetryPolicy",
     "RetryingDriver",
     "Throttle",

@@ -19,6 +19,7 @@ class Operation(StrEnum):
     """The calls of the driver protocol that do something; ``PUBLISH`` and ``DROP`` are a reservation's."""
 
     OPEN = "open"
+    OPEN_TO_READ = "open_to_read"
     CLOSE = "close"
     PUT = "put"
     GET = "get"
@@ -71,6 +72,9 @@ class WrappingDriver(TierDriver):
 
     async def open(self) -> None:
         await self.around(Call(Operation.OPEN), self.inner.open)
+
+    async def open_to_read(self) -> None:
+        await self.around(Call(Operation.OPEN_TO_READ), self.inner.open_to_read)
 
     async def close(self) -> None:
         await self.around(Call(Operation.CLOSE), self.inner.close)

@@ -21,7 +21,16 @@ Sleep = Callable[[float], Awaitable[object]]
 
 OBJECTS_PER_REQUEST = 1000
 """A listing costs a request for so many objects, as it does on the object stores."""
-FREE = frozenset({Operation.OPEN, Operation.CLOSE, Operation.RESERVE, Operation.PREPARE, Operation.DROP})
+FREE = frozenset(
+    {
+        Operation.OPEN,
+        Operation.OPEN_TO_READ,
+        Operation.CLOSE,
+        Operation.RESERVE,
+        Operation.PREPARE,
+        Operation.DROP,
+    }
+)
 """Calls that cost nothing: they move no object."""
 
 

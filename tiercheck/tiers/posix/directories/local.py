@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tiercheck.errors import AlreadyExists, TierError, Transient, Unsupported
+from tiercheck.errors import AlreadyExists, NotFound, TierError, Transient, Unsupported
 from tiercheck.keys import validate_key
 from tiercheck.tiers.posix.beneath import Beneath, parent_of, status_of
 from tiercheck.tiers.posix.directories.object_files import (
@@ -66,6 +66,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOCK = f"{CONTROL}/lock"
+NO_LOCK = -1
+"""Instead of the lock's descriptor."""
 ATTEMPTS_MAX = 100
 LINKS_TOLD_MAX = 16
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -90,6 +92,7 @@ class ObjectDirectory:
         self._root_prefix = os.path.join(root, "")
         self.stamps = Stamps()
         self._links_told: set[str] = set()
+        self._only_read = False
 
     def prepare(self) -> None:
         """Make the directories that are missing (0700), and remove what dead processes left in ``tmp``."""
@@ -98,8 +101,17 @@ class ObjectDirectory:
             self.stamps.fit(lock_fd)
             self.reclaim()
 
+    def prepare_to_read(self) -> None:
+        """Instead of :meth:`prepare`, where nothing will be written: see that the directory is there. From here on no
+        lock is taken, so that a listing may miss a name that is being replaced. Errors: ``NotFound``."""
+        if not self.root.is_dir():
+            raise NotFound(f"there is no directory {self.root}")
+        self._only_read = True
+
     def locked(self, *, shared: bool = False) -> AbstractContextManager[int]:
         """The lock under which names change; keep what is done inside it short."""
+        if self._only_read:
+            return nullcontext(NO_LOCK)
         return locked(self.control / "lock", self._open_lock, shared=shared)
 
     def _open_lock(self) -> int:
@@ -315,7 +327,7 @@ class ObjectDirectory:
 
     def _absent(self, key: str) -> TierError:
         """That there is no such object; or that the tier is gone: then nothing is known of its objects."""
-        if self.beneath.exists(CONTROL):
+        if self._only_read or self.beneath.exists(CONTROL):
             return not_found(key)
         kind, advice = meaning_of(FileNotFoundError(errno.ENOENT, ""))
         return kind(f"{advice}: there is no {self.control}", key=key or None)
@@ -338,7 +350,7 @@ class ObjectDirectory:
         try:
             found = self.entries(folder, start, locked)
         except (FileNotFoundError, NotADirectoryError):
-            if not self.beneath.exists(CONTROL):
+            if not self._only_read and not self.beneath.exists(CONTROL):
                 raise self._absent("") from None
             return
         for entry in sorted(found, key=Entry.order):

@@ -108,7 +108,8 @@ def payload_bytes(payload: Payload) -> int:
 
 
 def info_of(key: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, status.st_size, f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}")
+    etag = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+    return ObjectInfo(key, status.st_size, etag, status.st_mtime)
 
 
 def name_in_folder(key: str) -> str:

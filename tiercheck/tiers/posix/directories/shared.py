@@ -81,6 +81,10 @@ class SharedDirectory(ObjectDirectory):
             self.locks = False
         self.reclaim()
 
+    def prepare_to_read(self) -> None:
+        super().prepare_to_read()
+        self.locks = False
+
     # How names change; a mount that may remember old ones needs other ways.
 
     def folder_for_writing(self, key: str) -> str:

@@ -1,0 +1,153 @@
+"""What is read of tiers from outside: by the rule of recovery, and without a trace."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tiercheck
+from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
+from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, Unsupported
+from tiercheck.keys import Stream
+
+
+def fingerprint(root: Path) -> dict[str, tuple[int, int, int, bytes]]:
+    found = {}
+    for path in [root, *root.rglob("*")]:
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(root))] = (status.st_ino, status.st_mtime_ns, status.st_mode, content)
+    return found
+
+
+def test_generations_versions_and_bytes_are_listed(finished: Left) -> None:
+    with tiercheck.open(finished.url) as archive:
+        first, second = archive.generations
+        assert (first.number, first.until, second.until) == (1, FIRST_LIFE, None)
+        assert second.branch is not None
+        assert (second.branch.parent, second.branch.left_at, second.branch.world_size) == (1, FIRST_LIFE, WORLD)
+        assert archive.versions == ((0, LAST),)
+        bases = [each for each in second.stored if each.stream is Stream.BASE]
+        assert all(held.ranks == (0, 1) and held.committed for each in bases for held in each.held)
+        (tier,) = archive.inventory.tiers
+        files = [path for path in finished.root.rglob("*") if path.is_file() and ".tiercheck" not in path.parts]
+        assert tier.nbytes == sum(path.stat().st_size for path in files)
+        assert all(held.written_s for generation in archive.generations for s in generation.stored for held in s.held)
+        assert archive.problems == ()
+
+
+def test_nothing_is_written_and_no_lock_is_taken(left: Left) -> None:
+    lock = left.root / ".tiercheck" / "lock"
+    before = fingerprint(left.root)
+    descriptors = set(Path("/proc/self/fd").iterdir())
+    with tiercheck.open(left.url) as archive:
+        assert lock not in opened_since(descriptors)
+        archive.plan()
+        archive.show()
+        archive.verify()
+        archive.rebuild(0)
+    assert fingerprint(left.root) == before
+
+
+def opened_since(before: set[Path]) -> list[Path]:
+    return [link.readlink() for link in set(Path("/proc/self/fd").iterdir()) - before if link.is_symlink()]
+
+
+def test_a_directory_that_may_not_be_written_and_lacks_our_own_is_read(left: Left) -> None:
+    shutil.rmtree(left.root / ".tiercheck")  # as a copy by another program lacks it
+    with tiercheck.open(left.url) as archive:
+        assert archive.versions[-1][1] == LAST
+    assert not (left.root / ".tiercheck").exists()
+
+
+def test_the_plan_is_recoverys_and_names_every_object(finished: Left) -> None:
+    with tiercheck.open(finished.url) as archive:
+        chosen = archive.plan()
+        assert chosen.version == LAST
+        for rank, plan in enumerate(chosen.plans):
+            versions = [version for source in plan.batches for version in source.key.versions]
+            assert versions == list(range(chosen.points[rank].anchor + 1, LAST + 1))
+            assert all((finished.root / str(source.key)).is_file() for source in plan.sources)
+
+
+def test_several_tiers_are_one_view(left: Left, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(left.root / "job", other / "job")
+    shutil.move(left.root / "r00001", other / "r00001")
+    with tiercheck.open(left.url) as half:
+        assert half.versions == ()
+        with pytest.raises(RecoveryError, match="no version can be read"):
+            half.plan()
+    with tiercheck.open(left.url, f"nvme://{other}") as archive:
+        assert archive.versions[-1][1] == LAST
+        assert archive.problems == ()
+        assert {source.tier for plan in archive.plan().plans for source in plan.sources} == {0, 1}
+        state = archive.rebuild(1)
+        assert bits({**state.state.masters(), **state.state.buffers()}) == left.weights[1, LAST]
+
+
+def test_a_version_is_chosen_by_number_and_as_of_a_generation(finished: Left) -> None:
+    with tiercheck.open(finished.url) as archive:
+        assert archive.plan(FIRST_LIFE, generation=1).points[0].generation == 1
+        assert archive.plan(LAST - 1).version == LAST - 1
+        with pytest.raises(RecoveryError, match=rf"version {LAST + 1} cannot be read; there are .*{LAST}"):
+            archive.plan(LAST + 1)
+        with pytest.raises(RecoveryError, match=r"no generation 9 here .* there are 1, 2"):
+            archive.plan(1, generation=9)
+
+
+def test_what_is_damaged_or_foreign_is_told_of_and_not_tripped_over(left: Left) -> None:
+    (left.root / "notes.txt").write_text("not ours")
+    record = left.root / "job/lineage/g000002"
+    record.write_bytes(record.read_bytes()[:20])
+    with tiercheck.open(left.url) as archive:
+        assert any("1 objects in nvme are not TierCheck's: notes.txt" in each for each in archive.problems)
+        assert any("job/lineage/g000002 in nvme is damaged" in each for each in archive.problems)
+        assert archive.generations[-1].branch is None
+        # As a recovery does: without the record nobody knows what the newest generation belongs to.
+        with pytest.raises(RecoveryError, match="record job/lineage/g000002 is missing or damaged"):
+            archive.plan()
+        assert archive.plan(FIRST_LIFE).points[0].generation == 1
+
+
+def test_a_tier_that_is_away_is_told_of_and_the_others_are_shown(finished: Left, tmp_path: Path) -> None:
+    with tiercheck.open(finished.url, f"nvme://{tmp_path}/missing") as archive:
+        assert archive.versions[-1][1] == LAST
+        assert any("nvme-2" in each and "there is no directory" in each for each in archive.problems)
+    with pytest.raises(NotFound, match="there is no directory"):
+        tiercheck.open(f"nvme://{tmp_path}/missing")
+    with pytest.raises(ConfigurationError):
+        tiercheck.open("nvme:///a/b?colour=red")
+
+
+def test_a_closed_archive_says_so(finished: Left) -> None:
+    archive = tiercheck.open(finished.url)
+    archive.close()
+    archive.close()
+    with pytest.raises(Closed, match="open it again"):
+        archive.look()
+
+
+def test_an_empty_place_has_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with tiercheck.open(f"nvme://{tmp_path}/empty") as archive:
+        assert (archive.versions, archive.generations, archive.problems) == ((), (), ())
+        with pytest.raises(RecoveryError, match="there is no shard of any rank"):
+            archive.plan()
+        assert archive.verify().healthy
+
+
+def test_a_rank_that_the_version_does_not_have_is_refused(finished: Left) -> None:
+    with tiercheck.open(finished.url) as archive, pytest.raises(RecoveryError, match="of 2 ranks; there is no rank 2"):
+        archive.show(rank=2)
+
+
+def test_whatever_would_write_is_refused(finished: Left) -> None:
+    with tiercheck.open(finished.url) as archive:
+        driver = archive._hierarchy.tiers[0].driver
+        with pytest.raises(Unsupported, match="opened to read"):
+            archive._call(driver.delete(["r00000/x"]))
+        with pytest.raises(Unsupported, match="opened to read"):
+            archive._call(driver.put("x", [b"y"]))

@@ -1,0 +1,94 @@
+"""The commands that read checkpoints: what they print, as JSON and for people, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.archived import FIRST_LIFE, LAST, WORLD, Left
+from tiercheck.cli import commands
+
+
+def printed(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(commands.app, list(arguments), terminal_width=200)
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def told(*arguments: str, code: int = 0) -> Any:
+    return json.loads(printed(*arguments, "--json", code=code))
+
+
+def test_ls_tells_generations_versions_bytes_and_ages(finished: Left) -> None:
+    found = told("ls", finished.url)
+    assert (found["versions"], found["newest"], found["problems"]) == ([[0, LAST]], LAST, [])
+    (tier,) = found["tiers"]
+    assert (tier["name"], tier["survives"], tier["away"]) == ("nvme", "rack", None)
+    second = found["generations"][1]
+    assert (second["parent"], second["left_at"], second["world_size"]) == (1, FIRST_LIFE, WORLD)
+    held = next(each for each in second["stored"] if each["kind"] == "base")["tiers"][0]
+    assert held.keys() == {"tier", "ranks", "versions", "bytes", "committed", "written_s"}
+    text = printed("ls", finished.url)
+    assert f"Versions that can be read: 0..{LAST}" in text
+    assert "2 of 2" in text
+    assert "committed" in text
+
+
+def test_ls_names_the_ranks_that_are_missing(left: Left) -> None:
+    shutil.rmtree(left.root / "r00000/g000002")
+    assert "1 of 2 (not 0)" in printed("ls", left.url)
+    assert told("ls", left.url)["newest"] == FIRST_LIFE
+
+
+def test_plan_tells_what_is_read_from_where(finished: Left) -> None:
+    found = told("plan", finished.url)
+    assert (found["version"], found["world_size"]) == (LAST, WORLD)
+    sources = [source for rank in found["ranks"] for source in rank["sources"]]
+    assert found["bytes"] == sum(source["bytes"] for source in sources)
+    assert all((finished.root / source["object"]).stat().st_size == source["bytes"] for source in sources)
+    assert {row["rank"] for row in found["matrix"]} == {0, 1}
+    assert f"Version {LAST}, of {WORLD} ranks" in printed("plan", finished.url)
+    assert told("plan", finished.url, "--version", "5", "--generation", "1")["ranks"][0]["anchor"] == 4
+
+
+def test_show_tells_tensors_host_state_and_who_wrote_it(finished: Left) -> None:
+    found = told("show", finished.url, "--rank", "1")
+    assert (found["framework"], found["world_size"], found["rank"]) == ("torch", WORLD, 1)
+    assert found["optimizer"]["kind"] == "torch.optim.adamw.AdamW"
+    assert {"name": "master/0.weight", "dtype": "F32", "shape": [5, 3], "bytes": 60} in found["tensors"]
+    assert len(found["hyperparameters"]) == 2
+    assert {"options", "random", "after_step"} <= found["host_state"].keys()
+    assert found["lineage"] == [{"generation": 2, "until": None}, {"generation": 1, "until": FIRST_LIFE}]
+    text = printed("show", finished.url)
+    assert "torch.optim.adamw.AdamW (single_tensor)" in text
+    assert "master/0.weight" in text
+
+
+def test_verify_fails_where_a_version_is_lost_and_only_there(left: Left, finished: Left) -> None:
+    assert told("verify", left.url)["healthy"] is True
+    left.flip(f"r00001/g000002/differential/{LAST:012d}-*")
+    found = told("verify", left.url, code=1)
+    assert (found["lost"], found["newest"]) == ([[LAST, LAST]], LAST - 1)
+    assert [each["object"][:23] for each in found["damaged"]] == ["r00001/g000002/differen"]
+    text = printed("verify", left.url, code=1)
+    assert f"lost: version {LAST}; the newest that can be read is {LAST - 1}" in text
+    assert told("verify", left.url, f"nvme://{finished.root}")["lost"] == []
+    assert "nothing is lost" in printed("verify", left.url, f"nvme://{finished.root}")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])
+def test_an_error_is_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tiercheck", command, f"nvme://{tmp_path}/missing"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as exit_:
+        commands.run()
+    assert exit_.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: there is no directory")

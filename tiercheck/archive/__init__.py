@@ -1,0 +1,1 @@
+"""What jobs have left in their tiers, looked at from outside: nothing is written, and no training code is needed."""

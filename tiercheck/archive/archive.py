@@ -1,0 +1,166 @@
+"""``tiercheck.open(url)``: what jobs have left in their tiers, listed, shown, verified and rebuilt from outside.
+
+Nothing is ever written: no claim, no lock, no marker. A job that runs meanwhile is not disturbed, and what it deletes
+is told as gone. Several tiers are one view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tiercheck.archive.inventory import Generation, Inventory, Recoverable
+from tiercheck.archive.tiers import look_into, opened_to_read
+from tiercheck.archive.verify import Progress, Verified, verify
+from tiercheck.errors import Closed
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.policy.recovery.agreement import Span
+from tiercheck.runtime.front import ThreadScheduler, run
+
+if TYPE_CHECKING:
+    from tiercheck.archive.contents import Contents
+    from tiercheck.archive.rebuild import RankState
+
+__all__ = ["Archive", "open"]
+
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
+"""A tier that says nothing for so long is done without."""
+FOREVER_S = 10.0**9
+
+
+def open(url: str, *more_urls: str, deadline_s: float = DEADLINE_S) -> Archive:  # noqa: A001  tiercheck.open(url)
+    """A read-only view of what jobs have left at these tier URLs. Close it, or use it as a context manager.
+
+    ``deadline_s``: how long a tier may keep silent while it is opened or listed, or while a version is read.
+    Errors: ``ConfigurationError`` for a URL that is none; ``TierError`` if no tier can be opened.
+    """
+    return Archive(url, *more_urls, deadline_s=deadline_s)
+
+
+class Archive:
+    """See :func:`open`. It shows the tiers as they were when it was opened, or last looked at again (:meth:`look`)."""
+
+    def __init__(self, *urls: str, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._scheduler: ThreadScheduler | None = ThreadScheduler()
+        self._stack = AsyncExitStack()
+        try:
+            self._hierarchy, self._away = self._call(self._opened(urls))
+            self.inventory = self._call(self._looked())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the tiers. Idempotent."""
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            try:
+                run(scheduler.call(self._stack.aclose(), what="closing the tiers", deadline_s=self._deadline_s))
+            finally:
+                run(scheduler.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def look(self) -> None:
+        """List the tiers again."""
+        self.inventory = self._call(self._looked())
+
+    # What there is
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Each incarnation of the job, oldest first, and what is left of it."""
+        return self.inventory.generations
+
+    @property
+    def versions(self) -> tuple[Span, ...]:
+        """The versions that can be read, oldest first, as (first, last) of consecutive ones."""
+        return self.inventory.spans
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What a recovery would refuse or do without, in words."""
+        return self.inventory.problems
+
+    def plan(self, version: int | None = None, *, generation: int | None = None) -> Recoverable:
+        """What a recovery to ``version`` (by default the newest) would read, from which tiers.
+
+        ``generation``: as of that generation, whatever came later. Errors: ``RecoveryError`` if it cannot be read;
+        without ``version`` also if a recovery would refuse what lies here.
+        """
+        if version is None and generation is None and self.inventory.branches:
+            self.inventory.past.check(len(self.inventory.past.surveys))
+        return self.inventory.at(version, generation=generation)
+
+    def show(self, version: int | None = None, *, rank: int = 0, generation: int | None = None) -> Contents:
+        """What a rank has of a version: tensors, host state, and who wrote it. Errors: ``RecoveryError``."""
+        from tiercheck.archive.contents import read_contents  # brings torch, which listing does without
+
+        chosen = self.inventory.at(version, generation=generation)
+        return self._call(read_contents(self._hierarchy, self.inventory, chosen, rank))
+
+    def verify(self, progress: Progress = lambda done, total: None) -> Verified:
+        """Read every byte of every object in all tiers, and say what would be lost without those that are damaged.
+
+        ``progress`` is called in another thread.
+        """
+        return self._call(verify(self._hierarchy, self.inventory, progress), FOREVER_S)
+
+    def rebuild(
+        self, rank: int = 0, version: int | None = None, *, generation: int | None = None, threads: int | None = None
+    ) -> RankState:
+        """A rank's state at a version, bit for bit what the job would have recovered, without its model and trainer.
+
+        Errors: ``RecoveryError``; ``ConfigurationError`` if steps must be replayed of an optimizer that is neither
+        torch's nor registered; ``TierError``.
+        """
+        from tiercheck.archive.rebuild import rebuild
+
+        chosen = self.inventory.at(version, generation=generation)
+        scheduler = self._running()
+        return run(
+            rebuild(
+                self._hierarchy,
+                self.inventory,
+                chosen,
+                rank,
+                scheduler,
+                deadline_s=self._deadline_s,
+                threads=threads,
+            )
+        )
+
+    # How
+
+    async def _opened(self, urls: tuple[str, ...]) -> tuple[OpenHierarchy, dict[int, str]]:
+        return await self._stack.enter_async_context(opened_to_read(urls, self._deadline_s))
+
+    async def _looked(self) -> Inventory:
+        looks = (look_into(tier, self._away.get(tier.index), self._deadline_s) for tier in self._hierarchy.tiers)
+        return Inventory(tuple(await asyncio.gather(*looks)))
+
+    def _running(self) -> ThreadScheduler:
+        if self._scheduler is None:
+            raise Closed("the archive is closed: open it again")
+        return self._scheduler
+
+    def _call(self, coroutine: Coroutine[Any, Any, T], deadline_s: float | None = None) -> T:
+        within_s = 3 * self._deadline_s if deadline_s is None else deadline_s
+        if self._scheduler is None:
+            coroutine.close()
+        return run(self._running().call(coroutine, what="reading the tiers", deadline_s=within_s))

@@ -1,0 +1,90 @@
+"""What a version holds: tensors, host state, and who wrote it. Read from headers and small objects; no tensor is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck import schema
+from tiercheck.archive.inventory import Inventory, Recoverable
+from tiercheck.archive.shards import read_header, read_object
+from tiercheck.errors import Corruption, RecoveryError, TierError
+from tiercheck.format.container import ShardHeader, TensorSpec
+from tiercheck.format.header import OBJECT_PREFIX
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import ShardKey, Stream
+from tiercheck.policy.observation import Copy
+from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.streams.records.record_names import host_name
+from tiercheck.streams.tensors.provider import Identity
+
+__all__ = ["Contents", "read_contents"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one rank has of a version."""
+
+    version: int
+    rank: int
+    point: RecoveryPoint
+    identity: Identity
+    """Framework, world size, model, and the optimizer: its class, implementation, torch version, instruction set."""
+    token: str
+    """Of the generation."""
+    tensors: tuple[TensorSpec, ...]
+    """The base's, by their names in the shard: ``master/NAME``, ``state/NAME/KEY``, ``extra/NAME``,
+    ``residual/NAME``."""
+    hyperparameters: list[dict[str, Any]]
+    """Per parameter group, as of the base."""
+    host_state: Mapping[str, Any]
+    """As of the version."""
+
+
+async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Recoverable, rank: int) -> Contents:
+    """Errors: ``RecoveryError`` for a rank that the version does not have, or where no copy can be read."""
+    if not 0 <= rank < chosen.world_size:
+        raise RecoveryError(f"version {chosen.version} is of {chosen.world_size} ranks; there is no rank {rank}")
+    plan = chosen.plans[rank]
+
+    async def of_base(tier: OpenTier, key: ShardKey, header: ShardHeader) -> tuple[Identity, Any, Any]:
+        identity, optimizer, host = await asyncio.gather(
+            *(read_object(tier, key, header, name) for name in ("identity", "optimizer", "host"))
+        )
+        return schema.read(Identity, identity), optimizer, host
+
+    async def of_version(tier: OpenTier, key: ShardKey, header: ShardHeader) -> Any:
+        name = "host" if key.stream is Stream.SNAPSHOT else host_name(chosen.version)
+        return await read_object(tier, key, header, name)
+
+    header, (identity, optimizer, host) = await from_any(hierarchy, inventory, plan.anchor, of_base)
+    if plan.batches:
+        _, host = await from_any(hierarchy, inventory, plan.batches[-1], of_version)
+    specs = (each.spec for each in header.extents if not each.is_padding)
+    return Contents(
+        chosen.version,
+        rank,
+        plan.point,
+        identity,
+        header.metadata.token,
+        tuple(spec for spec in specs if not spec.name.startswith(OBJECT_PREFIX)),
+        optimizer["hyperparameters"],
+        host,
+    )
+
+
+async def from_any(hierarchy: OpenHierarchy, inventory: Inventory, copy: Copy, read: Any) -> tuple[ShardHeader, Any]:
+    """What ``read`` finds in the shard, in this copy or, if it cannot be read, in another tier's."""
+    others = [each for each in inventory.copies[copy.key.rank] if each.key == copy.key and each != copy]
+    failures: list[str] = []
+    for each in (copy, *sorted(others)):
+        tier = hierarchy.tiers[each.tier]
+        try:
+            header = await read_header(tier, each.key, inventory.nbytes(each))
+            return header, await read(tier, each.key, header)
+        except (TierError, ValueError) as error:
+            reason = error.message if isinstance(error, Corruption) else str(error)
+            failures.append(f"in {tier.name}: {reason}")
+    raise RecoveryError(f"{copy.key} cannot be read ({'; '.join(failures)})")

@@ -1,0 +1,128 @@
+"""Tiers that are opened to read, and what lies in each of them: the objects of all ranks, listed once.
+
+A tier that cannot be opened or listed is *away*: the others are shown without it, and it is told of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tiercheck import keys
+from tiercheck.errors import TierError, Transient
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
+from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
+from tiercheck.policy.observation import Role
+from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.replication.lineage_records import SetAside, read_branches
+from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
+from tiercheck.types import ObjectInfo
+
+__all__ = ["TierContents", "look_into", "opened_to_read"]
+
+FOREIGN_NAMED_MAX = 3
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class TierContents:
+    """What one tier holds, or why that is not known (``away``)."""
+
+    role: Role
+    url: str
+    away: str | None = None
+    objects: Mapping[Key, ObjectInfo] = field(default_factory=dict)
+    branches: tuple[Branch, ...] = ()
+    """What its lineage records say."""
+    set_aside: tuple[SetAside, ...] = ()
+    """Lineage records that cannot be used, and why."""
+    foreign: int = 0
+    """Objects that are none of TierCheck's."""
+    foreign_named: tuple[str, ...] = ()
+    """The first of them."""
+
+    @property
+    def name(self) -> str:
+        return self.role.name
+
+    @property
+    def nbytes(self) -> int:
+        """Of TierCheck's objects."""
+        return sum(info.nbytes for info in self.objects.values())
+
+    @property
+    def shards(self) -> Iterator[ShardKey]:
+        return (key for key in self.objects if isinstance(key, ShardKey))
+
+    @property
+    def commits(self) -> frozenset[CommitKey]:
+        return frozenset(key for key in self.objects if isinstance(key, CommitKey))
+
+
+@asynccontextmanager
+async def opened_to_read(urls: Sequence[str], deadline_s: float) -> AsyncIterator[tuple[OpenHierarchy, dict[int, str]]]:
+    """The tiers at ``urls``, open, and for each that is not, by its index: why.
+
+    Errors: ``ConfigurationError`` for a URL that is none; the first tier's own if none of them can be opened.
+    """
+    hierarchy = Hierarchy.of(*(Tier(url, wrap=ReadOnlyDriver) for url in urls)).open()
+    outcomes = await asyncio.gather(*(_open(tier, deadline_s) for tier in hierarchy.tiers), return_exceptions=True)
+    try:
+        away: dict[int, str] = {}
+        for tier, outcome in zip(hierarchy.tiers, outcomes, strict=True):
+            if isinstance(outcome, TierError):
+                away[tier.index] = str(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        if len(away) == len(hierarchy.tiers) and isinstance(outcomes[0], BaseException):
+            raise outcomes[0]
+        yield hierarchy, away
+    finally:
+        for tier in hierarchy.tiers:
+            async with asyncio.timeout(CLOSE_S):
+                await tier.driver.close()
+
+
+async def _open(tier: OpenTier, deadline_s: float) -> None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await tier.driver.open()
+    except TimeoutError:
+        trouble = tier.driver.facts().get("trouble", "it does not answer")
+        raise Transient(f"it could not be opened within {deadline_s:g} s: {trouble}", tier=tier.driver.url) from None
+
+
+async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> TierContents:
+    """What lies in the tier now; one that cannot be listed within the deadline is away. ``away``: why it is not
+    open."""
+    if away is not None:
+        return TierContents(Role(tier.index, tier.name, tier.capabilities.survives), tier.driver.url, away=away)
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await _listed(tier)
+    except TimeoutError:
+        why = f"it was not listed within {deadline_s:g} s"
+    except TierError as error:
+        why = str(error)
+    return TierContents(tier.role, tier.driver.url, away=why)
+
+
+async def _listed(tier: OpenTier) -> TierContents:
+    objects: dict[Key, ObjectInfo] = {}
+    foreign: list[str] = []
+    count = 0
+    async for info in tier.driver.list():
+        key = keys.parse(info.key)
+        if key is not None:
+            objects[key] = info
+        else:
+            count += 1
+            if len(foreign) < FOREIGN_NAMED_MAX:
+                foreign.append(info.key)
+    records = {key: info.nbytes for key, info in objects.items() if isinstance(key, LineageKey)}
+    branches, set_aside = await read_branches(tier, records)
+    return TierContents(
+        tier.role, tier.driver.url, None, objects, tuple(branches), tuple(set_aside), count, tuple(foreign)
+    )

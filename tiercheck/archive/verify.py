@@ -1,0 +1,129 @@
+"""Reading every byte of every shard in every tier, and saying what would be lost without those that are damaged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck import keys
+from tiercheck.archive.inventory import Inventory
+from tiercheck.archive.shards import verify_shard
+from tiercheck.errors import ConfigurationError, Corruption, NotFound, TierError
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import CommitKey, LineageKey, ShardKey
+from tiercheck.policy.commit import CommitRecord
+from tiercheck.policy.observation import Copy
+from tiercheck.policy.recovery.agreement import Span, spans_of
+from tiercheck.replication.records import read_record
+from tiercheck.types import ObjectInfo
+
+__all__ = ["Damaged", "Progress", "Verified", "verify"]
+
+OBJECTS_AT_ONCE = 4
+
+Progress = Callable[[int, int], None]
+"""Told bytes verified, and bytes in all."""
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """An object whose bytes are not those that were written, or that could not be read (``unread``)."""
+
+    key: str
+    tier: str
+    reason: str
+    unread: bool = False
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What :func:`verify` found."""
+
+    objects: int
+    nbytes: int
+    damaged: tuple[Damaged, ...]
+    gone: int
+    """Objects that were deleted since the tiers were listed: a live job does that."""
+    lost: tuple[Span, ...]
+    """Versions that could be read if nothing were damaged, and cannot."""
+    newest: int | None
+    """The newest version that can be read by what is whole."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every version that the listings promise can be read."""
+        return not self.lost
+
+
+async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progress) -> Verified:
+    """Verify all objects. Each tier is read by itself, :data:`OBJECTS_AT_ONCE` objects at a time; of each of them at
+    most a chunk is in memory (:data:`tiercheck.archive.shards.CHUNK_NBYTES`), if the tier reads ranges."""
+    work = _Work(hierarchy, inventory, progress)
+    await asyncio.gather(*(work.tier(tier) for tier in hierarchy.tiers))
+    before = inventory.readable()
+    after = inventory.less(work.bad).readable()
+    return Verified(
+        objects=work.objects,
+        nbytes=work.done_nbytes,
+        damaged=tuple(sorted(work.damaged, key=lambda each: (each.tier, each.key))),
+        gone=work.gone,
+        lost=spans_of(before.keys() - after.keys()),
+        newest=max(after, default=None),
+    )
+
+
+class _Work:
+    def __init__(self, hierarchy: OpenHierarchy, inventory: Inventory, progress: Progress) -> None:
+        self._inventory = inventory
+        self._lineage = inventory.lineage()
+        self._progress = progress
+        self._total_nbytes = sum(tier.nbytes for tier in inventory.tiers)
+        self.objects = self.done_nbytes = self.gone = 0
+        self.damaged: list[Damaged] = []
+        self.bad: list[Copy] = []
+
+    async def tier(self, tier: OpenTier) -> None:
+        contents = self._inventory.tiers[tier.index]
+        waiting = iter(sorted(contents.objects.items(), key=lambda each: str(each[0])))
+
+        async def take() -> None:
+            for key, info in waiting:
+                await self._object(tier, key, info)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(OBJECTS_AT_ONCE):
+                group.create_task(take())
+        self.damaged += [Damaged(each.key, each.tier, each.reason) for each in contents.set_aside]
+
+    async def _object(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
+        try:
+            await self._verified(tier, key, info)
+        except NotFound:
+            self.gone += 1
+        except (TierError, ConfigurationError) as error:
+            self._note(tier, key, error)
+        self.objects += 1
+        self.done_nbytes += info.nbytes
+        self._progress(self.done_nbytes, self._total_nbytes)
+
+    async def _verified(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
+        match key:
+            case ShardKey():
+                header = await verify_shard(tier, key, info.nbytes)
+                reason = self._lineage.disowns(key.generation, header.metadata.token)
+                if reason is not None:
+                    raise Corruption(reason, tier=tier.name, key=str(key))
+            case LineageKey():
+                pass  # it was read with the listing
+            case CommitKey():
+                await read_record(tier.driver, key, CommitRecord, nbytes=info.nbytes)
+            case _:
+                await read_record(tier.driver, key, dict[str, Any], nbytes=info.nbytes)
+
+    def _note(self, tier: OpenTier, key: keys.Key, error: TierError | ConfigurationError) -> None:
+        reason = error.message if isinstance(error, TierError) else str(error)
+        self.damaged.append(Damaged(str(key), tier.name, reason, unread=not isinstance(error, Corruption)))
+        if isinstance(key, ShardKey):
+            self.bad.append(Copy(tier.index, key))

@@ -1,0 +1,161 @@
+"""What the commands that read checkpoints print with ``--json``: one object each, as ``docs/reference.md`` says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tiercheck.policy.recovery.plan import availability
+from tiercheck.types import shown
+
+if TYPE_CHECKING:
+    from tiercheck.archive.contents import Contents
+    from tiercheck.archive.inventory import Generation, Inventory, Recoverable
+    from tiercheck.archive.verify import Verified
+    from tiercheck.policy.recovery.consensus import RecoveryPoint
+
+__all__ = ["contents_object", "listing_object", "plan_object", "verified_object"]
+
+
+def listing_object(inventory: Inventory) -> dict[str, Any]:
+    return {
+        "tiers": [
+            {
+                "name": tier.name,
+                "url": tier.url,
+                "survives": tier.role.survives.name.lower(),
+                "objects": len(tier.objects),
+                "bytes": tier.nbytes,
+                "away": tier.away,
+            }
+            for tier in inventory.tiers
+        ],
+        "versions": [list(span) for span in inventory.spans],
+        "newest": inventory.spans[-1][1] if inventory.spans else None,
+        "generations": [generation_object(each) for each in inventory.generations],
+        "problems": list(inventory.problems),
+    }
+
+
+def generation_object(generation: Generation) -> dict[str, Any]:
+    branch = generation.branch
+    return {
+        "generation": generation.number,
+        "parent": branch and branch.parent,
+        "left_at": branch and branch.left_at,
+        "world_size": branch and branch.world_size,
+        "counts": generation.counts,
+        "until": generation.until,
+        "stored": [
+            {
+                "kind": str(stored.stream),
+                "first": stored.first,
+                "last": stored.last,
+                "tiers": [
+                    {
+                        "tier": held.tier,
+                        "ranks": list(held.ranks),
+                        "versions": [list(span) for span in held.versions],
+                        "bytes": held.nbytes,
+                        "committed": held.committed,
+                        "written_s": held.written_s,
+                    }
+                    for held in stored.held
+                ],
+            }
+            for stored in generation.stored
+        ],
+    }
+
+
+def point_object(point: RecoveryPoint) -> dict[str, Any]:
+    return {
+        "generation": point.generation,
+        "anchor": point.anchor,
+        "replayed": point.replayed,
+        "by_snapshot": point.by_snapshot,
+    }
+
+
+def plan_object(inventory: Inventory, chosen: Recoverable) -> dict[str, Any]:
+    sources = [[(each, inventory.nbytes(each)) for each in plan.sources] for plan in chosen.plans]
+    names = [tier.name for tier in inventory.tiers]
+    held = [inventory.copies[rank] for rank in range(chosen.world_size)]
+    return {
+        "version": chosen.version,
+        "world_size": chosen.world_size,
+        "bytes": sum(nbytes for each in sources for _, nbytes in each),
+        "ranks": [
+            {
+                "rank": rank,
+                **point_object(point),
+                "sources": [
+                    {"object": str(copy.key), "tier": names[copy.tier], "bytes": nbytes}
+                    for copy, nbytes in sources[rank]
+                ],
+            }
+            for rank, point in enumerate(chosen.points)
+        ],
+        "matrix": [
+            {"rank": row.rank, "tier": row.tier, "anchor": row.anchor, "differentials": list(row.differentials)}
+            for row in availability(chosen.points, names, held)
+        ],
+        "problems": list(inventory.problems),
+    }
+
+
+def contents_object(inventory: Inventory, contents: Contents) -> dict[str, Any]:
+    identity = contents.identity
+    optimizer = identity.optimizer
+    return {
+        "version": contents.version,
+        "rank": contents.rank,
+        **point_object(contents.point),
+        "lineage": [
+            {"generation": generation, "until": last}
+            for generation, last in inventory.lineage(contents.point.generation).chain
+        ],
+        "token": contents.token,
+        "framework": identity.framework,
+        "world_size": identity.world_size,
+        "model": identity.model,
+        "model_summary": identity.model_summary,
+        "optimizer": {
+            "kind": optimizer.kind,
+            "implementation": optimizer.implementation,
+            "torch_version": optimizer.torch_version,
+            "instruction_set": optimizer.instruction_set,
+            "device": optimizer.device,
+            "library": optimizer.library,
+        },
+        "tensors": [
+            {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
+            for spec in contents.tensors
+        ],
+        "hyperparameters": [
+            {name: value if is_plain(value) else shown(value) for name, value in group.items()}
+            for group in contents.hyperparameters
+        ],
+        "host_state": {name: shown(value) for name, value in contents.host_state.items()},
+    }
+
+
+def verified_object(found: Verified) -> dict[str, Any]:
+    return {
+        "objects": found.objects,
+        "bytes": found.nbytes,
+        "damaged": [
+            {"object": each.key, "tier": each.tier, "reason": each.reason, "unread": each.unread}
+            for each in found.damaged
+        ],
+        "gone": found.gone,
+        "lost": [list(span) for span in found.lost],
+        "newest": found.newest,
+        "healthy": found.healthy,
+    }
+
+
+def is_plain(value: object) -> bool:
+    """Whether JSON has it."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,268 @@
+"""``tiercheck ls``, ``show``, ``verify`` and ``plan``: what jobs have left in their tiers. Nothing is written there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck.cli.as_json import contents_object, listing_object, plan_object, verified_object
+from tiercheck.cli.tiers import JSON, URLS, plain_table
+from tiercheck.types import bytes_text, shown
+
+if TYPE_CHECKING:
+    from tiercheck.archive.archive import Archive
+    from tiercheck.archive.contents import Contents
+    from tiercheck.archive.inventory import Generation, Held, Recoverable, Stored
+    from tiercheck.archive.verify import Verified
+
+__all__ = ["DEADLINE", "GENERATION", "VERSION", "ls", "opened", "plan", "show", "verify"]
+
+VERSION = Annotated[int | None, typer.Option(help="The version; by default the newest that can be read.", min=0)]
+GENERATION = Annotated[int | None, typer.Option(help="As of this generation, whatever came later.", min=1)]
+DEADLINE = Annotated[float, typer.Option(help="Seconds that a tier may keep silent.", min=0.001)]
+DEADLINE_S = 60.0
+RANKS_NAMED_MAX = 8
+SOURCES_NAMED_MAX = 24
+
+
+def ls(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> None:
+    """List what lies in tiers: the generations of a job, what each has captured, and which versions can be read.
+
+    Several tiers are one view: a version can be read if each rank's part of it lies in some tier. A tier that cannot be
+    opened is told of, and the others are listed.
+    """
+    with opened(urls, deadline_s) as archive:
+        if as_json:
+            typer.echo(json.dumps(listing_object(archive.inventory)))
+            return
+        show_listing(Console(), archive)
+
+
+def plan(
+    urls: URLS,
+    version: VERSION = None,
+    generation: GENERATION = None,
+    deadline_s: DEADLINE = DEADLINE_S,
+    as_json: JSON = False,
+) -> None:
+    """Say what a recovery would reach now, from which tiers, and how many bytes it would read."""
+    with opened(urls, deadline_s) as archive:
+        chosen = archive.plan(version, generation=generation)
+        if as_json:
+            typer.echo(json.dumps(plan_object(archive.inventory, chosen)))
+            return
+        show_plan(Console(), archive, chosen)
+
+
+def show(
+    urls: URLS,
+    version: VERSION = None,
+    generation: GENERATION = None,
+    rank: Annotated[int, typer.Option(help="Whose part is shown.", min=0)] = 0,
+    deadline_s: DEADLINE = DEADLINE_S,
+    as_json: JSON = False,
+) -> None:
+    """Show what a version holds: tensors, host state, lineage, and who wrote it with what. No tensor is read."""
+    with opened(urls, deadline_s) as archive:
+        contents = archive.show(version, rank=rank, generation=generation)
+        if as_json:
+            typer.echo(json.dumps(contents_object(archive.inventory, contents)))
+            return
+        show_contents(Console(), archive, contents)
+
+
+def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> None:
+    """Read every byte in all tiers, compare it with its checksum, and say what would be lost.
+
+    Exits with 1 if a version that the tiers list cannot be read any more. Damage of which another tier holds a whole
+    copy is told, and loses nothing.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with opened(urls, deadline_s) as archive:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("verifying", total=None)
+            found = archive.verify(lambda done, total: progress.update(task, completed=done, total=total))
+        if as_json:
+            typer.echo(json.dumps(verified_object(found)))
+        else:
+            show_verified(Console(), archive, found)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+def opened(urls: Sequence[str], deadline_s: float) -> Archive:
+    from tiercheck.archive.archive import open as open_archive
+
+    return open_archive(*urls, deadline_s=deadline_s)
+
+
+# For people
+
+
+def show_listing(console: Console, archive: Archive) -> None:
+    table = plain_table("tier", "where", "survives", "objects", "bytes")
+    for tier in archive.inventory.tiers:
+        survives = tier.role.survives.name.lower()
+        if tier.away is not None:
+            table.add_row(tier.name, tier.url, survives, "?", "?")
+        else:
+            table.add_row(tier.name, tier.url, survives, f"{len(tier.objects)}", bytes_text(tier.nbytes))
+    console.print(table)
+    for generation in archive.generations:
+        console.print(Text(generation_text(generation), style="bold"))
+        console.print(stored_table(generation, time.time()))
+    console.print(Text(f"Versions that can be read: {spans_text(archive.versions)}"))
+    show_problems(console, archive.problems)
+
+
+def generation_text(generation: Generation) -> str:
+    said = f"generation {generation.number}"
+    branch = generation.branch
+    if branch is None:
+        return f"{said}: its record is missing or damaged, so that nobody knows what it belongs to"
+    begun = f"from version {branch.left_at} of generation {branch.parent}" if branch.parent else "from the beginning"
+    said += f", {branch.world_size} {'rank' if branch.world_size == 1 else 'ranks'}, {begun}"
+    if not generation.counts:
+        return f"{said} (no part of the newest generation's past)"
+    return said if generation.until is None else f"{said} (counts up to version {generation.until})"
+
+
+def stored_table(generation: Generation, now_s: float) -> Table:
+    table = plain_table("what", "version", "tier", "ranks", "bytes", "age", "")
+    world_size = generation.branch.world_size if generation.branch else None
+    for stored in generation.stored:
+        for index, held in enumerate(stored.held):
+            what = (str(stored.stream), version_text(stored)) if not index else ("", "")
+            age = "" if held.written_s is None else age_text(now_s - held.written_s)
+            table.add_row(
+                *what,
+                held.tier,
+                ranks_text(held, world_size),
+                bytes_text(held.nbytes),
+                age,
+                "committed" if held.committed else versions_note(stored, held),
+            )
+    return table
+
+
+def version_text(stored: Stored) -> str:
+    if stored.stream == "snapshot":
+        return f"{stored.last} (from base {stored.first - 1})"
+    return str(stored.first) if stored.first == stored.last else f"{stored.first}..{stored.last}"
+
+
+def versions_note(stored: Stored, held: Held) -> str:
+    whole = ((stored.first, stored.last),)
+    return "" if stored.stream != "differential" or held.versions == whole else f"{spans_text(held.versions)} whole"
+
+
+def ranks_text(held: Held, world_size: int | None) -> str:
+    if world_size is None:
+        return str(len(held.ranks))
+    missing = sorted(set(range(world_size)) - set(held.ranks))
+    if not missing:
+        return f"{world_size} of {world_size}"
+    names = ", ".join(map(str, missing[:RANKS_NAMED_MAX])) + (", ..." if len(missing) > RANKS_NAMED_MAX else "")
+    return f"{world_size - len(missing)} of {world_size} (not {names})"
+
+
+def show_plan(console: Console, archive: Archive, chosen: Recoverable) -> None:
+    inventory = archive.inventory
+    table = plain_table("rank", "object", "tier", "bytes")
+    table.columns[1].overflow = "fold"
+    total = count = 0
+    for rank, plan in enumerate(chosen.plans):
+        for index, source in enumerate(plan.sources):
+            nbytes = inventory.nbytes(source)
+            total, count = total + nbytes, count + 1
+            if count <= SOURCES_NAMED_MAX:
+                row = ("" if index else str(rank), str(source.key), inventory.tiers[source.tier].name)
+                table.add_row(*row, bytes_text(nbytes))
+    point = chosen.points[0]
+    way = f"base {point.anchor}"
+    if point.by_snapshot:
+        way += " and a snapshot"
+    elif point.replayed:
+        way += f" and {point.replayed} differentials"
+    console.print(Text(f"Version {chosen.version}, of {chosen.world_size} ranks; rank 0 by {way}.", style="bold"))
+    console.print(table)
+    if count > SOURCES_NAMED_MAX:
+        console.print(Text(f"  and {count - SOURCES_NAMED_MAX} objects more (--json lists them)"))
+    console.print(Text(f"{bytes_text(total)} in {count} objects"))
+    show_problems(console, archive.problems)
+
+
+def show_contents(console: Console, archive: Archive, contents: Contents) -> None:
+    identity, point = contents.identity, contents.point
+    console.print(Text(f"Version {contents.version}, rank {contents.rank} of {identity.world_size}", style="bold"))
+    facts = plain_table("", "")
+    facts.show_header = False
+    way = f"base {point.anchor} of generation {point.generation}"
+    if point.by_snapshot:
+        way += ", and a snapshot of what changed since"
+    elif point.replayed:
+        way += f", and {point.replayed} differentials"
+    facts.add_row("is", way)
+    chain = archive.inventory.lineage(point.generation).chain
+    facts.add_row("lineage", " < ".join(str(each) if last is None else f"{each} to {last}" for each, last in chain))
+    optimizer = identity.optimizer
+    facts.add_row("framework", identity.framework)
+    facts.add_row("model", f"{identity.model_summary} ({identity.model})")
+    facts.add_row("optimizer", f"{optimizer.kind} ({optimizer.implementation}) {optimizer.library}".rstrip())
+    facts.add_row("wrote it", f"torch {optimizer.torch_version} on {optimizer.device}, {optimizer.instruction_set}")
+    for index, group in enumerate(contents.hyperparameters):
+        facts.add_row(f"group {index}", ", ".join(f"{name}={shown(each)}" for name, each in group.items()))
+    console.print(facts)
+    table = plain_table("tensor", "dtype", "shape", "bytes")
+    table.columns[0].overflow = "fold"
+    for spec in contents.tensors:
+        table.add_row(spec.name, spec.dtype, str(list(spec.shape)), bytes_text(spec.nbytes))
+    console.print(table)
+    table = plain_table("host state", "")
+    for name, value in contents.host_state.items():
+        table.add_row(name, shown(value))
+    console.print(table)
+
+
+def show_verified(console: Console, archive: Archive, found: Verified) -> None:
+    for damaged in found.damaged:
+        what = "could not be read" if damaged.unread else "is damaged"
+        console.print(Text(f"{damaged.key} in {damaged.tier} {what}: {damaged.reason}", style="red"))
+    if found.gone:
+        console.print(Text(f"{found.gone} objects were deleted meanwhile", style="yellow"))
+    console.print(Text(f"{found.objects} objects, {bytes_text(found.nbytes)}: {len(found.damaged)} damaged"))
+    if found.lost:
+        newest = "none" if found.newest is None else str(found.newest)
+        lost = f"lost: version {spans_text(found.lost)}; the newest that can be read is {newest}"
+        console.print(Text(lost, style="red"))
+    elif found.damaged:
+        console.print(Text("nothing is lost: every version can be read from other copies", style="yellow"))
+    show_problems(console, archive.problems)
+
+
+def show_problems(console: Console, problems: Iterable[str]) -> None:
+    for problem in problems:
+        console.print(Text(problem, style="yellow"))
+
+
+def spans_text(spans: Iterable[Any]) -> str:
+    from tiercheck.archive.inventory import spans_text
+
+    return spans_text(spans)
+
+
+def age_text(seconds: float) -> str:
+    """``90`` to ``1 min``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"

@@ -1,0 +1,191 @@
+"""A rank's state made of what a base holds, without the model and the job that wrote it.
+
+The tensors are the base's own, copied. Differentials are replayed on them as in a job: by a kernel where one is
+certified in this process, else by calling an optimizer of the class that took the steps, built over these tensors with
+the options that were saved. A class is never imported because a file names it: it is one of torch's, or one that an
+installed distribution has registered (``tiercheck.optimizers``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from tiercheck.errors import ConfigurationError, Corruption, Mismatch
+from tiercheck.format.container import Shard
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.optimizers.certification import class_of
+from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.records.base import BaseState, read_base
+from tiercheck.streams.records.expected import Expected
+from tiercheck.streams.state import MakeRuns, Rebuilt
+from tiercheck.streams.tensors.provider import (
+    Identity,
+    OptimizerIdentity,
+    StateProvider,
+    copy_into,
+    plain_options,
+    qualified,
+    set_options,
+)
+from tiercheck.streams.tensors.tensor_state import TensorReader
+
+__all__ = ["StoredReader", "StoredState", "optimizer_class"]
+
+HOST = torch.device("cpu")
+
+
+@cache
+def torch_optimizers() -> Mapping[str, type[torch.optim.Optimizer]]:
+    """The classes that ``torch.optim`` offers, by qualified name."""
+    found = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    return {qualified(each): each for each in found if issubclass(each, torch.optim.Optimizer)}
+
+
+def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
+    """The optimizer of this qualified name. Errors: ``ConfigurationError`` if it is neither torch's nor registered."""
+    if kind in torch_optimizers():
+        return torch_optimizers()[kind]
+    if find_optimizer(kind) is None:
+        raise ConfigurationError(
+            f"the steps were taken by {kind}, which is neither torch's nor registered here (entry-point group "
+            "tiercheck.optimizers): they cannot be replayed without the training code, and only bases can be read"
+        )
+    return class_of(kind)
+
+
+class StoredState(StateProvider):
+    """The state that :meth:`load` was given, on the host. ``saved``, ``group_of``: of the base."""
+
+    def __init__(self, saved: Identity | None, group_of: Mapping[str, int]) -> None:
+        self._identity = saved
+        self._group_of = dict(group_of)
+        self._masters: dict[str, torch.nn.Parameter] = {}
+        self._extras: dict[str, torch.Tensor] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        """By master; it is moved to the optimizer when that is made."""
+        self._options: list[dict[str, Any]] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._host_state: Mapping[str, Any] = {}
+
+    @property
+    def _saved(self) -> Identity:
+        assert self._identity is not None, "a state was loaded"
+        return self._identity
+
+    def identity(self) -> Identity:
+        """The saved one, with the optimizer as it runs here; where that cannot be had, nothing can be replayed."""
+        try:
+            return replace(self._saved, optimizer=OptimizerIdentity.of(self.optimizer, HOST))
+        except ConfigurationError:
+            return self._saved
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Made when it is first asked for. Errors: ``ConfigurationError``, as :func:`optimizer_class`; ``Mismatch`` if
+        the class does not take the saved options."""
+        if self._optimizer is None:
+            kind: Any = optimizer_class(self._saved.optimizer.kind)
+            groups: list[dict[str, Any]] = [{**options, "params": []} for options in self._options]
+            for name, master in self._masters.items():
+                groups[self._group_of[name]]["params"].append(master)
+            try:
+                made = kind(groups)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise Mismatch(f"{qualified(kind)} cannot be made with the options that were saved: {error}") from error
+            for name, state in self._states.items():
+                made.state[self._masters[name]] = state
+            self._optimizer = made
+        return self._optimizer
+
+    def masters(self) -> Mapping[str, torch.Tensor]:
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def group_of(self) -> Mapping[str, int]:
+        return self._group_of
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        if self._optimizer is None:
+            return self._states
+        held = self._optimizer.state
+        return {name: dict(held[master]) for name, master in self._masters.items() if held.get(master)}
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Frozen parameters, too: a base does not tell them apart."""
+        return self._extras
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return self._options
+
+    def host_state(self) -> dict[str, Any]:
+        return dict(self._host_state)
+
+    def load(
+        self,
+        *,
+        masters: Mapping[str, torch.Tensor],
+        optimizer_state: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[str, torch.Tensor],
+        hyperparameters: list[dict[str, Any]],
+    ) -> None:
+        if self._masters:
+            copy_into(self.masters(), masters)
+        else:
+            self._masters = {
+                name: torch.nn.Parameter(each.clone(), requires_grad=each.is_floating_point() or each.is_complex())
+                for name, each in masters.items()
+            }
+        self._extras = {name: each.clone() for name, each in extras.items()}
+        self._states = {
+            name: {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in held.items()}
+            for name, held in optimizer_state.items()
+        }
+        self._options = [dict(options) for options in hyperparameters]
+        self._optimizer = None
+
+    def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
+        optimizer = self.optimizer
+        for group, options in zip(optimizer.param_groups, hyperparameters, strict=True):
+            set_options(group, options)
+        self._options = [plain_options(group) for group in optimizer.param_groups]
+        for name, master in self._masters.items():
+            gradient = gradients.get(name)
+            # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.
+            master.grad = None if gradient is None else gradient.to(master.dtype, copy=True).view_as(master)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def restore_host_state(self, state: Mapping[str, Any]) -> None:
+        self._host_state = state
+
+
+class StoredReader(TensorReader):
+    """Reads shards without a live state, and makes of them :attr:`state`. ``threads``: as of :class:`TensorReader`."""
+
+    def __init__(self, *, threads: int | None = None) -> None:
+        self.state = StoredState(None, {})
+        """What was rebuilt last."""
+        super().__init__(self.state, threads=threads)
+
+    def expect(self) -> None:
+        """There is no live state to compare with."""
+
+    def base(self, shard: Shard, *, tier: str, places: str) -> BaseState:
+        base = read_base(shard, tier=tier)
+        self._expected = Expected.of_base(base)
+        self._expected.check_base(base)
+        if base.masters.keys() != base.group_of.keys() or max(base.group_of.values(), default=0) >= len(
+            base.hyperparameters
+        ):
+            raise Corruption("its trained tensors are in parameter groups that it has no options of", tier=tier)
+        return base
+
+    async def rebuild(self, base: BaseState, start: BaseState, make: MakeRuns, scheduler: Scheduler) -> Rebuilt:
+        self._provider = self.state = StoredState(base.identity, base.group_of)
+        rebuilt = await super().rebuild(base, start, make, scheduler)
+        self.state.restore_host_state(rebuilt.host_state)
+        return rebuilt
