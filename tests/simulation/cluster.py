@@ -22,7 +22,7 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery import opening
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed, reach
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord
 from tiercheck.policy.recovery.opening import Reach, anew
 from tiercheck.policy.recovery.plan import Plan, plan
 
@@ -334,12 +334,10 @@ class Cluster(Surveys):
         self.generation = past.taken + 1
         parent, left_at = (max(point.generation for point in points), points[0].last) if points else (0, 0)
         branch = Branch(self.generation, parent, left_at, self.world, f"token {self.restarts}")
+        record = LineageRecord.of(branch, past.worth_telling(parent))
         for tier in self.tiers():
             if not self.is_away(tier):
-                for ancestor in past.lineage.branches.values():
-                    if LineageKey(ancestor.generation) not in tier:
-                        tier[LineageKey(ancestor.generation)] = ancestor
-                tier[LineageKey(self.generation)] = branch
+                tier[LineageKey(self.generation)] = record
         if points and self.random.random() < self.opening_fails / 2:
             return False
         self.lineage = Lineage.of({*past.branches, branch})

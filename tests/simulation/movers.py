@@ -17,7 +17,7 @@ from tiercheck.policy.peers import RankLocation, peer_of
 from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.policies import kept_by
 from tiercheck.policy.recovery.agreement import NO_MARK, needs_agreement
-from tiercheck.policy.recovery.lineage import Lineage, strangers
+from tiercheck.policy.recovery.lineage import Lineage, LineageRecord, strangers
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
 
@@ -143,17 +143,17 @@ class Movers:
     def answer(self) -> None:
         """Tiers that were away answer. Before anything else the movers record the generation there."""
         for tier in self.away:
-            recorded = [key.generation for key in tier if isinstance(key, LineageKey)]
             captured = [key.generation for key in tier if isinstance(key, ShardKey)]
-            assert tier is not self.durable or not strangers(self.lineage, recorded, captured), "another job went on"
+            others = strangers(self.lineage, tier.recorded, captured)
+            assert tier is not self.durable or not others, "another job went on"
             self.record(tier)
         self.away = []
 
     def record(self, tier: Tier) -> None:
-        """The generation, and its ancestors that opened while the tier did not answer."""
-        for generation, branch in self.lineage.branches.items():
-            if LineageKey(generation) not in tier:
-                tier[LineageKey(generation)] = branch
+        """The generation, with what it knows of its ancestors: some opened while the tier did not answer."""
+        if LineageKey(self.generation) not in tier:
+            branches = self.lineage.branches
+            tier[LineageKey(self.generation)] = LineageRecord.of(branches[self.generation], branches.values())
 
     def actions(self, index: int, seen: Observation, closing: bool) -> list[Callable[[], None]]:
         tiers = self.tiers_of(index)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 from tests.simulation.movers import Movers
 from tests.simulation.tiers import Tier
 from tiercheck.errors import RecoveryError
-from tiercheck.keys import Key, LineageKey, ShardKey
+from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.policy.recovery.plan import Plan, plan
 from tiercheck.recovery.past import Past, Points
 from tiercheck.recovery.restorer import behind
@@ -93,12 +91,11 @@ class Surveys(Movers):
     def survey(self, index: int, tiers: Collection[int]) -> Survey:
         held = {tier: self.tiers_of(index)[tier] for tier in tiers}
         seen = {tier: each for tier, each in held.items() if not self.is_away(each)}
-        branches = ((tier, value) for tier, each in seen.items() for value in each.values())
         return Survey(
             sources=frozenset(Copy(tier, key) for tier, each in seen.items() for key in shards(each, index)),
             others=frozenset(Copy(tier, key) for tier, each in seen.items() for key in self.others(each, index)),
-            branches=frozenset((tier, value) for tier, value in branches if isinstance(value, Branch)),
-            recorded=frozenset((t, key.generation) for t, each in seen.items() for key in each if is_record(key)),
+            branches=frozenset((tier, branch) for tier, each in seen.items() for branch in each.branches.values()),
+            recorded=frozenset((tier, generation) for tier, each in seen.items() for generation in each.recorded),
             generations=frozenset(
                 (t, key.generation) for t, each in seen.items() for key in self.listed_shards(each, index)
             ),
@@ -121,7 +118,3 @@ class Surveys(Movers):
 def shards(tier: Tier, rank: int | None = None) -> list[ShardKey]:
     """Of one rank, or of all."""
     return [key for key in tier if isinstance(key, ShardKey) and rank in (None, key.rank)]
-
-
-def is_record(key: Key) -> TypeGuard[LineageKey]:
-    return isinstance(key, LineageKey)

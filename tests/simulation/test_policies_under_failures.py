@@ -10,7 +10,8 @@ import pytest
 from tests.simulation.cluster import BASES_MAX, Cluster
 from tests.simulation.seeds import play_each
 from tests.simulation.surveys import shards
-from tiercheck.keys import ShardKey, Stream
+from tiercheck.keys import LineageKey, ShardKey, Stream
+from tiercheck.policy.watermark import LINEAGE_RECORDS_KEPT
 
 SEEDS = (2, 3, 5, 7, 8, 9)
 """Jobs of one to four ranks, with peers and without, with several intervals of bases and sizes of batches."""
@@ -89,6 +90,8 @@ def converge_whole(cluster: Cluster) -> None:
             check_neighbour(cluster, index)
         if cluster.shared:
             check_durable(cluster, index, newest)
+    for tier in cluster.tiers():
+        assert sum(isinstance(key, LineageKey) for key in tier) <= LINEAGE_RECORDS_KEPT
     if cluster.peers:
         # One node goes, and all that the others need is in the neighbours' memory.
         assert cluster.promised() == version, "a node failure costs nothing once the peers have all"

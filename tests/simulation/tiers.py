@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tiercheck.keys import Key
+from tiercheck.keys import Key, LineageKey
 from tiercheck.policy.observation import Contents
+from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 
 
 class Tier(dict[Key, object]):
@@ -33,6 +34,22 @@ class Tier(dict[Key, object]):
         super().clear()
         self._contents, self._changed = Contents(), {}
         self.damaged.clear()
+
+    @property
+    def branches(self) -> dict[int, Branch]:
+        """What the lineage records tell, as a reader finds it: it reads those of which no newer one tells."""
+        told: dict[int, Branch] = {}
+        for key in sorted((key for key in self if isinstance(key, LineageKey)), reverse=True):
+            record = self[key]
+            assert isinstance(record, LineageRecord)
+            for branch in (record.branch, *record.told) if key.generation not in told else ():
+                told.setdefault(branch.generation, branch)
+        return told
+
+    @property
+    def recorded(self) -> set[int]:
+        """Generations that have a record here, or of which one tells."""
+        return {key.generation for key in self if isinstance(key, LineageKey)} | self.branches.keys()
 
     @property
     def contents(self) -> Contents:

@@ -36,6 +36,7 @@ async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restor
     Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied.
     """
     taken = restored.past.taken + (UNSEEN if restored.past.away else 0)
+    past = restored.past.worth_telling(restored.parent)
     for _ in range(NUMBERS_TRIED):
         # Rank 0's is taken.
         proposal = Branch(taken + 1, restored.parent, restored.version, ranks.world_size, token())
@@ -44,7 +45,6 @@ async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restor
 
         async def open_it(branch: Branch = branch) -> Any:
             retry_s = 0.9 * ranks.deadline_s  # the error names the tier
-            past = restored.past.lineage
             opening = open_generation(tiers, branch, past=past, may_wait=restored.in_memory, retry_s=retry_s)
             return schema.plain(await ranks.call(opening, f"opening generation {branch.generation}"))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream
 from tiercheck.policy.compose.cadence import CadencePolicy, Progress
 from tiercheck.policy.compose.pacing import Copying, PacingPolicy
 from tiercheck.policy.compose.placement import Candidate, PlacementPolicy
@@ -159,6 +159,8 @@ class _Needed:
             case ShardKey() | MarkerKey() | CommitKey() if shared and not self.whole:
                 if not self._is_orphaned(key):
                     return "before this generation has a committed base there"
+            case LineageKey() if key.generation >= seen.generation:
+                return "which keeps older processes of the job from committing"
             case CommitKey() if self._is_needed(key) and not self._is_orphaned(key):
                 return f"which a recovery to version {key.version} needs"
             case MarkerKey() if self._is_awaited(key):

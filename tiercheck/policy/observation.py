@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from tiercheck.keys import CommitKey, JobKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey, Stream
+from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.types import Survives
 
@@ -138,9 +138,14 @@ class Contents:
         return sorted(key for key in self._of_no_rank.nbytes if isinstance(key, CommitKey))
 
     @cached_property
+    def generations(self) -> tuple[LineageKey | ClaimKey, ...]:
+        """The lineage records, and claims to one."""
+        return tuple(key for key in self._of_no_rank.nbytes if isinstance(key, LineageKey | ClaimKey))
+
+    @cached_property
     def newest_generation(self) -> int:
         """The newest generation that opened here; 0 if there is none."""
-        return max((key.generation for key in self._of_no_rank.nbytes if isinstance(key, LineageKey)), default=0)
+        return max((key.generation for key in self.generations if isinstance(key, LineageKey)), default=0)
 
     @cached_property
     def metrics(self) -> tuple[MetricKey, ...]:

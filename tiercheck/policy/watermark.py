@@ -8,7 +8,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
-  its own; and what other ranks have left in this node's memory, or in its neighbour's.
+  its own; and what other ranks have left in this node's memory, or in its neighbour's;
+- lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
 its own way to the mark, and everything newer, in every tier.
@@ -26,7 +27,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiercheck.keys import CommitKey, Key, MetricKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, LineageKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.guard import Refusal, ask_retention
@@ -36,10 +37,12 @@ from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 
-__all__ = ["BASES_IN_VOLATILE_TIERS", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
+__all__ = ["BASES_IN_VOLATILE_TIERS", "LINEAGE_RECORDS_KEPT", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
 
 BASES_IN_VOLATILE_TIERS = 2
 SNAPSHOTS_IN_VOLATILE_TIERS = 2
+LINEAGE_RECORDS_KEPT = 3
+"""The newest one tells of those before; the others are for the case that it is damaged."""
 
 
 def watermark(seen: Observation) -> CommitKey | None:
@@ -66,11 +69,12 @@ class Retention:
         mark = watermark(seen)
         settled = _is_settled(seen, mark, way)
         for role in seen.roles:
+            records = _records_passed(seen, role) if settled else []
             if role.shared:
-                gone[role.index] = self._shared(seen, role)
+                gone[role.index] = [*self._shared(seen, role), *(records if seen.rank == COORDINATOR else ())]
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
-            gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ())]
+            gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ()), *records]
         if seen.rank == COORDINATOR:
             gone[0] += self._reports_done(seen)
         return gone
@@ -290,6 +294,17 @@ def _left_behind(seen: Observation, role: Role) -> list[Key]:
         for key in (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
         if key.generation < seen.generation
     ]
+
+
+def _records_passed(seen: Observation, role: Role) -> list[Key]:
+    """Lineage records and claims of older generations: the newest record tells what is worth knowing of them. A few
+    stay, in case that it is damaged."""
+    records = seen.contents[role.index].generations
+    numbers = sorted({key.generation for key in records if isinstance(key, LineageKey)})
+    if seen.generation not in numbers:
+        return []
+    kept = numbers[-LINEAGE_RECORDS_KEPT:]
+    return [key for key in records if key.generation < kept[0]]
 
 
 def _led_to(seen: Observation, contents: Contents) -> list[CommitKey]:

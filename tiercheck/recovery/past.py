@@ -18,7 +18,7 @@ from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.keys import LineageKey, Stream
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
-from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing, strangers
+from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing, strangers, worth_telling
 from tiercheck.policy.recovery.plan import Availability, Plan, availability, plan
 from tiercheck.recovery.survey import Survey
 
@@ -57,9 +57,20 @@ class Past:
         return Lineage.of(self.branches) if self.away else self._bearing
 
     @property
+    def _captured(self) -> set[int]:
+        """The generations of all shards that were found."""
+        return {generation for survey in self.surveys for _, generation in survey.generations}
+
+    @property
     def _bearing(self) -> Lineage:
-        captured = {generation for survey in self.surveys for _, generation in survey.generations}
-        return Lineage.of(bearing(self.branches, captured))
+        return Lineage.of(bearing(self.branches, self._captured))
+
+    def worth_telling(self, parent: int) -> list[Branch]:
+        """What the record of a generation with this parent tells of the past. Of a tier that is away nobody knows what
+        it holds, so that all is told then."""
+        if self.away:
+            return list(self.branches)
+        return worth_telling(self.branches, parent, self._captured)
 
     @property
     def taken(self) -> int:

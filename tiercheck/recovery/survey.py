@@ -40,7 +40,7 @@ class Looked:
     own."""
     branches: list[Branch] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
-    """Generations with a lineage record here, readable or not."""
+    """Generations with a lineage record here, readable or not, and those that such records tell of."""
     claims: set[ClaimKey] = field(default_factory=set)
     generations: set[int] = field(default_factory=set)
     """Generations of which this rank has a shard here; in a tier inside a node, any rank."""
@@ -56,7 +56,7 @@ class Survey:
     others: frozenset[Copy] = frozenset()
     """As in :class:`Looked`."""
     branches: frozenset[tuple[int, Branch]] = frozenset()
-    """Lineage records: (tier, what it says)."""
+    """What lineage records tell: (tier, branch)."""
     recorded: frozenset[tuple[int, int]] = frozenset()
     """(tier, generation) of lineage records, readable or not."""
     claims: frozenset[ClaimKey] = frozenset()
@@ -129,6 +129,6 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
         elif isinstance(key, LineageKey):
             records[key] = info.nbytes
     looked.others = set(others.values())
-    looked.recorded = {key.generation for key in records}
     looked.branches, looked.set_aside = await read_branches(tier, records)
+    looked.recorded = {key.generation for key in records} | {branch.generation for branch in looked.branches}
     return looked

@@ -12,6 +12,11 @@ Of two claimants the one that lists last sees both claims, as long as the store 
 it (S3, GCS, Azure and every POSIX file system do); so both may lose, and the user starts one of them again, but never
 do both win. A claim that a crash left behind is no record: the next job asks for a higher number, past every claim.
 
+A record tells of the generations before its own as well, and older records are deleted
+(:class:`tiercheck.policy.watermark.Retention`). A deleted record leaves its number free again. So whoever has put its
+record looks once more: it takes the record back if a newer generation is there. A record is deleted only after a newer
+one was put, so that such a listing shows a newer one wherever the number was another's before.
+
 A tier that cannot be written to just now need not stop a recovery that memory serves. The generation is recorded there
 later, by the mover, before it puts or deletes anything there: who has gone on in that tier meanwhile has won.
 """
@@ -19,17 +24,17 @@ later, by the mover, before it puts or deletes anything there: who has gone on i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tiercheck import keys
 from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, TierError, Unsupported
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, captured_prefix
-from tiercheck.policy.recovery.lineage import Branch, Lineage, strangers
+from tiercheck.keys import ClaimKey, LineageKey, ShardKey, captured_prefix
+from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, strangers
 from tiercheck.replication.asking import patiently
-from tiercheck.replication.lineage_records import read_branch
+from tiercheck.replication.lineage_records import listed_lineage, read_branches, read_lineage
 from tiercheck.replication.records import read_record, seal
 from tiercheck.types import PutMode
 
@@ -62,22 +67,23 @@ async def open_generation(
     hierarchy: OpenHierarchy,
     branch: Branch,
     *,
-    past: Lineage | None = None,
+    past: Collection[Branch] = (),
     may_wait: bool = False,
     retry_s: float = 0.0,
 ) -> Opening:
-    """Record the generation in each of this rank's tiers, and before it those of its ``past`` that a tier lacks.
+    """Record the generation in each of this rank's tiers, with what is worth telling of its ``past``.
 
     Every rank does so, and in a shared tier all write the same record. ``may_wait``: a tier behind the first one that
     fails is left for later. Any other one is asked again for ``retry_s`` if its error may pass. Errors:
     ``JobConflict`` if another job opened a generation of this number at the same time; ``TierError``.
     """
+    record = LineageRecord.of(branch, past)
     later: dict[str, str] = {}
     # Shared tiers first: a job that loses the race there leaves no record in tiers of its own.
     for tier in sorted(hierarchy.tiers, key=lambda tier: not tier.role.shared):
         waits = may_wait and tier is not hierarchy.first
         try:
-            await _record_within(tier, branch, past, 0.0 if waits else retry_s)
+            await _record_within(tier, record, 0.0 if waits else retry_s)
         except (Corruption, Unsupported) as error:
             log.warning("generation %d is passed over: %s", branch.generation, error)
             return Opening(occupied=True)
@@ -89,16 +95,16 @@ async def open_generation(
 
 
 async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int) -> None:
-    """Have the generation recorded in a tier, and its ancestors, before anything else is put there. Idempotent.
+    """Have the generation recorded in a tier before anything else is put there. Idempotent.
 
     A damaged record of it is replaced. Errors: ``JobConflict`` if another job has opened this number, or has gone on
     there from an older version than ``lineage`` did, and has captured something of this ``rank``; ``TierError``.
     """
     key = LineageKey(branch.generation)
+    record = LineageRecord.of(branch, lineage.branches.values())
     try:
-        if await read_branch(tier, key) != branch:
+        if (await read_lineage(tier, key)).branch != branch:
             raise _conflict(tier, branch)
-        await _put_ancestors(tier, branch, lineage)
         return
     except NotFound:
         pass
@@ -107,28 +113,22 @@ async def record_generation(tier: OpenTier, branch: Branch, lineage: Lineage, ra
         mode = PutMode.OVERWRITE
         if tier.capabilities.conditional_put:
             mode = PutMode.UPDATE((await tier.driver.stat(str(key))).etag)
-        await tier.driver.put(str(key), [seal(key, branch)], mode=mode)
+        await tier.driver.put(str(key), [seal(key, record)], mode=mode)
         return
     await _check_strangers(tier, branch, lineage, rank)
-    await _put_ancestors(tier, branch, lineage)
-    await _put_record(tier, branch)
-
-
-async def _put_ancestors(tier: OpenTier, branch: Branch, lineage: Lineage) -> None:
-    """Generations that opened while the tier could not be written to are recorded there now. Without them the chain
-    would end before what the tier holds, and a recovery from it alone would find nothing. Errors: ``TierError``."""
-    recorded = {keys.parse(info.key) async for info in tier.driver.list(LINEAGE)}
-    for generation, ancestor in sorted(lineage.branches.items()):
-        key = LineageKey(generation)
-        if generation < branch.generation and key not in recorded:
-            await tier.driver.put(str(key), [seal(key, ancestor)])
+    await _put_record(tier, record)
 
 
 async def _check_strangers(tier: OpenTier, branch: Branch, lineage: Lineage, rank: int) -> None:
-    found = [keys.parse(info.key) async for info in tier.driver.list(LINEAGE)]
-    recorded = [key.generation for key in found if isinstance(key, LineageKey)]
+    if not tier.role.shared:
+        return
+    listed = await listed_lineage(tier)
+    told, _ = await read_branches(tier, listed)
+    if any(each.token != lineage.branches.get(each.generation, each).token for each in told):
+        raise _conflict(tier, branch)
+    recorded = {key.generation for key in listed} | {each.generation for each in told}
     others = [each for each in strangers(lineage, recorded, recorded) if await _captured(tier, each, rank)]
-    if others and tier.role.shared:
+    if others:
         raise JobConflict(
             f"generation {others[-1]} of another job has gone on in {tier.driver.url} while this one, generation "
             f"{branch.generation}, could not reach it; this one stops saving. Two jobs must not share a hierarchy: end "
@@ -143,27 +143,28 @@ async def _captured(tier: OpenTier, generation: int, rank: int) -> bool:
     return False
 
 
-async def _put_record(tier: OpenTier, branch: Branch) -> None:
+async def _put_record(tier: OpenTier, record: LineageRecord) -> None:
     """Errors: ``JobConflict``; ``Corruption`` if something else lies there; ``Unsupported`` if it is a directory;
     ``TierError``."""
     if tier.capabilities.conditional_put:
-        await _create(tier, branch)
+        await _create(tier, record)
     else:
-        await _claim(tier, branch)
+        await _claim(tier, record)
+    newest = max(await listed_lineage(tier), default=LineageKey(0))
+    if newest.generation > record.generation:
+        await _withdraw(tier, record.branch)
+        raise JobConflict(
+            f"another job opened generation {newest.generation} in {tier.driver.url} while this one opened generation "
+            f"{record.generation}; two jobs must not share a hierarchy: end one of them, or give it a name of its own"
+        )
 
 
-async def _record_within(tier: OpenTier, branch: Branch, past: Lineage | None, retry_s: float) -> None:
-    """As :func:`_put_record`, after the ancestors; what may pass is tried again for so long."""
-
-    async def record() -> None:
-        if past is not None:
-            await _put_ancestors(tier, branch, past)
-        await _put_record(tier, branch)
-
+async def _record_within(tier: OpenTier, record: LineageRecord, retry_s: float) -> None:
+    """As :func:`_put_record`; what may pass is tried again for so long."""
     if not retry_s:
-        await record()
+        await _put_record(tier, record)
         return
-    error = await patiently(record, tier, retry_s, retry_s, insist=False)
+    error = await patiently(lambda: _put_record(tier, record), tier, retry_s, retry_s, insist=False)
     if error is not None:
         raise error
 
@@ -180,33 +181,37 @@ async def withdraw_captures(hierarchy: OpenHierarchy, branch: Branch, rank: int)
 async def withdraw_records(hierarchy: OpenHierarchy, branch: Branch) -> None:
     """Remove this very branch's records, and its claims, from this rank's tiers. Errors: ``TierError``."""
     for tier in hierarchy.tiers:
-        key = LineageKey(branch.generation)
-        found: Branch | None = None
-        with suppress(NotFound, Corruption):
-            found = await read_record(tier.driver, key, Branch)
-        gone = [str(ClaimKey(branch.generation, branch.token))]
-        await tier.driver.delete([*gone, str(key)] if found == branch else gone)
+        await _withdraw(tier, branch)
 
 
-async def _create(tier: OpenTier, branch: Branch) -> None:
+async def _withdraw(tier: OpenTier, branch: Branch) -> None:
     key = LineageKey(branch.generation)
+    found: LineageRecord | None = None
+    with suppress(NotFound, Corruption):
+        found = await read_record(tier.driver, key, LineageRecord)
+    gone = [str(ClaimKey(branch.generation, branch.token))]
+    await tier.driver.delete([*gone, str(key)] if found is not None and found.branch == branch else gone)
+
+
+async def _create(tier: OpenTier, record: LineageRecord) -> None:
+    key = LineageKey(record.generation)
     try:
-        await tier.driver.put(str(key), [seal(key, branch)], mode=PutMode.CREATE)
+        await tier.driver.put(str(key), [seal(key, record)], mode=PutMode.CREATE)
     except AlreadyExists:
-        if await read_branch(tier, key) != branch:
-            raise _conflict(tier, branch) from None
+        if (await read_lineage(tier, key)).branch != record.branch:
+            raise _conflict(tier, record) from None
 
 
-async def _claim(tier: OpenTier, branch: Branch) -> None:
-    own = ClaimKey(branch.generation, branch.token)
-    record = LineageKey(branch.generation)
-    await tier.driver.put(str(own), [seal(own, branch)])
-    found = [keys.parse(info.key) async for info in tier.driver.list(str(record))]
-    rivals = [key for key in found if isinstance(key, ClaimKey) and key != own]
-    if rivals or (record in found and await read_branch(tier, record) != branch):
+async def _claim(tier: OpenTier, record: LineageRecord) -> None:
+    own = ClaimKey(record.generation, record.token)
+    key = LineageKey(record.generation)
+    await tier.driver.put(str(own), [seal(own, record.branch)])
+    found = [keys.parse(info.key) async for info in tier.driver.list(str(key))]
+    rivals = [each for each in found if isinstance(each, ClaimKey) and each != own]
+    if rivals or (key in found and (await read_lineage(tier, key)).branch != record.branch):
         await tier.driver.delete([str(own)])
-        raise _conflict(tier, branch)
-    await tier.driver.put(str(record), [seal(record, branch)])
+        raise _conflict(tier, record)
+    await tier.driver.put(str(key), [seal(key, record)])
 
 
 def _conflict(tier: OpenTier, branch: Branch) -> JobConflict:

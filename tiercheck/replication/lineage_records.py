@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tiercheck import keys
 from tiercheck.errors import Corruption, NotFound
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import LINEAGE, LineageKey
-from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 from tiercheck.replication.asking import asked_twice
 from tiercheck.replication.records import read_record
 
-__all__ = ["SetAside", "read_branch", "read_branches"]
+__all__ = ["SetAside", "listed_lineage", "read_branches", "read_lineage"]
 
 log = logging.getLogger(__name__)
 
@@ -26,30 +27,43 @@ class SetAside(NamedTuple):
     reason: str
 
 
+async def listed_lineage(tier: OpenTier) -> dict[LineageKey, int]:
+    """The lineage records of a tier, and their lengths. Errors: ``TierError``."""
+    found = [(keys.parse(info.key), info.nbytes) async for info in tier.driver.list(LINEAGE)]
+    return {key: nbytes for key, nbytes in found if isinstance(key, LineageKey)}
+
+
 async def read_branches(
-    tier: OpenTier, listed: dict[LineageKey, int] | None = None
+    tier: OpenTier, listed: Mapping[LineageKey, int] | None = None, *, newest: int | None = None
 ) -> tuple[list[Branch], list[SetAside]]:
-    """The lineage records of a tier (``listed``: those, and their lengths), and those that cannot be used, which are
-    logged. Errors: ``TierError`` if the tier cannot be asked."""
+    """The branches that a tier's lineage records tell of, and the records that cannot be used, which are logged.
+
+    The newest record is read, and each one of which none that was read tells. ``listed``: the records, and their
+    lengths. ``newest``: no record of a newer generation counts. Errors: ``TierError`` if the tier cannot be asked.
+    """
     if listed is None:
-        found = [(keys.parse(info.key), info.nbytes) async for info in tier.driver.list(LINEAGE)]
-        listed = {key: nbytes for key, nbytes in found if isinstance(key, LineageKey)}
-    branches: list[Branch] = []
+        listed = await listed_lineage(tier)
+    told: dict[int, Branch] = {}
     set_aside: list[SetAside] = []
-    for key, nbytes in sorted(listed.items()):
+    for key, nbytes in sorted(listed.items(), reverse=True):
+        if key.generation in told or (newest is not None and key.generation > newest):
+            continue
         try:
-            branches.append(await read_branch(tier, key, nbytes=nbytes))
+            record = await read_lineage(tier, key, nbytes=nbytes)
         except NotFound:
             continue  # somebody has removed it just now
         except Corruption as error:
             log.warning("a lineage record is set aside: %s", error)
             set_aside.append(SetAside(str(key), tier.name, error.message))
-    return branches, set_aside
+            continue
+        for branch in (record.branch, *record.told):
+            told.setdefault(branch.generation, branch)
+    return sorted(told.values()), set_aside
 
 
-async def read_branch(tier: OpenTier, key: LineageKey, *, nbytes: int | None = None) -> Branch:
+async def read_lineage(tier: OpenTier, key: LineageKey, *, nbytes: int | None = None) -> LineageRecord:
     """Errors: ``Corruption`` for what is no lineage record of that generation; ``NotFound``; ``TierError``."""
-    branch = await asked_twice(lambda: read_record(tier.driver, key, Branch, nbytes=nbytes))
-    if branch.generation != key.generation:
-        raise Corruption(f"the record speaks of generation {branch.generation}", tier=tier.name, key=str(key))
-    return branch
+    record = await asked_twice(lambda: read_record(tier.driver, key, LineageRecord, nbytes=nbytes))
+    if record.generation != key.generation:
+        raise Corruption(f"the record speaks of generation {record.generation}", tier=tier.name, key=str(key))
+    return record

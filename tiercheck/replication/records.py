@@ -53,7 +53,7 @@ AT_ONCE_NBYTES = 64 << 10
 _SMALL = Limits(nbytes=4 << 10, values=64, depth=4, text_nbytes=1 << 10, extensions=False)
 _LIMITS: Mapping[type[Key], Limits] = MappingProxyType(
     {
-        LineageKey: _SMALL,
+        LineageKey: Limits(nbytes=16 << 20, values=1 << 20, depth=4, text_nbytes=1 << 10, extensions=False),
         ClaimKey: _SMALL,
         MarkerKey: _SMALL,
         MetricKey: _SMALL,
@@ -61,7 +61,8 @@ _LIMITS: Mapping[type[Key], Limits] = MappingProxyType(
         CommitKey: Limits(nbytes=16 << 20, values=1 << 20, depth=8, text_nbytes=1 << 10, extensions=False),
     }
 )
-"""A commit record has a marker of each rank; all others have a few fields."""
+"""A commit record has a marker of each rank, a lineage record a branch for each restart since the oldest base that is
+left; all others have a few fields."""
 
 
 def nbytes_max(key: Key) -> int:

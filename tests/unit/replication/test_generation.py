@@ -16,13 +16,13 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ClaimKey, LineageKey
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.replication.generation import open_generation, record_generation
-from tiercheck.replication.lineage_records import read_branches
+from tiercheck.replication.lineage_records import listed_lineage, read_branches
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.types import Capabilities, ObjectInfo, Payload, PutMode, Survives
+from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
 
-STEPS = 3
-"""A claimant's operations: put the claim, list, then put the record (or withdraw the claim)."""
+STEPS = 4
+"""A claimant's operations: put the claim, list, put the record (or withdraw the claim), list again."""
 
 
 class Turns:
@@ -141,5 +141,46 @@ async def test_generations_that_opened_while_a_tier_was_away_are_recorded_there_
         if later:
             await record_generation(hierarchy.first, newest, Lineage.of([first, away, newest]), 0)
         else:
-            await open_generation(hierarchy, newest, past=Lineage.of([first, away]))
+            await open_generation(hierarchy, newest, past=[first, away])
         assert (await read_branches(hierarchy.first))[0] == [first, away, newest]
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+async def test_a_number_whose_record_was_deleted_is_nobody_elses(conditional: bool) -> None:
+    """A job that looked around long ago must not open a generation behind the newest one."""
+    store = uuid.uuid4().hex
+    opened = Hierarchy.of(f"memory://{store}").open() if conditional else tiers(store)
+    async with opened as hierarchy:
+        await open_generation(hierarchy, branch("a", 1))
+        await open_generation(hierarchy, branch("a", 2), past=[branch("a", 1)])
+        await hierarchy.first.driver.delete([str(LineageKey(1)), str(ClaimKey(1, "a" * 16))])
+        with pytest.raises(JobConflict, match="another job opened generation 2"):
+            await open_generation(hierarchy, branch("b", 1))
+        assert (await read_branches(hierarchy.first))[0] == [branch("a", 1), branch("a", 2)]
+        assert await listed_lineage(hierarchy.first) == {
+            LineageKey(2): len(await hierarchy.first.driver.get(str(LineageKey(2))))
+        }
+
+
+async def test_of_a_thousand_generations_one_record_is_read() -> None:
+    gets: list[str] = []
+
+    class Counted(FaultyDriver):
+        async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
+            gets.append(key)
+            return await super().get(key, range=range, into=into)
+
+    tier = Tier(f"memory://{uuid.uuid4().hex}", wrap=lambda driver: Counted(driver, FaultPlan()))
+    past = [Branch(number, number - 1, number, 1, f"{number:016x}") for number in range(1, 1001)]
+    async with Hierarchy.of(tier).open() as hierarchy:
+        for each in (*past[:5], past[-1]):
+            await open_generation(hierarchy, each, past=past)
+        gets.clear()
+        assert (await read_branches(hierarchy.first))[0] == past
+        assert gets == [str(LineageKey(1000))]
+        damaged = bytearray(await hierarchy.first.driver.get(str(LineageKey(1000))))
+        damaged[-1] ^= 1
+        await hierarchy.first.driver.put(str(LineageKey(1000)), [damaged])
+        branches, (set_aside,) = await read_branches(hierarchy.first)
+        assert set_aside.key == str(LineageKey(1000))
+        assert branches == past[:5], "the record before tells what it knew"

@@ -41,20 +41,17 @@ def for_the_agent(hierarchy: Hierarchy, calls: CallsUnderWay) -> Hierarchy:
 async def lineage_of(hierarchy: OpenHierarchy, registered: int) -> Lineage:
     """The chain that ends in the registered generation, as the tiers tell it.
 
-    A tier that is away may be done without if the others know the chain to its beginning. Errors: that tier's if they
-    do not.
+    A tier that is away may be done without if another has the record of that generation, which tells of those before.
+    Errors: that tier's if none has.
     """
     branches: dict[int, Branch] = {}
     away: list[TierError] = []
     for tier in hierarchy.tiers:
         try:
-            for branch in (await read_branches(tier))[0]:
+            for branch in (await read_branches(tier, newest=registered))[0]:
                 branches.setdefault(branch.generation, branch)
         except TierError as error:
             away.append(error)
-    generation = registered
-    while generation in branches:
-        generation = branches[generation].parent
-    if away and generation != 0:
+    if away and registered not in branches:
         raise away[0]
-    return Lineage.of(each for each in branches.values() if each.generation <= registered)
+    return Lineage.of(branches.values())

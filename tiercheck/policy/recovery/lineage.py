@@ -2,19 +2,23 @@
 
 A restart opens a generation, which leaves its parent at the version that was recovered. What the parent wrote after
 that version is another future of the same job, and never part of a chain (invariant I3).
+
+A generation's record also tells what was known of the generations before it, as far as anything of them is left
+(:func:`worth_telling`). So the newest record of a tier is all that a reader needs of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated
 
 from msgspec import Meta
 
 from tiercheck.schema import Count
 
-__all__ = ["Branch", "Lineage", "bearing", "strangers"]
+__all__ = ["Branch", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
 
 
 @dataclass(frozen=True, order=True)
@@ -31,6 +35,38 @@ class Branch:
     def __post_init__(self) -> None:
         if not self.parent < self.generation:
             raise ValueError(f"the lineage record {self} contradicts itself")
+
+
+@dataclass(frozen=True)
+class LineageRecord(Branch):
+    """What lies under a generation's key: its branch, and those before it that were worth telling."""
+
+    past: tuple[tuple[int, int, int, int, str], ...] = ()
+    """The fields of each branch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(branch.generation >= self.generation for branch in self.told):
+            raise ValueError(f"the lineage record of generation {self.generation} tells of a newer one")
+
+    @classmethod
+    def of(cls, branch: Branch, past: Iterable[Branch] = ()) -> LineageRecord:
+        """``past``: branches that are worth telling; those that are not older than ``branch`` are left out."""
+        older = tuple(_fields(each) for each in sorted(past) if each.generation < branch.generation)
+        return cls(*_fields(branch), past=older)
+
+    @property
+    def branch(self) -> Branch:
+        return Branch(self.generation, self.parent, self.left_at, self.world_size, self.token)
+
+    @cached_property
+    def told(self) -> tuple[Branch, ...]:
+        """Of the generations before."""
+        return tuple(Branch(*each) for each in self.past)
+
+
+def _fields(branch: Branch) -> tuple[int, int, int, int, str]:
+    return branch.generation, branch.parent, branch.left_at, branch.world_size, branch.token
 
 
 @dataclass(frozen=True)
@@ -88,6 +124,20 @@ def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branc
     while len(left) > 1 and left[-1].generation not in captured:
         left.pop()
     return left
+
+
+def worth_telling(branches: Collection[Branch], parent: int, captured: Collection[int]) -> list[Branch]:
+    """The branches that a generation with this ``parent`` has to tell of: its ancestors, from the oldest one on of
+    which some shard was found, and other futures of which one was found. ``captured``: the generations of all shards
+    that were found, by ranks that could look into all of their tiers."""
+    by_generation = {branch.generation: branch for branch in branches}
+    ancestors: list[int] = []
+    while parent in by_generation:
+        ancestors.append(parent)
+        parent = by_generation[parent].parent
+    oldest = min(set(ancestors).intersection(captured), default=max(ancestors, default=0))
+    told = {each for each in ancestors if each >= oldest} | (by_generation.keys() & set(captured))
+    return [by_generation[generation] for generation in sorted(told)]
 
 
 def strangers(lineage: Lineage, recorded: Iterable[int], captured: Iterable[int]) -> list[int]:

@@ -33,7 +33,7 @@ from tiercheck.agent.server.service import Agent
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, JobKey, LineageKey, ShardKey
-from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.records import seal, unseal
@@ -255,15 +255,15 @@ async def test_a_middle_tier_that_is_away_keeps_nothing_from_the_durable_one(nod
         assert (node.folder / "notadir" / "x" / str(base(0))).exists()
 
 
-async def test_a_chain_that_nobody_knows_to_its_beginning_is_waited_for(node: Node) -> None:
+async def test_a_chain_that_only_a_tier_that_is_away_knows_is_waited_for(node: Node) -> None:
     """Without it, what an older generation left would count as another future."""
     first = node.shm()
     job = node.job(first, generation=2)
     async with node.open(job) as hierarchy:
-        await open_generation(hierarchy)
-        await hierarchy.first.driver.delete([str(LineageKey(1))])
         newer = LineageKey(2)
-        await hierarchy.first.driver.put(str(newer), [seal(newer, Branch(2, 1, 7, 1, "ab" * 8))])
+        told = LineageRecord.of(Branch(2, 1, 7, 1, "ab" * 8), [Branch(1, 0, 0, 1, "ab" * 8)])
+        await hierarchy.tiers[-1].driver.put(str(newer), [seal(newer, told)])
+        await hierarchy.first.driver.put(str(newer), [b"damaged"])
     node.durable.rename(node.folder / "aside")
     node.durable.write_text("in the way")
     async with running(node) as agent, await connect_agent(node.name) as client, make_driver(first) as driver:

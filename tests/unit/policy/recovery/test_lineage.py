@@ -1,0 +1,63 @@
+"""What a generation's record tells of the generations before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercheck.keys import ClaimKey, CommitKey, Key, LineageKey, ShardKey
+from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, worth_telling
+from tiercheck.policy.watermark import Retention
+from tiercheck.types import Survives
+
+
+def branch(generation: int, parent: int | None = None) -> Branch:
+    return Branch(generation, generation - 1 if parent is None else parent, generation, 1, f"{generation:016x}")
+
+
+def told(branches: list[Branch], parent: int, captured: set[int]) -> list[int]:
+    return [each.generation for each in worth_telling(branches, parent, captured)]
+
+
+def test_ancestors_of_which_nothing_is_left_leave_the_lineage() -> None:
+    past = [branch(generation) for generation in range(1, 1001)]
+    assert told(past, 1000, {998, 1000}) == [998, 999, 1000], "999 links the two"
+    assert told(past, 1000, set()) == [1000]
+    assert told(past[600:], 1000, {700}) == list(range(700, 1001))
+    assert told([], 0, set()) == []
+
+
+def test_another_future_is_told_of_as_long_as_something_of_it_is_left() -> None:
+    past = [branch(1), branch(2, 1), branch(3, 1)]
+    assert told(past, 3, {1, 2, 3}) == [1, 2, 3]
+    assert told(past, 3, {1, 3}) == [1, 3]
+    assert told(past, 0, {2}) == [2], "the job begins anew"
+
+
+def test_what_is_told_leads_to_the_same_versions() -> None:
+    past = [branch(1), branch(2, 1), branch(3, 1), branch(4, 3), branch(5, 4)]
+    record = LineageRecord.of(branch(6), worth_telling(past, 5, {3, 5}))
+    assert Lineage.of([record.branch, *record.told]).chain == Lineage.of([*past, branch(6)]).chain[:4]
+
+
+def test_a_record_that_tells_of_a_newer_generation_contradicts_itself() -> None:
+    assert LineageRecord.of(branch(2), [branch(1), branch(2), branch(3)]).told == (branch(1),)
+    with pytest.raises(ValueError, match="tells of a newer one"):
+        LineageRecord(2, 1, 1, 1, "a", ((3, 2, 1, 1, "b"),))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_old_records_go_once_the_generation_has_a_committed_base(rank: int) -> None:
+    base = ShardKey.base(9, 40, rank)
+    records: list[Key] = [*map(LineageKey, range(1, 10)), ClaimKey(3, "a" * 16), ClaimKey(9, "a" * 16)]
+    roles = (Role(0, "shm", Survives.PROCESS), Role(1, "s3", Survives.RACK))
+
+    def gone(*more: Key) -> list[set[Key]]:
+        contents = tuple(Contents.of((key, 1) for key in (*records, base, *each)) for each in ((), more))
+        seen = Observation(roles, contents, rank, 2, 9, Lineage(((9, None),)))
+        found = Retention().reclaimable(seen)
+        return [set(found[index]) for index in (0, 1)]
+
+    assert gone() == [set(), set()]
+    old = {*map(LineageKey, range(1, 7)), ClaimKey(3, "a" * 16)}
+    assert gone(CommitKey(9, 40)) == [old, old if rank == 0 else set()]
