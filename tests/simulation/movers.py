@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 from tests.simulation.tiers import Node, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream, own_prefixes
@@ -20,9 +20,6 @@ from tiercheck.policy.recovery.agreement import NO_MARK, needs_agreement
 from tiercheck.policy.recovery.lineage import Lineage, LineageRecord, strangers
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
-
-name_of = lru_cache(maxsize=None)(str)
-"""The name of a key; the same few are listed at each action."""
 
 State = tuple[int, ...]
 """A state is the sequence of the random steps that led to it."""
@@ -97,7 +94,7 @@ class Movers:
         contents = tuple(
             Contents()
             if self.is_away(tier)
-            else self.listed(tier.contents, index)
+            else tier.listed(self.prefixes(index))
             if tier is self.durable
             else tier.contents
             for tier in self.tiers_of(index)
@@ -105,10 +102,9 @@ class Movers:
         mark = self.ranks[index].mark if self.agrees else None
         return Observation(self.roles, contents, index, self.world, self.generation, self.lineage, mark)
 
-    def listed(self, contents: Contents, index: int) -> Contents:
-        """What a rank lists of a tier that all ranks share (:func:`tiercheck.keys.own_prefixes`)."""
-        prefixes = own_prefixes(index, coordinator=index == COORDINATOR)
-        return Contents.of((key, 1) for key in contents if name_of(key).startswith(prefixes))
+    def prefixes(self, index: int) -> tuple[str, ...]:
+        """What a rank lists of a tier that all ranks share."""
+        return own_prefixes(index, coordinator=index == COORDINATOR)
 
     def watermark(self) -> CommitKey | None:
         return marks.watermark(self.observe(0))

@@ -17,7 +17,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.seeds import play_each
 from tests.simulation.surveys import Found
 from tests.simulation.test_policies_under_failures import MODES, SEEDS, cluster_of, run
-from tests.simulation.tiers import Tier
+from tests.simulation.tiers import Tier, under
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey, Stream
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.observation import Contents, Observation
@@ -75,7 +75,7 @@ class OldViews(Cluster):
         views = [self.view(index, role.index) for role in self.roles[1:]]
         known = (Contents.of((key, 1) for key in view.known) for view in views)
         listed = (
-            self.listed(each, index) if view.tier is self.durable else each
+            under(each, self.prefixes(index)) if view.tier is self.durable else each
             for each, view in zip(known, views, strict=True)
         )
         return replace(seen, contents=(seen.contents[0], *listed)), views

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tiercheck.keys import Key, LineageKey
 from tiercheck.policy.observation import Contents
 from tiercheck.policy.recovery.lineage import Branch, LineageRecord
+
+name_of = lru_cache(maxsize=None)(str)
+"""The name of a key; the same few are listed at each action."""
 
 
 class Tier(dict[Key, object]):
@@ -17,6 +21,7 @@ class Tier(dict[Key, object]):
         super().__init__(objects)
         self._contents = Contents.of((key, 1) for key in self)
         self._changed: dict[Key, int | None] = {}
+        self._listed: dict[tuple[str, ...], Contents] = {}
         self.damaged: set[Key] = set()
         """Objects that a look shows, and that nobody can read."""
 
@@ -32,7 +37,7 @@ class Tier(dict[Key, object]):
 
     def clear(self) -> None:
         super().clear()
-        self._contents, self._changed = Contents(), {}
+        self._contents, self._changed, self._listed = Contents(), {}, {}
         self.damaged.clear()
 
     @property
@@ -54,8 +59,23 @@ class Tier(dict[Key, object]):
     @property
     def contents(self) -> Contents:
         if self._changed:
-            self._contents, self._changed = self._contents.changed(self._changed), {}
+            self._contents = self._contents.changed(self._changed)
+            for prefixes, contents in self._listed.items():
+                if changed := {key: size for key, size in self._changed.items() if name_of(key).startswith(prefixes)}:
+                    self._listed[prefixes] = contents.changed(changed)
+            self._changed = {}
         return self._contents
+
+    def listed(self, prefixes: tuple[str, ...]) -> Contents:
+        """What lies under any of these prefixes."""
+        contents = self.contents
+        if prefixes not in self._listed:
+            self._listed[prefixes] = under(contents, prefixes)
+        return self._listed[prefixes]
+
+
+def under(contents: Contents, prefixes: tuple[str, ...]) -> Contents:
+    return Contents.of((key, 1) for key in contents if name_of(key).startswith(prefixes))
 
 
 @dataclass(eq=False)
