@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from tiercheck.types import ObjectInfo, Payload, PutMode
 WORLD = 2
 
 
-def shard(key: ShardKey, *, world_size: int = WORLD, token: str = "") -> list[bytes | bytearray | memoryview]:
+def shard(
+    key: ShardKey, *, world_size: int = WORLD, token: str = "", objects: Mapping[str, object] | None = None
+) -> list[bytes | bytearray | memoryview]:
     metadata = ShardMetadata.of(key, world_size, token)
     name = f"{key.first}/x"
-    return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))]))
+    return list(container.payload(metadata, [TensorEntry(name, "U8", (64,), bytes(range(64)))], objects))
 
 
 def tiers(tmp_path: Path, *, durable: FaultPlan | None = None, middle: FaultPlan | None = None) -> OpenHierarchy:

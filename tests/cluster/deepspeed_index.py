@@ -5,40 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
+from tests.assembling import assembled
 from tests.cluster.deepspeed_harness import Case, Model, build, differences, full_parameters, iterate
-from tiercheck.format.index.assemble import Holdings, assemble
-from tiercheck.format.index.boxes import copy_elements
-from tiercheck.format.index.logical import LogicalIndex, LogicalTensor, Range
-from tiercheck.format.index.message import plain_index, read_index
+from tiercheck.format.index.logical import LogicalTensor, Range
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.streams.tensors.as_bytes import DTYPES
-from tiercheck.streams.tensors.provider import extras_of
 
 __all__ = ["INDEXES", "built_failures", "index_failures"]
-
-
-def assembled(provider: DeepSpeedProvider) -> tuple[dict[tuple[str, str], torch.Tensor], Holdings]:
-    """Every tensor of the model, put together from what all ranks would store."""
-    index = provider.index()
-    stored = {f"master/{name}": tensor for name, tensor in provider.masters().items()}
-    stored |= {f"extra/{name}": tensor for name, tensor in extras_of(provider).items()}
-    index.check({name: tuple(tensor.shape) for name, tensor in stored.items()})
-    mine = {name: tensor.float().flatten().numpy() for name, tensor in stored.items()}
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (plain_index(index), mine))
-    holdings = Holdings({rank: read_index(plain) for rank, (plain, _) in enumerate(ranks)})
-    found = {}
-    for tensor in holdings.tensors:
-        plan = assemble(LogicalIndex.of_whole([tensor]), holdings, rank=torch.distributed.get_rank())
-        assert not plan.missing, [*map(str, plan.missing)]
-        whole = np.full(tensor.elements, np.nan, np.float32)
-        for each in plan.transfers:
-            copy_elements([each.copy], ranks[each.rank][1][each.source], whole)
-        found[tensor.key] = torch.from_numpy(whole).view(tensor.shape)
-    return found, holdings
 
 
 def index_failures(engine: Any, provider: DeepSpeedProvider) -> Iterable[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.assembling import assembled
 from tests.forks import join
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
@@ -172,9 +173,17 @@ def resume(directory: Path, name: str) -> dict[str, Any]:
             "same_losses": job.losses == {v: loss for v, loss in whole.losses.items() if v > recovered},
             "differing": [what for what in {**bits, **wanted} if bits.get(what) != wanted.get(what)],
         }
+    reports["differing as assembled"] = {kind: differing(Job(case)) for kind, case in CASES.items()}
     reports["shards"] = shards(Job(CASES["fp32"]))
     reports["other mesh"] = refused(directory, f"{name}-hsdp", Case(optimizer=Normalised))
     return reports
+
+
+def differing(job: Job) -> list[str]:
+    """The parameters that are not put together, by the indexes of all ranks, as torch gathers them."""
+    whole, _ = assembled(ShardedProvider(job.model, job.optimizer))
+    gathered = {name: each.full_tensor() for name, each in job.model.named_parameters()}
+    return [name for name, each in gathered.items() if not torch.equal(each, whole[name, ""])]
 
 
 def shards(job: Job) -> dict[str, Any]:

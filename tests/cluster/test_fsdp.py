@@ -58,6 +58,11 @@ def test_each_rank_saves_its_rows_alone_and_some_have_none(reports: dict[str, li
     assert shards("5.weight") == [[[1, 5], [0, 0]], *[[[0, 5], [1, 0]]] * 3]
 
 
+def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(reports: dict[str, list[Any]]) -> None:
+    for report in reports["resume"]:
+        assert report["differing as assembled"] == {case: [] for case in CASES}
+
+
 def test_another_number_of_ranks_and_another_mesh_are_refused(reports: dict[str, list[Any]]) -> None:
     for message in reports["fewer"]:
         assert "is of 4 ranks, this job has 2: resume with 4 ranks, or use another place" in message

@@ -29,9 +29,10 @@ class Contents:
 
     version: int
     rank: int
+    world_size: int
     point: RecoveryPoint
     identity: Identity
-    """Framework, world size, model, and the optimizer: its class, implementation, torch version, instruction set."""
+    """Framework, model, and the optimizer: its class, implementation, torch version, instruction set."""
     token: str
     """Of the generation."""
     tensors: tuple[TensorSpec, ...]
@@ -66,6 +67,7 @@ async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: 
     return Contents(
         chosen.version,
         rank,
+        chosen.world_size,
         plan.point,
         identity,
         header.metadata.token,

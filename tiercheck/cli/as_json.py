@@ -116,7 +116,7 @@ def contents_object(inventory: Inventory, contents: Contents) -> dict[str, Any]:
         ],
         "token": contents.token,
         "framework": identity.framework,
-        "world_size": identity.world_size,
+        "world_size": contents.world_size,
         "model": identity.model,
         "model_summary": identity.model_summary,
         "optimizer": {

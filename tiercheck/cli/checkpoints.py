@@ -203,7 +203,7 @@ def show_plan(console: Console, archive: Archive, chosen: Recoverable) -> None:
 
 def show_contents(console: Console, archive: Archive, contents: Contents) -> None:
     identity, point = contents.identity, contents.point
-    console.print(Text(f"Version {contents.version}, rank {contents.rank} of {identity.world_size}", style="bold"))
+    console.print(Text(f"Version {contents.version}, rank {contents.rank} of {contents.world_size}", style="bold"))
     facts = plain_table("", "")
     facts.show_header = False
     way = f"base {point.anchor} of generation {point.generation}"

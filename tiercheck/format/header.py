@@ -225,6 +225,11 @@ class ShardHeader:
     def file_nbytes(self) -> int:
         return self.nbytes + (self.extents[-1].stop if self.extents else 0)
 
+    def object_checksum(self, name: str) -> str:
+        """Of a packed object; empty if the shard has none of this name."""
+        found = (each.checksum for each in self.extents if each.spec.name == OBJECT_PREFIX + name)
+        return next(found, None) or ""
+
     @property
     def ranges(self) -> dict[str, ByteRange]:
         """Where in the file each tensor, object and padding lies, by its name in the file."""

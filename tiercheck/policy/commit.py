@@ -54,12 +54,19 @@ class CommitRecord:
     token: str
     """The generation's token. Each marker has the same token."""
     shards: tuple[CommittedShard, ...]
+    layout: str = ""
+    """A digest of what the bases of all ranks say of their tensors (:mod:`tiercheck.format.index`): bases with the same
+    one are laid out alike. Empty for snapshots, which lie as their base does."""
 
     @classmethod
-    def of(cls, key: CommitKey, markers: Sequence[MarkerKey]) -> CommitRecord:
+    def of(cls, key: CommitKey, markers: Sequence[MarkerKey], layout: str = "") -> CommitRecord:
         """``markers``: of all ranks, in rank order."""
         shards = tuple(CommittedShard(marker.nbytes, marker.digest) for marker in markers)
-        return cls(key.generation, key.version, key.base, markers[0].token, shards)
+        return cls(key.generation, key.version, key.base, markers[0].token, shards, layout)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.shards)
 
 
 def to_mark(seen: Observation, tier: int) -> list[ShardKey]:

@@ -17,6 +17,7 @@ from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierError
 from tiercheck.format import container
 from tiercheck.format.container import HeaderTooLarge
 from tiercheck.format.header import HEADER_NBYTES_MAX
+from tiercheck.format.index.message import INDEX
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import CommitRecord
@@ -170,7 +171,7 @@ class Actions:
         self._observer.put(tier.index, key, info.nbytes)
 
     async def mark(self, tier: OpenTier, shard: ShardKey) -> None:
-        key = await _marker_of(tier, shard)
+        key, _ = await _look_at(tier, shard)
         info = await tier.driver.put(str(key), [marker_record(key)])
         self._observer.put(tier.index, key, info.nbytes)
 
@@ -178,6 +179,7 @@ class Actions:
         """Check each rank's marker against the shard it speaks of, then publish the record."""
         said = self._observer.seen().contents[tier.index].marked(key)
         markers: list[MarkerKey] = []
+        indexes: list[str] = []
         for start in range(0, self._world_size, CHECKS_IN_FLIGHT):
             ranks = range(start, min(start + CHECKS_IN_FLIGHT, self._world_size))
             checks = (self._checked(tier, key.shard(rank), said.get(rank, ())) for rank in ranks)
@@ -185,8 +187,11 @@ class Actions:
             for each in checked:
                 if isinstance(each, BaseException):
                     raise each
-                markers.append(each)
-        record = CommitRecord.of(key, markers)
+                marker, index = each
+                markers.append(marker)
+                indexes.append(index)
+        layout = container.checksum_of("".join(indexes).encode()) if all(indexes) else ""
+        record = CommitRecord.of(key, markers, layout)
         # Nobody but the coordinator of this generation writes it: where puts know no conditions, it may be repeated.
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
         content = seal(key, record)
@@ -198,15 +203,15 @@ class Actions:
         self._observer.put(tier.index, key, len(content))
         await self._fence(tier)  # what is deleted elsewhere because of this commit need not wait for this tier then
 
-    async def _checked(self, tier: OpenTier, shard: ShardKey, said: Sequence[MarkerKey]) -> MarkerKey:
-        """The marker that says of the shard what is found. Two requests, one after the other. Errors: ``Corruption`` if
-        none does."""
-        found = await _marker_of(tier, shard, said[0].header_nbytes if said else 0)
+    async def _checked(self, tier: OpenTier, shard: ShardKey, said: Sequence[MarkerKey]) -> tuple[MarkerKey, str]:
+        """The marker that says of the shard what is found, and the checksum of the shard's index. Two requests, one
+        after the other. Errors: ``Corruption`` if none does."""
+        found, index = await _look_at(tier, shard, said[0].header_nbytes if said else 0)
         if found not in said:
             stated = " and ".join(each.said for each in said) or "nothing"
             raise Corruption(f"the shard has {found.said}, its marker says {stated}", tier=tier.name, key=str(shard))
         self._check_token(tier, shard, found.token)
-        return found
+        return found, index
 
     def _check_token(self, tier: OpenTier, shard: ShardKey, token: str) -> None:
         """Errors: ``_Foreign`` for a shard of another job's generation of this number."""
@@ -277,9 +282,9 @@ class Actions:
         self.deleted_objects += len(gone)
 
 
-async def _marker_of(tier: OpenTier, shard: ShardKey, header_nbytes: int = 0) -> MarkerKey:
-    """Length and header digest of a shard as it lies in the tier; only its header is fetched. ``header_nbytes``: how
-    long that is said to be."""
+async def _look_at(tier: OpenTier, shard: ShardKey, header_nbytes: int = 0) -> tuple[MarkerKey, str]:
+    """What a marker says of a shard as it lies in the tier, and the checksum of its index; only its header is fetched.
+    ``header_nbytes``: how long that is said to be."""
     name = str(shard)
     nbytes = (await tier.driver.stat(name)).nbytes
     beginning = await _beginning(tier, name, min(nbytes, header_nbytes or HEADER_GUESS_BYTES, HEADER_NBYTES_MAX))
@@ -288,7 +293,8 @@ async def _marker_of(tier: OpenTier, shard: ShardKey, header_nbytes: int = 0) ->
         beginning = await _beginning(tier, name, min(nbytes, header_nbytes))
     header = container.parse_header(beginning, nbytes, key=name, tier=tier.name)
     digest = container.checksum_of(beginning[:header_nbytes])
-    return MarkerKey.of(shard, nbytes, header_nbytes, digest, header.metadata.token)
+    marker = MarkerKey.of(shard, nbytes, header_nbytes, digest, header.metadata.token)
+    return marker, header.object_checksum(INDEX)
 
 
 async def _beginning(tier: OpenTier, name: str, nbytes: int) -> memoryview:

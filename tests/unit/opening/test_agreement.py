@@ -45,7 +45,7 @@ class Job:
         deadline_s: float = DEADLINE_S,
     ) -> tuple[Training, Checkpointer]:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         hierarchy = Hierarchy.of(first or self.memories[rank], other or self.others[rank])
         config = CheckpointConfig(base_every=BASE_EVERY, batch=2, keep_last=1, deadline_s=deadline_s)
         return training, Checkpointer(provider, hierarchy, group=group, config=config)
@@ -56,7 +56,7 @@ class Job:
 
 
 def train(training: Training, checkpointer: Checkpointer, last: int) -> None:
-    provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+    provider = ModuleProvider(training.model, training.optimizer)
     for version in range(checkpointer.version + 1, last + 1):
         training.backward(version)
         checkpointer.capture(version, provider.gradients())

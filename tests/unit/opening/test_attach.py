@@ -315,7 +315,7 @@ def test_a_rank_that_fails_at_the_end_of_attach_tells_the_others(tmp_path: Path)
 
     def life(rank: int, group: Any, plan: FaultPlan) -> int:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         first = Tier(memories[rank], wrap=lambda driver: FaultyDriver(driver, plan if rank else FaultPlan()))
         config = CheckpointConfig(deadline_s=30)
         checkpointer = Checkpointer(provider, Hierarchy.of(first, durable), group=group, config=config)
@@ -360,7 +360,7 @@ def test_an_agent_that_refuses_one_ranks_nomination_is_heard_of_by_all(monkeypat
 
     def life(rank: int, group: Any, mover: str) -> int:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         config = CheckpointConfig(deadline_s=30, mover=mover)
         checkpointer = Checkpointer(provider, Hierarchy.of(urls[rank]), group=group, config=config)
         checkpointer.abort()

@@ -49,7 +49,7 @@ def ranks(body: Callable[[int, SimulatedGroup], Any]) -> dict[int, Any]:
 
 def checkpointer_of(group: SimulatedGroup, hierarchy: Hierarchy, **replaced: Any) -> Checkpointer:
     training = Training()
-    provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+    provider = ModuleProvider(training.model, training.optimizer)
     for method, instead in replaced.items():
         setattr(provider, method, instead)
     config = CheckpointConfig(deadline_s=DEADLINE_S)
@@ -79,7 +79,7 @@ def test_a_rank_that_fails_when_all_is_restored_tells_the_others() -> None:
 
     def life(rank: int, group: SimulatedGroup, **failing: Any) -> None:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         if rank == 1 and "identity" in failing:
             identity = provider.identity
             provider.identity = lambda: failing["identity"](identity)

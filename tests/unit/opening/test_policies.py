@@ -225,7 +225,7 @@ def test_ranks_keep_the_same_best_version_and_make_bases_together_by_rank_0_s_cl
 
     def life(rank: int, group: SimulatedGroup) -> None:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         hierarchy = Hierarchy.of(memory(), f"nvme://{tmp_path}?survives=rack")
         config = CheckpointConfig(deadline_s=30.0)
         with Checkpointer(provider, hierarchy, group=group, config=config, policies=policies) as checkpointer:

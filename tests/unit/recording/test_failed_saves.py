@@ -123,7 +123,7 @@ def test_a_gap_on_one_rank_sends_no_rank_back(tmp_path: Path) -> None:
 
     def life(rank: int, group: SimulatedGroup) -> tuple[Training, Checkpointer]:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         first = faulty(urls[rank], lambda at: at.call == "publish" and "000000000003-" in str(at.key), times=1 - rank)
         config = CheckpointConfig(base_every=50, on_save_error="warn")
         hierarchy = Hierarchy.of(first, f"nvme://{tmp_path}?survives=rack")
@@ -131,7 +131,7 @@ def test_a_gap_on_one_rank_sends_no_rank_back(tmp_path: Path) -> None:
 
     def first_life(rank: int, group: SimulatedGroup) -> bytes:
         training, checkpointer = life(rank, group)
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         for version in range(1, reached + 1):
             training.backward(version)
             if (rank, version) == (1, 5):

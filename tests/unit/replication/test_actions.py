@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,12 @@ import pytest
 from tests.moving import base, capture, held, mover_of, record, running, shard
 from tiercheck.errors import CapacityExceeded, NotFound, TierError, Transient
 from tiercheck.format import container
+from tiercheck.format.host_state import pack
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
+from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.placement import Placement
-from tiercheck.replication.records import marker_record
+from tiercheck.replication.records import marker_record, read_record
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
@@ -318,10 +320,10 @@ class Slow(Picky):
         return await super().get(key, range=range, into=into)
 
 
-async def marked_elsewhere(durable: TierDriver, world_size: int) -> None:
+async def marked_elsewhere(durable: TierDriver, world_size: int, objects: Mapping[str, object] | None = None) -> None:
     """All ranks but the first have brought base 0, and marked it."""
     for rank in range(1, world_size):
-        content = b"".join(map(bytes, shard(base(0, rank), world_size=world_size)))
+        content = b"".join(map(bytes, shard(base(0, rank), world_size=world_size, objects=objects)))
         await durable.put(str(base(0, rank)), [content])
         nbytes = container.header_length(content)
         marker = MarkerKey.of(base(0, rank), len(content), nbytes, container.checksum_of(content[:nbytes]), "")
@@ -352,6 +354,21 @@ async def test_a_commit_of_many_ranks_takes_few_round_trips() -> None:
         assert driver.asked == 2 + 2 * world_size, "the marker of its own, and of each rank a size and a header"
         assert 8 <= driver.most_in_flight <= 128
         assert driver.rounds <= 2 + 2 * -(-world_size // 128)
+
+
+@pytest.mark.parametrize("indexes", [("its own", "another"), ("its own", None)])
+async def test_a_commit_record_says_how_many_ranks_there_are_and_how_they_are_laid_out(
+    tmp_path: Path, indexes: tuple[str, str | None]
+) -> None:
+    async with Hierarchy.of(f"memory://actions-{uuid.uuid4().hex}", f"nvme://{tmp_path}?survives=rack").open() as tiers:
+        own, other = ({"index": index} if index else None for index in indexes)
+        await tiers.first.driver.put(str(base(0)), shard(base(0), objects=own))
+        await marked_elsewhere(tiers.tiers[-1].driver, 2, other)
+        await mover_of(tiers, world_size=2).cycle()
+        record = await read_record(tiers.tiers[-1].driver, CommitKey(1, 0), CommitRecord)
+    assert record.world_size == 2
+    checksums = [container.checksum_of(pack(index)) for index in indexes if index]
+    assert record.layout == (container.checksum_of("".join(checksums).encode()) if len(checksums) == 2 else "")
 
 
 async def test_copies_do_not_wait_for_a_commit_under_way() -> None:

@@ -86,8 +86,7 @@ class DeepSpeedProvider:
             for name, parameter in engine.module.named_parameters()
         ]
         optimizer = OptimizerIdentity.of(self._layout.inner, next(iter(self.masters().values())).device)
-        world_size = torch.distributed.get_world_size()
-        return Identity.of(self._framework(), self, optimizer, world_size=world_size, parameters=parameters)
+        return Identity.of(self._framework(), self, optimizer, parameters=parameters)
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {master.name: master.tensor.detach() for master in self._layout.masters()}

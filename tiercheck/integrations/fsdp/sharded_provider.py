@@ -14,10 +14,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tiercheck.errors import UnsupportedSetup
+from tiercheck.format.index.boxes import as_range
+from tiercheck.format.index.logical import EXTRA, MASTER, Block, LogicalIndex
 from tiercheck.integrations.fsdp.pieces import Piece, piece_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.tensors.beside import Beside
@@ -38,7 +41,6 @@ class ShardedProvider(ModuleProvider):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        world_size: int = 1,
         beside: Beside | None = None,
     ) -> None:
         self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
@@ -54,12 +56,12 @@ class ShardedProvider(ModuleProvider):
         self._pieces = {name: piece_held(each, name) for name, each in self._parameters.items()}
         self._stepped = False
         self._framework = "-".join(["fsdp", *sorted(meshes_of(self._parameters.values()))])
-        super().__init__(model, optimizer, world_size=world_size, beside=beside)
+        super().__init__(model, optimizer, beside=beside)
 
     def identity(self) -> Identity:
         described = [f"{name} {piece}" for name, piece in self._pieces.items()]
         optimizer = self._optimizer_identity()
-        return Identity.of(self._framework, self, optimizer, world_size=self._world_size, parameters=described)
+        return Identity.of(self._framework, self, optimizer, parameters=described)
 
     def pieces(self) -> Mapping[str, Piece]:
         """By name, as ``model.named_parameters`` has it, which piece of the parameter this rank holds. The optimizer's
@@ -73,6 +75,18 @@ class ShardedProvider(ModuleProvider):
     @torch.no_grad()
     def frozen(self) -> Mapping[str, torch.Tensor]:
         return {name: self.local(each, each, name) for name, each in self._others.items()}
+
+    @torch.no_grad()
+    def index(self) -> LogicalIndex:
+        """A block of each parameter that is sharded, and the whole of all else."""
+        index = super().index()
+        tensors, stored = dict(index.tensors), dict(index.stored)
+        for name, piece in self._pieces.items():
+            model_name = self._tensors.model_name(name)
+            tensors[model_name] = structs.replace(tensors[model_name], shape=piece.shape)
+            block = Block(model_name, piece.offsets, piece.lengths)
+            stored[(EXTRA if name in self._others else MASTER) + name] = (as_range(block, piece.shape),)
+        return LogicalIndex(tensors, stored, index.aliases)
 
     @torch.no_grad()
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:

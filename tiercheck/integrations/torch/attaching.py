@@ -82,7 +82,7 @@ def attach(
         order = BucketOrder(model)
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
         refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
-        provider = provider_for(model)(model, bare, world_size=ranks.world_size, beside=beside)
+        provider = provider_for(model)(model, bare, beside=beside)
         return _Hooks(provider, model, bare, order, scheduler)
 
     return attach_hooks(hook, hierarchy, ranks, config, policies)

@@ -39,20 +39,18 @@ class ModuleProvider:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        world_size: int = 1,
         beside: Beside | None = None,
     ) -> None:
         self._model = model
         self._tensors = ModuleTensors(model)
         self._optimizer = optimizer
-        self._world_size = world_size
         self.beside = beside or Beside()
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
-        return Identity.of("torch", self, self._optimizer_identity(), world_size=self._world_size)
+        return Identity.of("torch", self, self._optimizer_identity())
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {name: self.local(tensor, tensor, name) for name, tensor in self._masters.items()}

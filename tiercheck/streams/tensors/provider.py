@@ -92,7 +92,6 @@ class Identity:
 
     framework: str
     """The layout of the state, such as ``torch`` or ``deepspeed-zero1-bf16``."""
-    world_size: int
     model: str
     """A digest of the names, shapes and dtypes of this rank's tensors."""
     model_summary: str
@@ -106,7 +105,6 @@ class Identity:
         provider: StateProvider,
         optimizer: OptimizerIdentity,
         *,
-        world_size: int = 1,
         parameters: Sequence[str] = (),
     ) -> Identity:
         """Of what a provider holds, by the names, shapes and dtypes of its tensors. ``parameters``: what the model is
@@ -117,7 +115,6 @@ class Identity:
         model = f"{len(parameters)} parameters, and on this rank " if parameters else ""
         return cls(
             framework=framework,
-            world_size=world_size,
             model=digest([*parameters, *tensors]),
             model_summary=f"{model}{len(masters)} trained tensors of {elements:,} elements, {len(others)} others",
             optimizer=optimizer,

@@ -32,7 +32,7 @@ def test_what_fails_on_one_rank_does_not_part_it_from_the_other(tmp_path: Path, 
 
     def life(rank: int, group: SimulatedGroup, last: int) -> tuple[int, bool, float]:
         training = Training()
-        provider = ModuleProvider(training.model, training.optimizer, world_size=2)
+        provider = ModuleProvider(training.model, training.optimizer)
         first = faulty(urls[rank], lambda at: at.call == "publish" and failing in str(at.key), times=1 - rank)
         config = CheckpointConfig(codec="snapshot", base_every=10, batch=5, on_save_error="warn")
         hierarchy = Hierarchy.of(first, f"nvme://{tmp_path}?survives=rack")
