@@ -10,13 +10,15 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from tests.assembling import assembled
 from tests.forks import join
@@ -27,7 +29,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
 from tiercheck.integrations.torch import attach
 
-FAILED_AT, LAST = 6, 8
+FAILED_AT, LAST = 5, 6
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -58,15 +60,21 @@ class Case:
     clip: float | None = None
     says_end: bool = True
     """Whether its loop calls ``end_iteration``. Else the last version before a failure is lost."""
+    killed: bool = False
+    """Whether SIGKILL ends a rank of it, after the last version. The others stop saving there."""
 
 
 CASES = {
     "fp32": Case(options={"fused": True}, reshard_after_forward=2),
     "hsdp": Case(mesh=(2, 2), optimizer=Normalised, clip=0.1, says_end=False),
-    "bf16": Case(policy=BF16, options={"foreach": True}, micro_batches=2, clip=0.1),
+    "bf16": Case(policy=BF16, options={"foreach": True}, micro_batches=2, clip=0.1, killed=True),
 }
-KILLED = "bf16"
-"""The last one, in the middle of which a rank is killed. The others stop saving."""
+FEWER = Case(mesh=(3,), options={"fused": True})
+
+
+@cache
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 class Job:
@@ -85,15 +93,18 @@ class Job:
         layers[4].requires_grad_(False)
         self.case = case
         self.model = torch.nn.Sequential(*layers)
-        mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
+        mesh = mesh_of(case.mesh)
         to_fp32 = replace(case.policy, output_dtype=torch.float32)  # for the normalisation
-        fully_shard(layers[0], mesh=mesh, mp_policy=to_fp32, reshard_after_forward=case.reshard_after_forward)
-        fully_shard(layers[3], mesh=mesh, mp_policy=case.policy, reshard_after_forward=case.reshard_after_forward)
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshard_after_forward}
+        if len(case.mesh) == 2:
+            options["shard_placement_fn"] = lambda each: Shard(each.ndim - 1)
+        fully_shard(layers[0], mp_policy=to_fp32, **options)
+        fully_shard(layers[3], mp_policy=case.policy, **options)
         fully_shard(self.model, mesh=mesh, mp_policy=case.policy, reshard_after_forward=False)
         groups = [{"params": list(layers[0].parameters()), "lr": 1e-2}, {"params": list(layers[3].parameters())}]
         groups[1]["params"] += layers[5].parameters()
         self.optimizer = case.optimizer(groups, lr=3e-2, **case.options)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
         self.checkpointer: Checkpointer | None = None
         self.losses: dict[int, str] = {}
         random.seed(dist.get_rank())
@@ -101,7 +112,7 @@ class Job:
 
     def attach(self, directory: Path, name: str) -> Checkpointer:
         tiers = f"shm://{name}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack"
-        config = CheckpointConfig(base_every=4, batch=2, deadline_s=60)
+        config = CheckpointConfig(base_every=3, batch=2, deadline_s=60)
         self.checkpointer = attach(
             self.model, self.optimizer, Hierarchy.of(*tiers), scheduler=self.scheduler, config=config
         )
@@ -138,45 +149,39 @@ class Job:
         return {**found, "python": str(random.getstate()), "schedule": str(self.scheduler.state_dict())}
 
 
-def fail(directory: Path, name: str) -> None:
-    """Every case trains to the version at which it fails; a rank is killed in the middle of the iteration after it."""
-    for kind, case in CASES.items():
-        job = Job(case)
-        checkpointer = job.attach(directory, f"{name}-{kind}")
-        job.train(FAILED_AT)
-        if kind == KILLED:
-            job.backward()
-            if dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            job.optimizer.step()
-            dist.barrier()  # which nobody leaves
-        checkpointer.abort()
+def fail(directory: Path, name: str, case: Case) -> None:
+    """Train to the version at which the job fails; one rank of some jobs is killed in the iteration after it."""
+    job = Job(case)
+    checkpointer = job.attach(directory, name)
+    job.train(FAILED_AT)
+    if case.killed:
+        job.backward()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        job.optimizer.step()
+        dist.barrier()  # which nobody leaves
+    checkpointer.abort()
 
 
-def resume(directory: Path, name: str) -> dict[str, Any]:
-    reports: dict[str, Any] = {}
-    for kind, case in CASES.items():
-        whole = Job(case)
-        whole.train(LAST)
-        job = Job(case)
-        torch.manual_seed(3)
-        checkpointer = job.attach(directory, f"{name}-{kind}")
-        recovered, recovery = checkpointer.version, checkpointer.recovery
-        job.train(LAST)
-        checkpointer.close()
-        assert recovery is not None
-        bits, wanted = job.bits(), whole.bits()
-        reports[kind] = {
-            "recovered": recovered,
-            "fidelity": str(recovery.fidelity),
-            "notes": list(recovery.notes),
-            "same_losses": job.losses == {v: loss for v, loss in whole.losses.items() if v > recovered},
-            "differing": [what for what in {**bits, **wanted} if bits.get(what) != wanted.get(what)],
-        }
-    reports["differing as assembled"] = {kind: differing(Job(case)) for kind, case in CASES.items()}
-    reports["shards"] = shards(Job(CASES["fp32"]))
-    reports["other mesh"] = refused(directory, f"{name}-hsdp", Case(optimizer=Normalised))
-    return reports
+def resume(directory: Path, name: str, case: Case) -> dict[str, Any]:
+    """Go on from there, and compare with a job that did not fail."""
+    whole = Job(case)
+    whole.train(LAST)
+    job = Job(case)
+    torch.manual_seed(3)
+    checkpointer = job.attach(directory, name)
+    recovered, recovery = checkpointer.version, checkpointer.recovery
+    job.train(LAST)
+    checkpointer.close()
+    assert recovery is not None
+    bits, wanted = job.bits(), whole.bits()
+    return {
+        "recovered": recovered,
+        "fidelity": str(recovery.fidelity),
+        "notes": list(recovery.notes),
+        "same_losses": job.losses == {version: loss for version, loss in whole.losses.items() if version > recovered},
+        "differing": [what for what in {**bits, **wanted} if bits.get(what) != wanted.get(what)],
+    }
 
 
 def differing(job: Job) -> list[str]:
@@ -207,11 +212,17 @@ def main() -> None:
     join()
     report: Any = None
     if what == "fail":
-        fail(directory, name)
+        for kind, case in CASES.items():
+            fail(directory, f"{name}-{kind}", case)
     elif what == "resume":
-        report = resume(directory, name)
+        report = {kind: resume(directory, f"{name}-{kind}", case) for kind, case in CASES.items()}
+        report["differing as assembled"] = {kind: differing(Job(case)) for kind, case in CASES.items()}
+        report["shards"] = shards(Job(CASES["fp32"]))
+        report["other mesh"] = refused(directory, f"{name}-hsdp", Case(optimizer=Normalised))
     else:
-        report = refused(directory, f"{name}-fp32", Case(mesh=(dist.get_world_size(),), options={"fused": True}))
+        fail(directory, f"{name}-fewer", FEWER)
+        report = {"fewer": resume(directory, f"{name}-fewer", FEWER)}
+        report["refused"] = refused(directory, f"{name}-fp32", FEWER)
     (directory / f"{what}-{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

@@ -130,6 +130,31 @@ def test_a_certified_kernel_replays_the_steps_of_sharded_parameters(options: dic
     assert State.of(provider).bits() == wanted
 
 
+def test_parameters_that_are_shared_or_ignored_are_saved_once_and_whole() -> None:
+    layers = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1)]
+    layers[1].weight = layers[0].weight
+    model = torch.nn.Sequential(*layers)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params={layers[2].weight})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    provider = ShardedProvider(model, optimizer)
+    assert {name: tuple(each.shape) for name, each in provider.masters().items()} == {
+        "0.weight": (4, 4),
+        "2.weight": (1, 4),
+        "2.bias": (1,),
+    }
+    state, replayed = State.of(provider), list[dict[str, torch.Tensor]]()
+    for _ in range(2):
+        model(torch.ones(2, 4)).mean().backward()
+        replayed.append({name: each.clone() for name, each in provider.gradients().items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = State.of(provider).bits()
+    state.load(provider)
+    for gradients in replayed:
+        provider.apply(gradients, provider.hyperparameters())
+    assert State.of(provider).bits() == wanted
+
+
 def test_a_forward_pass_after_a_restart_gathers_what_was_restored() -> None:
     """Also if a module was left gathered, as the outermost one is after an evaluation."""
     trained, resumed = job(), job()
