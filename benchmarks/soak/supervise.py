@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ PAUSE_S = (0.3, 3.0)
 STALL_S_MAX = 200.0
 """A process that ends no operation for so long hangs: no driver waits longer for its tier."""
 END_S_MAX = 200.0
+STACKS_S = 2.0
+"""A process that hangs has this long to say where it is."""
+AT_ANY_MOMENT = 0.25
+"""The share of kills that may strike a process that has done nothing since its start; the others strike one at work."""
 LOSSES_SHOWN = 5
 
 
@@ -141,6 +145,7 @@ class Supervisor:
         self._chance = random.Random(f"{plan.seed} {account.store}")
         self._workers = [Worker(number, self._plan_of(number), store, directory) for number in range(store.processes)]
         self._progress = [(0, time.monotonic())] * store.processes
+        self._done_at_start = [0] * store.processes
 
     def _plan_of(self, number: int) -> Plan:
         own_slots = tuple(range(number * SLOTS_EACH, (number + 1) * SLOTS_EACH))
@@ -174,21 +179,32 @@ class Supervisor:
         return in_doubt > 0 and opens > (self._store.processes if self._store.processes > 1 else 0)
 
     def _go_wrong(self, stopping: threading.Event) -> None:
-        killable = self._workers if self._store.processes > 1 else []
-        # A kind first, and then one of it: the server falls as often as the workers.
-        kinds = [kind for kind in (killable, self._store.wrongs) if kind]
-        chosen = self._chance.choice(self._chance.choice(kinds)) if kinds else None
+        chosen = self._next_to_strike()
         if isinstance(chosen, Worker):
-            self._account.faults["process killed"] += 1
+            self._account.faults[name_of(chosen)] += 1
             chosen.kill()
+            self._done_at_start[chosen.number] = self._done(chosen)
             chosen.start(again=True)
         elif isinstance(chosen, Wrong):
-            self._account.faults[chosen.name] += 1
+            self._account.faults[name_of(chosen)] += 1
             try:
                 chosen.start(self._chance)
                 stopping.wait(self._chance.uniform(0, chosen.seconds_max))
             finally:
                 chosen.heal()
+
+    def _next_to_strike(self) -> Worker | Wrong | None:
+        killable = self._workers if self._store.processes > 1 else []
+        if self._chance.random() >= AT_ANY_MOMENT:
+            killable = [worker for worker in killable if self._done(worker) > self._done_at_start[worker.number]]
+        # A kind first, and then one of it: the server falls as often as the workers.
+        kinds: list[Sequence[Worker | Wrong]] = [kind for kind in (killable, self._store.wrongs) if kind]
+        # What has not struck yet comes before what has: a short soak, too, sees all there is.
+        new = [kind for kind in kinds if not any(self._account.faults[name_of(each)] for each in kind)]
+        return self._chance.choice(self._chance.choice(new or kinds)) if kinds else None
+
+    def _done(self, worker: Worker) -> int:
+        return sum(self._accounting.operations_of(slot) for slot in worker.plan.own_slots)
 
     def _is_well(self, worker: Worker) -> bool:
         """Whether it runs and gets on; reports it where not."""
@@ -196,7 +212,7 @@ class Supervisor:
         if code is not None:
             self._losses.report("a worker ended by itself", None, f"code {code}: {worker.last_words()}")
             return False
-        done = sum(self._accounting.operations_of(slot) for slot in worker.plan.own_slots)
+        done = self._done(worker)
         before, since = self._progress[worker.number]
         if done != before:
             self._progress[worker.number] = (done, time.monotonic())
@@ -223,6 +239,11 @@ class Supervisor:
             self._end(accountant)
         finally:
             accountant.kill()
+
+
+def name_of(struck: Worker | Wrong) -> str:
+    """What the account calls it."""
+    return struck.name if isinstance(struck, Wrong) else "process killed"
 
 
 class Worker:
@@ -279,7 +300,7 @@ class Worker:
         process = self._running()
         process.send_signal(signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2)
+            process.wait(STACKS_S)
         return self.last_words()
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -1,6 +1,6 @@
 """Races under faults on every driver, with real processes and servers that are killed: nothing is lost.
 
-Fifteen seconds of them here, or until each driver has met faults; ``make soak`` goes on for half an hour.
+Five seconds of them here, or until each driver has met faults; ``make soak`` goes on for half an hour.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from benchmarks.soak.supervise import Account, soak
 
 pytestmark = pytest.mark.cluster
 
-SECONDS = 15
+SECONDS = 5
 SOAK_S_MAX = 280
 ENOUGH_OPERATIONS = 50
 ROOT = Path(__file__).absolute().parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_fifteen_seconds_of_races_under_faults_lose_nothing() -> None:
+def test_races_under_faults_lose_nothing() -> None:
     command = [sys.executable, "-m", "benchmarks", "soak", "--minutes", str(SECONDS / 60)]
     soaking = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -59,12 +59,19 @@ def test_fifteen_seconds_of_races_under_faults_lose_nothing() -> None:
             assert line["opens"] > 2, f"{name}: no worker came back: {told}"
 
 
-def soak_files(root: Path, wrongs: tuple[Wrong, ...] = (), *, url: str | None = None, seconds: float = 5.0) -> Account:
+def soak_files(
+    root: Path,
+    wrongs: tuple[Wrong, ...] = (),
+    *,
+    url: str | None = None,
+    seconds: float = 30.0,
+    stopping: threading.Event | None = None,
+) -> Account:
     @contextlib.contextmanager
     def store() -> Iterator[Store]:
         yield Store(url or f"nvme://{root}/tier", wrongs=wrongs)
 
-    return soak("files", store, seconds=seconds, seed=3, stopping=threading.Event())
+    return soak("files", store, seconds=seconds, seed=3, stopping=stopping or threading.Event())
 
 
 def some_objects(root: Path) -> list[Path]:
@@ -79,12 +86,15 @@ def some_objects(root: Path) -> list[Path]:
 
 
 def test_what_somebody_else_removes_is_a_loss(tmp_path: Path) -> None:
+    stopping = threading.Event()
+
     def remove_some(chance: random.Random) -> None:
         objects = some_objects(tmp_path)
         for path in chance.sample(objects, len(objects) // 2):
             path.unlink(missing_ok=True)
+        stopping.set()
 
-    account = soak_files(tmp_path, (Wrong("vandal", remove_some, lambda: None, 0.1),))
+    account = soak_files(tmp_path, (Wrong("vandal", remove_some, lambda: None, 0.1),), stopping=stopping)
     assert account.faults["vandal"] > 0
     assert "an object is gone" in {loss["lost"] for loss in account.losses}
     line = account.line()
@@ -94,12 +104,15 @@ def test_what_somebody_else_removes_is_a_loss(tmp_path: Path) -> None:
 
 
 def test_what_somebody_else_changes_is_a_loss(tmp_path: Path) -> None:
+    stopping = threading.Event()
+
     def damage_some(chance: random.Random) -> None:
         for path in some_objects(tmp_path)[::2]:
             with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
                 file.write(b"!")
+        stopping.set()
 
-    account = soak_files(tmp_path, (Wrong("vandal", damage_some, lambda: None, 0.1),))
+    account = soak_files(tmp_path, (Wrong("vandal", damage_some, lambda: None, 0.1),), stopping=stopping)
     assert account.faults["vandal"] > 0
     assert "an object is damaged" in {loss["lost"] for loss in account.losses}
 
@@ -112,16 +125,16 @@ def test_workers_that_cannot_work_are_told(tmp_path: Path) -> None:
     assert account.seconds < 20, "a soak without workers ends"
 
 
-@pytest.mark.alone
 def test_a_worker_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "STALL_S_MAX", 2.0)
-    monkeypatch.setattr(supervise, "END_S_MAX", 3.0)
+    monkeypatch.setattr(supervise, "END_S_MAX", 1.0)
+    monkeypatch.setattr(supervise, "STACKS_S", 0.1)
 
     def stop_workers(chance: random.Random) -> None:
         children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
         for child in children:
             if b"benchmarks.soak.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGSTOP)
+        monkeypatch.setattr(supervise, "STALL_S_MAX", 1.0)  # before, a busy machine may make them wait longer
 
     account = soak_files(tmp_path, (Wrong("stopped", stop_workers, lambda: None, 0.1),), seconds=40)
     assert account.faults["stopped"] > 0
