@@ -177,6 +177,9 @@ class HeldState(ModuleProvider):
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {name: torch.from_numpy(held[0]) for name, held in self._state.tensors.items()}
 
+    def group_of(self) -> Mapping[str, int]:
+        return dict.fromkeys(self._state.tensors, 0)
+
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         keys = ("exp_avg", "exp_avg_sq")
         return {
