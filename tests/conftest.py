@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.forks import forks
+from tests.forks import forks, pytest_configure, pytest_configure_node
 from tests.servers.gluster import gluster
 from tests.shared_memory import name
 from tiercheck.integrations import hooks
 
-__all__ = ["forks", "gluster", "name"]
+__all__ = ["forks", "gluster", "name", "pytest_configure", "pytest_configure_node"]
 
 LONGEST_FIRST = (
     "tests/cluster/test_soak.py",

@@ -2,8 +2,8 @@
 
 An interpreter that imports both needs seconds of a core, and DeepSpeed's engines collect the garbage of all that was
 imported, again and again. Here one process imports them once, takes what it has out of the garbage collector's sight
-(``gc.freeze``), and forks the processes of one launch after another. Each of them is as fresh as a new interpreter:
-the process that forks runs nothing of a test.
+(``gc.freeze``), and forks the processes of every launch of a test run: all workers of pytest-xdist share it. Each of
+them is as fresh as a new interpreter: the process that forks runs nothing of a test.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import random
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -22,41 +23,54 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["Forks", "forks", "join"]
+__all__ = ["Forks", "Server", "forks", "join", "pytest_configure", "pytest_configure_node"]
 
 ROOT = Path(__file__).parents[1]
 START_S_MAX = 120.0
 PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
+    "numba",
     "tiercheck.integrations.deepspeed",
     "tiercheck.integrations.torch",
     "tiercheck.opening.startup",
+    "torch._dynamo",  # which the first optimizer imports
 )
 
 
-class Forks:
-    """``with Forks() as forks``. One launch runs at a time."""
+class Server:
+    """The process that forks: ``with Server() as server``, and :class:`Forks` with its address."""
 
-    def __enter__(self) -> Forks:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks", *PRELOADED],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __enter__(self) -> Server:
+        self.address = f"tiercheck-tests-{secrets.token_hex(8)}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{self.address}")  # in no directory, and gone with the process
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forks", str(listener.fileno()), *PRELOADED],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.kill()
-        self._server.communicate()
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(frozen=True)
+class Forks:
+    """What starts processes. ``address``: a :class:`Server`'s."""
+
+    address: str
 
     def run(
         self,
@@ -66,6 +80,7 @@ class Forks:
         ranks: int = 1,
         directory: Path = ROOT,
         deadline_s: float = 240.0,
+        environment: Mapping[str, str] | None = None,
     ) -> list[int]:
         """The exit status of each rank of ``program``; what they print is in ``log``.
 
@@ -80,21 +95,48 @@ class Forks:
             "ranks": ranks,
             "directory": str(directory),
             "deadline_s": deadline_s,
+            "environment": dict(environment or {}),
         }
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(launch) + "\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{self.address}")
+            with connection.makefile("rw") as stream:
+                stream.write(json.dumps(launch) + "\n")
+                stream.flush()
+                answer = stream.readline()
         assert answer, "the process that forks has ended"
         codes: list[int] = json.loads(answer)
         return codes
 
+    def run_script(self, text: str, *arguments: str, folder: Path, **options: Any) -> tuple[int, str]:
+        """The exit status of a script, and what it printed. Its files lie in ``folder``."""
+        script, log = folder / "script.py", folder / "script.log"
+        script.write_text(text)
+        (code,) = self.run(str(script), *arguments, log=log, **options)
+        return code, log.read_text()
+
+
+SERVER = pytest.StashKey[Server]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-xdist's controller starts the server of its workers."""
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        server = config.stash[SERVER] = Server().__enter__()
+        config.add_cleanup(lambda: server.__exit__())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["forks"] = node.config.stash[SERVER].address
+
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    with Forks() as made:
-        yield made
+def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
+    if hasattr(request.config, "workerinput"):
+        yield Forks(request.config.workerinput["forks"])
+    else:
+        with Server() as server:
+            yield Forks(server.address)
 
 
 def join(backend: str = "gloo", **options: Any) -> None:
@@ -109,19 +151,35 @@ def join(backend: str = "gloo", **options: Any) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
 
 
-def serve() -> None:
-    """Forks what each line of the standard input asks for, until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import prints is no answer
-    for module in sys.argv[1:]:
+def serve(listener: socket.socket) -> None:
+    """Forks what is asked for on each connection, until the standard input ends."""
+    for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):  # whoever needs it says so
             importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        codes = launch(**json.loads(line))
-        answers.write(json.dumps(codes) + "\n")
-        answers.flush()
+    while listener in select.select([listener, sys.stdin], [], [])[0]:
+        connection, _ = listener.accept()
+        with connection:
+            if os.fork() == 0:
+                listener.close()
+                answer(connection)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def answer(connection: socket.socket) -> NoReturn:
+    """In a process of its own, so that launches of several workers run at a time."""
+    try:
+        with connection.makefile("rw") as stream:
+            codes = launch(**json.loads(stream.readline()))
+            stream.write(json.dumps(codes) + "\n")
+    except SystemExit:
+        raise  # in a process that was forked for a rank: see start()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
 
 
 def launch(ranks: int, deadline_s: float, **what: Any) -> list[int]:
@@ -138,6 +196,7 @@ def start(
     arguments: Sequence[str],
     log: str,
     directory: str,
+    environment: Mapping[str, str],
 ) -> int:
     """The process of one rank."""
     if pid := os.fork():
@@ -153,6 +212,7 @@ def start(
             os.dup2(fd, number)
         os.chdir(directory)
         random.seed()
+        os.environ.update(environment)
         if program.startswith("tests."):
             become_rank(rank, ranks, listener)
             sys.argv = [program, *arguments]
@@ -207,4 +267,4 @@ def wait(pids: list[int], until: float) -> list[int]:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import uuid
 from functools import partial
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from tests.training import Training, faulty, memory
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, JobConflict, SaveError, Transient
 from tiercheck.format.container import Shard
@@ -179,12 +178,13 @@ print("the last line of the script", file=sys.stderr)
 """
 
 
-def test_a_process_that_ends_without_close_says_what_was_not_finished_and_nothing_else(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", UNCLOSED, f"nvme://{tmp_path}?survives=rack"]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    said = ended.stderr.partition("the last line of the script\n")[2].splitlines()
-    assert len(said) == 1, ended.stderr
+def test_a_process_that_ends_without_close_says_what_was_not_finished_and_nothing_else(
+    tmp_path: Path, forks: Forks
+) -> None:
+    code, printed = forks.run_script(UNCLOSED, f"nvme://{tmp_path}/tier?survives=rack", folder=tmp_path)
+    assert code == 0, printed
+    said = printed.partition("the last line of the script\n")[2].splitlines()
+    assert len(said) == 1, printed
     assert "the process ends before everything that was captured is where it belongs" in said[0]
     assert "copying r00000/g000001/differential/000000000002-000000000002.safetensors" in said[0]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.forks import Forks
 from tests.replays import Positional, replay_of
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import adam
@@ -135,7 +134,7 @@ class TestSameBits:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch's x86 instruction sets")
 @pytest.mark.parametrize("instruction_set", ["avx2", "default"])
-def test_other_instruction_sets(instruction_set: str) -> None:
+def test_other_instruction_sets(instruction_set: str, tmp_path: Path, forks: Forks) -> None:
     """torch compiled the fused kernel otherwise for each: the self-test passes in a process that uses that one."""
     script = (
         "import torch; from tests.replays import replay_of\n"
@@ -146,11 +145,8 @@ def test_other_instruction_sets(instruction_set: str) -> None:
         "for implementation in ('single_tensor', 'foreach', 'fused'):\n"
         "    assert replay_of('torch.optim.sgd.SGD', implementation)\n"
     )
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": instruction_set}
-    outcome = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert outcome.returncode == 0, outcome.stderr[-2000:]
+    code, printed = forks.run_script(script, folder=tmp_path, environment={"ATEN_CPU_CAPABILITY": instruction_set})
+    assert code == 0, printed[-2000:]
 
 
 def test_a_state_of_any_shape_is_worked_on_in_place() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forks import Forks
 from tiercheck import kernels
 from tiercheck.config import CheckpointConfig
 from tiercheck.integrations.torch.module_provider import ModuleProvider
@@ -76,9 +76,9 @@ assert not late, late
 """
 
 
-def test_nothing_is_compiled_after_it() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+def test_nothing_is_compiled_after_it(tmp_path: Path, forks: Forks) -> None:
+    code, printed = forks.run_script(SCRIPT, folder=tmp_path)
+    assert code == 0, printed
 
 
 @pytest.mark.parametrize("name", ["exact", "sparse", "int8+feedback", "snapshot+nf4"])
