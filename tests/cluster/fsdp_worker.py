@@ -66,7 +66,7 @@ class Case:
 
 CASES = {
     "fp32": Case(options={"fused": True}, reshard_after_forward=2),
-    "hsdp": Case(mesh=(2, 2), optimizer=Normalised, clip=0.1, says_end=False),
+    "hsdp": Case(mesh=(2, 2), optimizer=Normalised, micro_batches=2, clip=0.1, says_end=False),
     "bf16": Case(policy=BF16, options={"foreach": True}, micro_batches=2, clip=0.1, killed=True),
 }
 FEWER = Case(mesh=(3,), options={"fused": True})
@@ -121,8 +121,10 @@ class Job:
     def backward(self) -> float:
         self.optimizer.zero_grad()
         total = 0.0
+        model = self.model
+        reduce = model.set_requires_gradient_sync if len(self.case.mesh) == 1 else model.set_requires_all_reduce
         for index in range(self.case.micro_batches):
-            self.model.set_requires_gradient_sync(index == self.case.micro_batches - 1)
+            reduce(index == self.case.micro_batches - 1)
             loss = (self.model(torch.randn(8, 8)) - random.random()).float().pow(2).mean()
             loss.backward()
             total += loss.item()

@@ -23,6 +23,7 @@ from tiercheck.format.index.boxes import as_range
 from tiercheck.format.index.logical import EXTRA, MASTER, Block, LogicalIndex
 from tiercheck.integrations.fsdp.pieces import Piece, piece_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.tensors.as_bytes import counting_through
 from tiercheck.streams.tensors.beside import Beside
 from tiercheck.streams.tensors.provider import Identity
 
@@ -127,7 +128,7 @@ class ShardedProvider(ModuleProvider):
                 f"{what} is laid out as {layout_of(tensor)}, and the parameter as {layout_of(parameter)}: supported "
                 "are gradients and optimizers' states that are sharded as their parameters"
             )
-        return tensor.to_local().detach()
+        return counting_through(tensor.to_local().detach(), tensor)
 
     @torch.no_grad()
     def placed(self, local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption, UnsupportedSetup
 
-__all__ = ["array_of", "counters", "dtype_name", "tensor_in", "tensor_of"]
+__all__ = ["array_of", "counters", "counting_through", "dtype_name", "tensor_in", "tensor_of"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -40,6 +40,7 @@ STAND_INS = {
     torch.float8_e5m2: torch.uint8,
 }
 """The dtypes that NumPy lacks, and the one it holds their patterns in."""
+WRAPPER = "tiercheck_wrapper"
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:
@@ -85,7 +86,19 @@ def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
 def counters(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     """By name, what differs once a tensor has been written to in place or replaced: its address and torch's counter of
     such writes, which those through ``.data`` bypass."""
-    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
+    return {name: (tensor.data_ptr(), _writes(tensor)) for name, tensor in tensors.items()}
+
+
+def counting_through(tensor: torch.Tensor, wrapper: torch.Tensor) -> torch.Tensor:
+    """The tensor, of which :func:`counters` now also counts the writes that go through ``wrapper``, which holds it:
+    torch counts what is written to a ``DTensor`` there, and not in its local tensor."""
+    setattr(tensor, WRAPPER, wrapper)
+    return tensor
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    wrapper: torch.Tensor | None = getattr(tensor, WRAPPER, None)
+    return tensor._version if wrapper is None else tensor._version + wrapper._version
 
 
 @contextmanager

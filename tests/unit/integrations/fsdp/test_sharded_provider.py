@@ -98,9 +98,9 @@ class TestMixedAndUnsaid(TestSharded):
     policy, says_end = MIXED, False
 
 
-def attached(job: Job) -> Checkpointer:
-    hierarchy = Hierarchy.of(f"memory://{secrets.token_hex(8)}")
-    job.checkpointer = attach(job.model, job.optimizer, hierarchy, scheduler=job.scheduler)
+def attached(job: Job, hierarchy: Hierarchy | None = None) -> Checkpointer:
+    tiers = hierarchy or Hierarchy.of(f"memory://{secrets.token_hex(8)}")
+    job.checkpointer = attach(job.model, job.optimizer, tiers, scheduler=job.scheduler)
     return job.checkpointer
 
 
@@ -169,6 +169,33 @@ def test_a_forward_pass_after_a_restart_gathers_what_was_restored() -> None:
     provider.refresh()
     with torch.no_grad():
         assert torch.equal(resumed.model(torch.ones(2, 5)), trained.model.eval()(torch.ones(2, 5)))
+
+
+@pytest.mark.parametrize("through", ["the parameter", "its local tensor", "all at once", "a state dict"])
+def test_what_else_writes_to_sharded_parameters_is_seen(through: str) -> None:
+    trainer, tiers = job(), Hierarchy.of(f"memory://{secrets.token_hex(8)}")
+    with attached(trainer, tiers) as checkpointer:
+        for _ in range(2):
+            trainer.iterate(says_end=False)
+            weight = trainer.model[3].weight
+            with torch.no_grad():
+                if through == "the parameter":
+                    weight.clamp_(-0.1, 0.1)
+                elif through == "its local tensor":
+                    weight.to_local().clamp_(-0.1, 0.1)
+                elif through == "all at once":
+                    torch._foreach_mul_(list(trainer.model.parameters()), 0.5)  # which torch counts nowhere
+                else:
+                    trainer.model.load_state_dict({k: each / 2 for k, each in trainer.model.state_dict().items()})
+            checkpointer.end_iteration()
+        wanted = State.of(ShardedProvider(trainer.model, trainer.optimizer)).bits()
+        checkpointer.abort()
+    resumed = job()
+    with attached(resumed, tiers) as checkpointer:
+        assert checkpointer.recovery is not None
+        assert (checkpointer.version, checkpointer.recovery.fidelity) == (2, "exact")
+        assert State.of(ShardedProvider(resumed.model, resumed.optimizer)).bits() == wanted
+        checkpointer.abort()
 
 
 # What is refused

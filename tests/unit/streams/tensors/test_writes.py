@@ -9,6 +9,7 @@ import torch
 
 from tests.training import Training, memory
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.streams.tensors.as_bytes import counting_through
 from tiercheck.streams.tensors.writes import Watch, contents
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -55,6 +56,13 @@ def test_a_write_that_torch_counts_is_seen_wherever_it_goes() -> None:
     held = {"weight": torch.ones(100, 100)}
     watched = watch(held)
     held["weight"][3, 4] += 1
+    assert watched.written() == ("weight",)
+
+
+def test_a_write_that_torch_counts_in_another_tensor_is_seen() -> None:
+    local, wrapper = torch.ones(100, 100), torch.ones(1)
+    watched = Watch(lambda: {"weight": counting_through(local.detach(), wrapper)})
+    wrapper += 1
     assert watched.written() == ("weight",)
 
 
