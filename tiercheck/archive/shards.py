@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from tiercheck.errors import Corruption
 from tiercheck.format import container
-from tiercheck.format.container import RunningChecksum, ShardHeader, checksum_of
+from tiercheck.format.checksums import (
+    BLOCKS,
+    RunningChecksum,
+    blocks_around,
+    check_blocks,
+    checksum_of,
+    checksum_of_blocks,
+)
+from tiercheck.format.container import ShardHeader
 from tiercheck.format.header import OBJECT_PREFIX, Extent
 from tiercheck.format.host_state import unpack
 from tiercheck.hierarchy import OpenTier
@@ -16,7 +24,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.replication.asking import asked_twice
 from tiercheck.types import ByteRange
 
-__all__ = ["CHUNK_NBYTES", "read_extent", "read_header", "read_object", "verify_shard"]
+__all__ = ["CHUNK_NBYTES", "read_digests", "read_extent", "read_header", "read_object", "read_part", "verify_shard"]
 
 BEGINNING_NBYTES = 64 << 10
 """Read at first: as a rule it holds the whole header."""
@@ -55,6 +63,39 @@ async def read_extent(tier: OpenTier, key: ShardKey, header: ShardHeader, extent
     if await asyncio.to_thread(checksum_of, content) != extent.checksum:
         raise damaged(extent, tier, key)
     return content
+
+
+async def read_digests(tier: OpenTier, key: ShardKey, header: ShardHeader) -> dict[str, bytes]:
+    """By name, the digests of the blocks of a base's long tensors, each verified by the tensor's checksum: for
+    :func:`read_part`. Errors: as of :func:`read_object`."""
+    found = await read_object(tier, key, header, BLOCKS)
+    extents = {extent.spec.name: extent for extent in header.extents}
+    if not isinstance(found, dict):
+        raise Corruption(f"its {BLOCKS} are none", tier=tier.name, key=str(key))
+    for name, digests in found.items():
+        known = name in extents and isinstance(digests, bytes)
+        if not known or checksum_of_blocks(digests) != extents[name].checksum:
+            raise Corruption(f"the digests of {name!r} are those of another tensor", tier=tier.name, key=str(key))
+    return found
+
+
+async def read_part(
+    tier: OpenTier, key: ShardKey, header: ShardHeader, extent: Extent, part: ByteRange, digests: Mapping[str, bytes]
+) -> memoryview:
+    """Some bytes of a tensor, verified. Of a tensor in ``digests`` the blocks around them are read, and of any other
+    all of it. Errors: as of :func:`read_extent`."""
+    of_blocks = digests.get(extent.spec.name)
+    if of_blocks is None:
+        return (await read_extent(tier, key, header, extent))[part.start : part.stop]
+    blocks = blocks_around(part, extent.spec.nbytes)
+    start = header.nbytes + extent.start
+    where = ByteRange(start + blocks.start, start + blocks.stop)
+    content = await read(tier, key, where, header.file_nbytes)
+    try:
+        await asyncio.to_thread(check_blocks, content, blocks.start, of_blocks)
+    except ValueError as error:
+        raise Corruption(f"of {extent.spec.name!r} {error}", tier=tier.name, key=str(key)) from error
+    return content[part.start - blocks.start : part.stop - blocks.start]
 
 
 async def verify_shard(tier: OpenTier, key: ShardKey, nbytes: int) -> ShardHeader:

@@ -23,6 +23,7 @@ from typing import Any
 from tiercheck import keys
 from tiercheck.errors import CapacityExceeded, Corruption
 from tiercheck.format import header as shard_header
+from tiercheck.format.checksums import RunningChecksum, checksum_of, copy_with_checksum
 from tiercheck.format.header import (
     ALIGNMENT,
     DTYPES,
@@ -31,12 +32,9 @@ from tiercheck.format.header import (
     PADDING_PREFIX,
     Extent,
     HeaderTooLarge,
-    RunningChecksum,
     ShardHeader,
     ShardMetadata,
     TensorSpec,
-    checksum_of,
-    copy_with_checksum,
     decode_header,
     encode_header,
     round_up,
@@ -74,7 +72,7 @@ _ZEROS = bytes(ALIGNMENT)
 class TensorEntry:
     """A tensor's bytes: C-contiguous, little-endian, ``prod(shape) * DTYPES[dtype]`` of them.
 
-    ``checksum`` (XXH3-64, 16 hexadecimal digits) is taken on trust where given, and computed where not.
+    ``checksum`` (:func:`checksum_of`) is taken on trust where given, and computed where not.
     """
 
     name: str
@@ -211,7 +209,7 @@ class ShardWriter:
     def finish(self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None) -> int:
         """Write the header; the file is the first so many bytes of the buffer.
 
-        Checksums of tensors (XXH3-64, 16 hexadecimal digits, by name) are taken on trust from ``checksums``,
+        Checksums of tensors (:func:`checksum_of`, by name) are taken on trust from ``checksums``,
         and computed where it has none. The length bytes, without which nothing parses, are written last.
         Errors: ``ValueError`` if the header passes its room, or a checksum is of no tensor; the shard can
         then still be finished properly.
@@ -274,7 +272,7 @@ class Shard:
 
     @property
     def digest(self) -> str:
-        """XXH3-64 of the header, 16 hexadecimal digits: the header holds the checksum of every tensor, so two
+        """The checksum of the header: the header holds the checksum of every tensor, so two
         shards of one digest are the same."""
         return checksum_of(self._buffer[: self._header.nbytes])
 

@@ -6,9 +6,10 @@ the reader allocate more than a small multiple of the header's own bytes. It beg
 
     {"__metadata__":{"format":"tiercheck/2","xxh3_64":"0123456789abcdef","stream":"base","token":"4f0c9a17e2b85d36", ...
 
-The first checksum is that of the header itself, length bytes and padding included, taken with its own sixteen
-digits as zeros. It sits at a fixed place and is verified before anything else is believed. After it come the
-shard's identity, its notes, a checksum per tensor and the dtypes that safetensors does not know.
+The first checksum is that of the header itself: the XXH3-64 of it, length bytes and padding included, taken with its
+own sixteen digits as zeros. It sits at a fixed place and is verified before anything else is believed. After it come
+the shard's identity, its notes, a checksum per tensor (:mod:`tiercheck.format.checksums`) and the dtypes that
+safetensors does not know.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from types import MappingProxyType
 import xxhash
 
 from tiercheck import keys
-from tiercheck.format.copying import copy_with_xxh3
-from tiercheck.types import Buffer, ByteRange
+from tiercheck.types import ByteRange
 
 __all__ = [
     "ALIGNMENT",
@@ -36,13 +36,10 @@ __all__ = [
     "PADDING_PREFIX",
     "Extent",
     "HeaderTooLarge",
-    "RunningChecksum",
     "ShardHeader",
     "ShardMetadata",
     "TensorSpec",
     "check_name",
-    "checksum_of",
-    "copy_with_checksum",
     "decode_header",
     "encode_header",
     "header_length",
@@ -86,30 +83,6 @@ STORED_AS = MappingProxyType({"C128": ("F64", 2)})
 def round_up(nbytes: int) -> int:
     """``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def checksum_of(data: Buffer) -> str:
-    """XXH3-64 of ``data`` as 16 lower-case hexadecimal digits."""
-    return str(xxhash.xxh3_64_hexdigest(data))
-
-
-class RunningChecksum:
-    """:func:`checksum_of` of bytes that come one part after the other."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_64()
-
-    def update(self, part: Buffer) -> None:
-        self._digest.update(part)
-
-    @property
-    def text(self) -> str:
-        return str(self._digest.hexdigest())
-
-
-def copy_with_checksum(into: memoryview, source: memoryview) -> str:
-    """Copy bytes, and return the copy's :func:`checksum_of`, at the price of copying alone."""
-    return f"{copy_with_xxh3(into, source):016x}"
 
 
 def check_name(name: str) -> str:
@@ -281,7 +254,7 @@ def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes:
     header = bytearray(b" ") * nbytes
     header[:LENGTH_NBYTES] = (nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little")
     header[LENGTH_NBYTES:needed] = text
-    header[_DIGEST] = checksum_of(header).encode("ascii")
+    header[_DIGEST] = xxhash.xxh3_64_hexdigest(header).encode("ascii")
     return bytes(header)
 
 

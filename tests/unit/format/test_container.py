@@ -1,7 +1,6 @@
 import dataclasses
 import itertools
 import math
-import random
 import sys
 
 import ml_dtypes
@@ -22,8 +21,6 @@ from tiercheck.format.container import (
     ShardWriter,
     TensorEntry,
     TensorSpec,
-    checksum_of,
-    copy_with_checksum,
     header_length,
     header_room,
     parse,
@@ -31,7 +28,6 @@ from tiercheck.format.container import (
     payload,
     shard_nbytes,
 )
-from tiercheck.format.copying import CACHED_BYTES
 from tiercheck.format.host_state import Unstorable, pack
 from tiercheck.keys import Stream
 
@@ -477,11 +473,3 @@ def test_a_large_header_is_read_in_full_and_stays_bounded():
     assert len(shard.names) == 1000
     room = header_room(item.spec for item in entries)
     assert room < 300 * len(entries) and math.gcd(room, ALIGNMENT) == ALIGNMENT
-
-
-def test_a_copy_has_the_checksum_of_its_bytes() -> None:
-    for nbytes in (0, 1, 64, CACHED_BYTES - 1, CACHED_BYTES, CACHED_BYTES + 1, 3 * CACHED_BYTES + 7):
-        source = random.Random(nbytes).randbytes(nbytes)
-        copy = bytearray(nbytes)
-        assert copy_with_checksum(memoryview(copy), memoryview(source)) == checksum_of(source), nbytes
-        assert copy == source, nbytes

@@ -9,8 +9,10 @@ A base v is the state after iteration v. Its tensors are
   has not used yet (:mod:`tiercheck.streams.records.gradient_encoder`),
 
 and its objects ``identity``, ``optimizer`` (options of the parameter groups, the group of each master, and state that
-is no tensor), ``host``, and ``index``: what of the model each of its tensors is (:mod:`tiercheck.format.index`). The
-differentials and snapshots of a generation follow its first base, whose index is theirs.
+is no tensor), ``host``, ``index`` and ``blocks``. The index says what of the model each tensor is
+(:mod:`tiercheck.format.index`); the differentials and snapshots of a generation follow its first base, whose index is
+theirs. By the digests in ``blocks`` a part of a long tensor is verified without the rest
+(:mod:`tiercheck.format.checksums`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 
 from tiercheck import schema
 from tiercheck.errors import Corruption, UnsupportedSetup
+from tiercheck.format.checksums import BLOCK_NBYTES, BLOCKS, DIGEST_NBYTES, block_digests, checksum_of_blocks
 from tiercheck.format.container import (
     PackedObject,
     Shard,
@@ -137,7 +140,10 @@ class BaseCapture:
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
         self._expected = {f"master/{name}": content for name, content in (expected or {}).items()}
-        self._compared: dict[str, memoryview] = {}
+        self._blocks = {name: spec.nbytes for name, spec in self._specs.items() if spec.nbytes > BLOCK_NBYTES}
+        """The tensors of several blocks, and their lengths."""
+        self._hashed: dict[str, memoryview] = {}
+        """What is hashed here, and not by the writer."""
         self.unexpected: tuple[str, ...] = ()
         """After :meth:`finish`: the masters whose content is not the expected one, so that somebody wrote to them after
         the step."""
@@ -146,17 +152,19 @@ class BaseCapture:
     @property
     def nbytes_max(self) -> int:
         """Bytes to reserve for the shard."""
-        return shard_nbytes(self._specs.values(), {name: len(each.data) for name, each in self._objects.items()})
+        of_blocks = {name: bytes(-(-nbytes // BLOCK_NBYTES) * DIGEST_NBYTES) for name, nbytes in self._blocks.items()}
+        objects = {name: len(each.data) for name, each in self._objects.items()} | {BLOCKS: len(pack(of_blocks))}
+        return shard_nbytes(self._specs.values(), objects)
 
     def copy(self, memory: memoryview) -> None:
         """Copy the state into ``memory``. Blocking; call it once. The state may change from its return on."""
-        writer = ShardWriter(memory, header_room(self._specs.values(), self._objects))
+        writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS]))
         for name, tensor in {**self._at_once, **self._later}.items():
             spec = self._specs[name]
             slot = writer.slot(name, spec.dtype, spec.shape)
             tensor_in(slot, spec.dtype, spec.shape, what=name).copy_(tensor)
-            if name in self._expected:
-                self._compared[name] = slot
+            if name in self._expected or name in self._blocks:
+                self._hashed[name] = slot
         self.disturbed = bool(self._watch.written())
         self._writer = writer
 
@@ -166,12 +174,17 @@ class BaseCapture:
             raise ValueError("a base is finished after it was copied")
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
-        checksums = {name: checksum_of(slot) for name, slot in self._compared.items()}
+        digests = {name: block_digests(self._hashed.pop(name)) for name in self._blocks}
+        self._writer.add_object(BLOCKS, digests)
+        checksums = {name: checksum_of_blocks(each) for name, each in digests.items()}
+        checksums |= {name: checksum_of(slot) for name, slot in self._hashed.items()}
         self.unexpected = tuple(
-            name.removeprefix("master/") for name, found in checksums.items() if found != self._expected[name]
+            name.removeprefix("master/")
+            for name, found in checksums.items()
+            if found != self._expected.get(name, found)
         )
         nbytes = self._writer.finish(self._metadata, checksums=checksums)
-        self._compared.clear()
+        self._hashed.clear()
         self._writer = None  # the tier reuses the memory only when nobody has a view of it
         return nbytes
 
