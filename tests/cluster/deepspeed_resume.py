@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.cluster.deepspeed_harness import CASES, END, RESUME, Case, build, differences, iterate, train
+import tiercheck
+from tests.cluster.deepspeed_harness import CASES, END, RESUME, Case, Outcome, build, differences, iterate, train
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, NotFound
@@ -111,6 +112,31 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
         yield from differences("state", reference.state, outcome.state)
         yield from differences("parameters", reference.parameters, outcome.parameters)
         yield from differences("host", reference.host, outcome.host)
+        torch.distributed.barrier()
+        yield from archived(directory / name, outcome)
+
+
+def archived(left: Path, outcome: Outcome) -> Iterable[str]:
+    """What the durable tier says of the last version, without engine and model; by differentials, since the base that
+    holds it is taken away."""
+    rank = torch.distributed.get_rank()
+    for base in left.glob(f"r{rank:05d}/*/base/{END:012d}.*"):
+        base.unlink()
+    torch.distributed.barrier()
+    with tiercheck.open(f"nvme://{left}") as archive:
+        found = archive.rebuild(rank)
+        if (found.version, found.fidelity) != (END, "exact") or not found.point.replayed:
+            yield f"rebuilt {found.version}, {found.fidelity} {found.notes}, by {found.point}"
+        state = {
+            "masters": dict(found.state.masters()),
+            "optimizer_state": dict(found.state.optimizer_state()),
+            "extras": dict(found.state.buffers()),
+        }
+        yield from differences("rebuilt", {name: outcome.state[name] for name in state}, state)
+        target = left.with_name(f"{left.name}-{rank}.pt")
+        archive.export(target, "torch", dtype="model")
+        exported = torch.load(target)
+        yield from differences("exported", outcome.parameters, {name: exported[name] for name in outcome.parameters})
 
 
 class Loader:
@@ -247,6 +273,8 @@ def check_skip(directory: Path) -> Iterable[str]:
         outcome = train(engine, provider, END)
         checkpointer.close()
         yield from differences("state", expected.state, outcome.state)
+        torch.distributed.barrier()
+        yield from archived(directory / "skip", outcome)
 
 
 def check_block() -> Iterable[str]:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
 from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
-from tiercheck.errors import Closed
+from tiercheck.errors import Closed, ConfigurationError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.agreement import Span
 from tiercheck.runtime.front import ThreadScheduler, run
 
 if TYPE_CHECKING:
     from tiercheck.archive.contents import Contents
+    from tiercheck.archive.export.write import Exported
     from tiercheck.archive.rebuild import RankState
 
 __all__ = ["Archive", "open"]
@@ -143,6 +145,39 @@ class Archive:
                 deadline_s=self._deadline_s,
                 threads=threads,
             )
+        )
+
+    def export(
+        self,
+        to: str | Path,
+        format: str = "safetensors",
+        version: int | None = None,
+        *,
+        generation: int | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        progress: Progress = lambda done, total: None,
+    ) -> Exported:
+        """Write the model of a version, whole and under its own names.
+
+        ``format``: ``safetensors``, ``torch``, ``huggingface`` or ``dcp``. ``dtype``: ``fp32``, ``bf16``, ``fp16``, or
+        ``model`` (as the model had them); by default parameters are exported in the precision in which the optimizer
+        held them. Buffers are never converted.
+
+        The target gets its name when it is whole. Errors: as :meth:`rebuild`; ``ConfigurationError`` if the target is
+        there already, unless ``overwrite``; ``TierError`` for what the target's file system refuses.
+        """
+        from tiercheck.archive.export.write import Format, Source, export
+
+        try:
+            chosen_format = Format(format)
+        except ValueError:
+            known = ", ".join(Format)
+            raise ConfigurationError(f"there is no export format {format!r}: choose one of {known}") from None
+        chosen = self.inventory.at(version, generation=generation)
+        source = Source(self._hierarchy, self.inventory, chosen, self._running(), self._deadline_s)
+        return run(
+            export(source, Path(to).absolute(), chosen_format, dtype=dtype, overwrite=overwrite, progress=progress)
         )
 
     # How

@@ -9,13 +9,12 @@ from typing import Any
 
 from tiercheck import schema
 from tiercheck.archive.inventory import Inventory, Recoverable
-from tiercheck.archive.shards import read_header, read_object
-from tiercheck.errors import Corruption, RecoveryError, TierError
+from tiercheck.archive.shards import from_any, read_object
+from tiercheck.errors import RecoveryError
 from tiercheck.format.container import ShardHeader, TensorSpec
 from tiercheck.format.header import OBJECT_PREFIX
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey, Stream
-from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.streams.records.record_names import host_name
 from tiercheck.streams.tensors.provider import Identity
@@ -75,18 +74,3 @@ async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: 
         optimizer["hyperparameters"],
         host,
     )
-
-
-async def from_any(hierarchy: OpenHierarchy, inventory: Inventory, copy: Copy, read: Any) -> tuple[ShardHeader, Any]:
-    """What ``read`` finds in the shard, in this copy or, if it cannot be read, in another tier's."""
-    others = [each for each in inventory.copies[copy.key.rank] if each.key == copy.key and each != copy]
-    failures: list[str] = []
-    for each in (copy, *sorted(others)):
-        tier = hierarchy.tiers[each.tier]
-        try:
-            header = await read_header(tier, each.key, inventory.nbytes(each))
-            return header, await read(tier, each.key, header)
-        except (TierError, ValueError) as error:
-            reason = error.message if isinstance(error, Corruption) else str(error)
-            failures.append(f"in {tier.name}: {reason}")
-    raise RecoveryError(f"{copy.key} cannot be read ({'; '.join(failures)})")

@@ -122,10 +122,11 @@ class Inventory:
         shared = Survey(
             branches=frozenset((tier.role.index, branch) for tier in self.tiers for branch in tier.branches),
             recorded=frozenset(
-                (tier.role.index, key.generation)
+                (tier.role.index, each.generation)
                 for tier in self.tiers
-                for key in tier.objects
-                if isinstance(key, LineageKey)
+                for found in (tier.branches, tier.objects)
+                for each in found
+                if isinstance(each, Branch | LineageKey)
             ),
             claims=frozenset(key for tier in self.tiers for key in tier.objects if isinstance(key, ClaimKey)),
             generations=frozenset((tier.role.index, key.generation) for tier in self.tiers for key in tier.shards),

@@ -57,8 +57,8 @@ class RankState:
 
     @property
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Per parameter group, its options at the end of the version; as the last step had them, if the host state does
-        not tell."""
+        """Per parameter group, its options as the host state has them: at the end of the version; if a version is
+        published before the scheduler steps (DeepSpeed), as the last step had them."""
         groups = self.state.hyperparameters()
         for name in OPTIONS_HELD:
             held = self.host_state.get(name)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
-from tiercheck.errors import Corruption
+from tiercheck.archive.inventory import Inventory
+from tiercheck.errors import Corruption, RecoveryError, TierError
 from tiercheck.format import container
 from tiercheck.format.checksums import (
     BLOCKS,
@@ -19,12 +20,24 @@ from tiercheck.format.checksums import (
 from tiercheck.format.container import ShardHeader
 from tiercheck.format.header import OBJECT_PREFIX, Extent
 from tiercheck.format.host_state import unpack
-from tiercheck.hierarchy import OpenTier
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.replication.asking import asked_twice
 from tiercheck.types import ByteRange
 
-__all__ = ["CHUNK_NBYTES", "read_digests", "read_extent", "read_header", "read_object", "read_part", "verify_shard"]
+__all__ = [
+    "CHUNK_NBYTES",
+    "from_any",
+    "read_digests",
+    "read_extent",
+    "read_header",
+    "read_object",
+    "read_part",
+    "verify_shard",
+]
+
+T = TypeVar("T")
 
 BEGINNING_NBYTES = 64 << 10
 """Read at first: as a rule it holds the whole header."""
@@ -120,6 +133,27 @@ async def verify_shard(tier: OpenTier, key: ShardKey, nbytes: int) -> ShardHeade
         if not extent.is_padding and checksum.text != extent.checksum:
             raise damaged(extent, tier, key)
     return header
+
+
+async def from_any(
+    hierarchy: OpenHierarchy,
+    inventory: Inventory,
+    copy: Copy,
+    read: Callable[[OpenTier, ShardKey, ShardHeader], Awaitable[T]],
+) -> tuple[ShardHeader, T]:
+    """A shard's header, and what ``read`` finds in it: of this copy, or of another tier's if it cannot be read. Errors:
+    ``RecoveryError`` if none can."""
+    others = [each for each in inventory.copies[copy.key.rank] if each.key == copy.key and each != copy]
+    failures: list[str] = []
+    for each in (copy, *sorted(others)):
+        tier = hierarchy.tiers[each.tier]
+        try:
+            header = await read_header(tier, each.key, inventory.nbytes(each))
+            return header, await read(tier, each.key, header)
+        except (TierError, ValueError) as error:
+            reason = error.message if isinstance(error, Corruption) else str(error)
+            failures.append(f"in {tier.name}: {reason}")
+    raise RecoveryError(f"{copy.key} cannot be read ({'; '.join(failures)})")
 
 
 async def chunks(tier: OpenTier, key: ShardKey, header: ShardHeader, extent: Extent) -> AsyncIterator[memoryview]:

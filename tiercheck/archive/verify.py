@@ -16,6 +16,7 @@ from tiercheck.keys import CommitKey, LineageKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import Span, spans_of
+from tiercheck.replication.lineage_records import read_lineage
 from tiercheck.replication.records import read_record
 from tiercheck.types import ObjectInfo
 
@@ -95,7 +96,6 @@ class _Work:
         async with asyncio.TaskGroup() as group:
             for _ in range(OBJECTS_AT_ONCE):
                 group.create_task(take())
-        self.damaged += [Damaged(each.key, each.tier, each.reason) for each in contents.set_aside]
 
     async def _object(self, tier: OpenTier, key: keys.Key, info: ObjectInfo) -> None:
         try:
@@ -116,7 +116,7 @@ class _Work:
                 if reason is not None:
                     raise Corruption(reason, tier=tier.name, key=str(key))
             case LineageKey():
-                pass  # it was read with the listing
+                await read_lineage(tier, key, nbytes=info.nbytes)
             case CommitKey():
                 await read_record(tier.driver, key, CommitRecord, nbytes=info.nbytes)
             case _:

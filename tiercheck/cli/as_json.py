@@ -9,11 +9,12 @@ from tiercheck.types import shown
 
 if TYPE_CHECKING:
     from tiercheck.archive.contents import Contents
+    from tiercheck.archive.export.write import Exported
     from tiercheck.archive.inventory import Generation, Inventory, Recoverable
     from tiercheck.archive.verify import Verified
     from tiercheck.policy.recovery.consensus import RecoveryPoint
 
-__all__ = ["contents_object", "listing_object", "plan_object", "verified_object"]
+__all__ = ["contents_object", "exported_object", "listing_object", "plan_object", "verified_object"]
 
 
 def listing_object(inventory: Inventory) -> dict[str, Any]:
@@ -151,6 +152,19 @@ def verified_object(found: Verified) -> dict[str, Any]:
         "lost": [list(span) for span in found.lost],
         "newest": found.newest,
         "healthy": found.healthy,
+    }
+
+
+def exported_object(made: Exported) -> dict[str, Any]:
+    return {
+        "path": str(made.path),
+        "format": str(made.format),
+        "version": made.version,
+        "tensors": made.tensors,
+        "bytes": made.nbytes,
+        "aliases": dict(made.aliases),
+        "fidelity": str(made.fidelity),
+        "notes": list(made.notes),
     }
 
 

@@ -1,19 +1,29 @@
-"""``tiercheck ls``, ``show``, ``verify`` and ``plan``: what jobs have left in their tiers. Nothing is written there."""
+"""``tiercheck ls``, ``show``, ``verify``, ``plan`` and ``export``: what jobs have left in their tiers."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from tiercheck.cli.as_json import contents_object, listing_object, plan_object, verified_object
+from tiercheck.cli.as_json import contents_object, exported_object, listing_object, plan_object, verified_object
 from tiercheck.cli.tiers import JSON, URLS, plain_table
 from tiercheck.types import bytes_text, shown
 
@@ -23,7 +33,7 @@ if TYPE_CHECKING:
     from tiercheck.archive.inventory import Generation, Held, Recoverable, Stored
     from tiercheck.archive.verify import Verified
 
-__all__ = ["DEADLINE", "GENERATION", "VERSION", "ls", "opened", "plan", "show", "verify"]
+__all__ = ["DEADLINE", "GENERATION", "VERSION", "export", "ls", "opened", "plan", "show", "verify"]
 
 VERSION = Annotated[int | None, typer.Option(help="The version; by default the newest that can be read.", min=0)]
 GENERATION = Annotated[int | None, typer.Option(help="As of this generation, whatever came later.", min=1)]
@@ -85,18 +95,63 @@ def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False)
     Exits with 1 if a version that the tiers list cannot be read any more. Damage of which another tier holds a whole
     copy is told, and loses nothing.
     """
-    console = Console(stderr=True)
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with opened(urls, deadline_s) as archive:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("verifying", total=None)
-            found = archive.verify(lambda done, total: progress.update(task, completed=done, total=total))
+        with progress_bar("verifying", *columns) as update:
+            found = archive.verify(update)
         if as_json:
             typer.echo(json.dumps(verified_object(found)))
         else:
             show_verified(Console(), archive, found)
     if not found.healthy:
         raise typer.Exit(1)
+
+
+def export(
+    urls: URLS,
+    to: Annotated[Path, typer.Option(help="A new file, or a new directory for huggingface and dcp.")],
+    format: Annotated[
+        str, typer.Option("--format", help="safetensors, torch, huggingface or dcp.", show_default=True)
+    ] = "safetensors",
+    version: VERSION = None,
+    generation: GENERATION = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16, fp16, or model: as the model had them. By default as the optimizer held them."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    deadline_s: DEADLINE = DEADLINE_S,
+    as_json: JSON = False,
+) -> None:
+    """Write the model of a version, whole and under its own names: any number of ranks, ZeRO stages and differentials.
+
+    The target gets its name when it is whole. Differentials are replayed bit for bit; what is printed says how true the
+    result is.
+    """
+    with opened(urls, deadline_s) as archive:
+        with progress_bar("exporting", BarColumn(), TimeRemainingColumn()) as update:
+            made = archive.export(
+                to, format, version, generation=generation, dtype=dtype, overwrite=overwrite, progress=update
+            )
+        if as_json:
+            typer.echo(json.dumps(exported_object(made)))
+            return
+        console = Console()
+        size = bytes_text(made.nbytes)
+        console.print(Text(f"{made.path}: version {made.version}, {made.fidelity}, {made.tensors} tensors, {size}"))
+        if made.aliases and format in ("safetensors", "huggingface"):
+            tied = ", ".join(f"{alias} (it is {name})" for alias, name in made.aliases.items())
+            console.print(Text(f"Tied weights are written once; left out: {tied}"))
+        show_problems(console, made.notes)
+
+
+@contextmanager
+def progress_bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    """On a terminal, a bar on stderr; it is told how much is done, and of how much."""
+    console = Console(stderr=True)
+    with Progress(TextColumn(what), *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def opened(urls: Sequence[str], deadline_s: float) -> Archive:

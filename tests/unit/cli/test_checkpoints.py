@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests.archived import FIRST_LIFE, LAST, WORLD, Left
+from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tiercheck.cli import commands
 
 
@@ -79,6 +80,16 @@ def test_verify_fails_where_a_version_is_lost_and_only_there(left: Left, finishe
     assert f"lost: version {LAST}; the newest that can be read is {LAST - 1}" in text
     assert told("verify", left.url, f"nvme://{finished.root}")["lost"] == []
     assert "nothing is lost" in printed("verify", left.url, f"nvme://{finished.root}")
+
+
+def test_export_writes_the_model_and_says_how_true_it_is(finished: Left, tmp_path: Path) -> None:
+    target = str(tmp_path / "model.safetensors")
+    found = told("export", finished.url, "--to", target, "--version", "5")
+    assert (found["version"], found["fidelity"], found["format"], found["notes"]) == (5, "exact", "safetensors", [])
+    assert bits(load_file(target)) == finished.weights[0, 5]
+    again = printed("export", finished.url, "--to", target, "--overwrite", "--dtype", "model")
+    assert f"version {LAST}, exact, 9 tensors" in again
+    assert CliRunner().invoke(commands.app, ["export", finished.url, "--to", target]).exit_code != 0
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])

@@ -1,0 +1,1 @@
+"""A version's model, whole, under its own names: in a file that others read."""

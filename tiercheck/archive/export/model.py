@@ -1,0 +1,109 @@
+"""What of which rank's shards belongs where in the whole model, by the logical index that each base carries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiercheck.archive.inventory import Inventory, Recoverable
+from tiercheck.archive.shards import from_any, read_object
+from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.format.container import ShardHeader, TensorSpec
+from tiercheck.format.index.assemble import Holdings, Transfer, assemble
+from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Role
+from tiercheck.format.index.message import INDEX, read_index
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import ShardKey
+
+__all__ = ["DTYPE_NAMES", "Model", "Output", "read_model"]
+
+RANKS_AT_ONCE = 16
+NAMED_MAX = 3
+DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""By the name that a user gives, what parameters are exported as; ``model``: as the model had them."""
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of the model as it is exported."""
+
+    spec: TensorSpec
+    tensor: LogicalTensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """The whole model, and what each rank brings to it."""
+
+    outputs: tuple[Output, ...]
+    transfers: Mapping[int, Mapping[str, Sequence[Transfer]]]
+    """By rank, and by its stored tensor."""
+    aliases: Mapping[str, str]
+    """Other names of tensors (tied weights), and the name under which they are stored."""
+    output_of: Mapping[str, str]
+    """By a transfer's target, the tensor's name."""
+
+
+async def read_model(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Recoverable, dtype: str | None) -> Model:
+    """Read every rank's index.
+
+    ``dtype``: of :data:`DTYPE_NAMES`, ``model``, or ``None``: parameters as they are stored, in full precision. Buffers
+    are never converted.
+
+    Errors: ``RecoveryError`` for a tensor of which something is missing, or of which nobody knows how it was cut;
+    ``ConfigurationError`` for an unknown dtype.
+    """
+    if dtype not in (None, "model", *DTYPE_NAMES):
+        raise ConfigurationError(f"parameters are exported as {', '.join(DTYPE_NAMES)} or model, not {dtype!r}")
+    slots = asyncio.Semaphore(RANKS_AT_ONCE)
+
+    async def index_of(rank: int) -> tuple[LogicalIndex, Mapping[str, TensorSpec]]:
+        async def read(tier: OpenTier, key: ShardKey, header: ShardHeader) -> LogicalIndex:
+            return read_index(await read_object(tier, key, header, INDEX))
+
+        async with slots:
+            header, index = await from_any(hierarchy, inventory, chosen.plans[rank].anchor, read)
+            return index, {extent.spec.name: extent.spec for extent in header.extents}
+
+    found = await asyncio.gather(*(index_of(rank) for rank in range(chosen.world_size)))
+    return await asyncio.to_thread(planned, dict(enumerate(found)), dtype)
+
+
+def planned(ranks: Mapping[int, tuple[LogicalIndex, Mapping[str, TensorSpec]]], dtype: str | None) -> Model:
+    """Errors: ``RecoveryError``."""
+    try:
+        holdings = Holdings({rank: index for rank, (index, _) in ranks.items()})
+    except ValueError as error:
+        raise RecoveryError(f"the ranks do not hold one model: {error}") from None
+    tensors = holdings.tensors
+    if sliced := sorted({each.name for each in tensors if each.slice_name}):
+        raise RecoveryError(
+            f"{len(sliced)} tensors were cut into slices by the model's own tensor parallelism, and nobody knows how "
+            f"({', '.join(sliced[:NAMED_MAX])}): they cannot be put together"
+        )
+    wanted = LogicalIndex.of_whole(tensors)
+    plan = assemble(wanted, holdings)
+    if plan.missing:
+        named = "; ".join(map(str, plan.missing[:NAMED_MAX]))
+        raise RecoveryError(f"no rank has {named}{'; ...' if len(plan.missing) > NAMED_MAX else ''}")
+    transfers: dict[int, dict[str, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    stored_as: dict[str, str] = {}
+    for each in plan.transfers:
+        transfers[each.rank][each.source].append(each)
+        stored_as[each.target] = ranks[each.rank][1][each.source].dtype
+    output_of = {(MASTER if each.trained else EXTRA) + each.name: each.name for each in tensors}
+    outputs = []
+    for target, name in output_of.items():
+        tensor = wanted.tensors[name]
+        kind = exported_as(tensor, stored_as.get(target, tensor.dtype), dtype)
+        outputs.append(Output(TensorSpec(name, kind, tensor.shape), tensor))
+    return Model(tuple(outputs), transfers, holdings.aliases, output_of)
+
+
+def exported_as(tensor: LogicalTensor, stored: str, dtype: str | None) -> str:
+    if dtype is None or tensor.role is Role.BUFFER or stored not in FLOATING:
+        return stored
+    return tensor.dtype if dtype == "model" else DTYPE_NAMES[dtype]

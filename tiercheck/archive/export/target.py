@@ -1,0 +1,89 @@
+"""Where an export goes: it is made in a directory beside the target, and gets the target's name when it is whole.
+
+A full disk, an error or a kill leaves the target as it was. What a kill leaves is the work directory,
+``.NAME.partial``; the next export to that target clears it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tiercheck.errors import ConfigurationError
+from tiercheck.tiers.posix.files import fsync_directory, map_os_errors, try_lock, unlock_and_close
+
+__all__ = ["publish", "work_directory"]
+
+
+@contextmanager
+def work_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """An empty directory on the target's file system.
+
+    Errors: ``ConfigurationError`` if the target is there already, the directory that it belongs in is not, or another
+    export is on its way there; ``TierError`` for what the file system refuses.
+    """
+    check_free(target, overwrite=overwrite)
+    if not target.parent.is_dir():
+        raise ConfigurationError(f"there is no directory {target.parent} to export to: make it first")
+    work = target.with_name(f".{target.name}.partial")
+    with map_os_errors(str(target)):
+        work.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not try_lock(fd):
+                raise ConfigurationError(f"another export is writing to {target}: wait for it, or choose another name")
+            clear(work)
+            try:
+                yield work
+            finally:
+                clear(work)
+                with suppress(OSError):
+                    work.rmdir()
+        finally:
+            unlock_and_close(fd)
+
+
+def publish(made: Path, target: Path, *, overwrite: bool) -> None:
+    """Give what was made the target's name, in one step. Errors: as :func:`work_directory`."""
+    sync_all(made)
+    check_free(target, overwrite=overwrite)
+    if target.is_dir() and not target.is_symlink():
+        aside = made.with_name("replaced")
+        target.rename(aside)
+        try:
+            made.rename(target)
+        except OSError:
+            aside.rename(target)
+            raise
+    elif made.is_dir() and target.exists():  # a directory takes the place of no file
+        target.unlink()
+        made.rename(target)
+    else:
+        made.replace(target)
+    fsync_directory(target.parent)
+
+
+def check_free(target: Path, *, overwrite: bool) -> None:
+    if not overwrite and os.path.lexists(target):
+        raise ConfigurationError(f"{target} is there already: choose another name, or say --overwrite to replace it")
+
+
+def sync_all(made: Path) -> None:
+    """Every file and directory of it."""
+    for path in sorted(made.rglob("*")) if made.is_dir() else [made]:
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    if made.is_dir():
+        fsync_directory(made)
+
+
+def clear(work: Path) -> None:
+    for path in work.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

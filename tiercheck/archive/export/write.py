@@ -1,0 +1,235 @@
+"""An export: the model of a version put together from all ranks' shards, a rank at a time, and written as a format.
+
+Each rank's tensors are copied to their places in a mapped file. So memory holds one rank's state, as
+:mod:`tiercheck.archive.rebuild` makes it, however large the model is; of a version that is a base, one stored tensor at
+a time. The formats ``torch`` and ``dcp`` are written from that file, and need its room on the disk twice.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tiercheck.archive.export.layout import PlainFile, laid_out, split
+from tiercheck.archive.export.model import Model, read_model
+from tiercheck.archive.export.target import publish, work_directory
+from tiercheck.archive.inventory import Inventory, Recoverable
+from tiercheck.archive.rebuild import rebuild
+from tiercheck.archive.shards import from_any, read_extent
+from tiercheck.errors import ConfigurationError, Corruption
+from tiercheck.format.container import ShardHeader, TensorSpec
+from tiercheck.format.header import STORED_AS
+from tiercheck.format.index.boxes import copy_elements
+from tiercheck.format.index.logical import EXTRA, MASTER
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import ShardKey
+from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.tensors.as_bytes import DTYPES, array_of, tensor_in
+from tiercheck.types import Fidelity
+
+__all__ = ["Exported", "Format", "export"]
+
+FILE_NBYTES_MAX = 5_000_000_000
+"""Of a file of the format ``huggingface``."""
+PLANNING_S = 600.0
+FORMAT_NOTE = {"format": "pt"}
+"""What readers of safetensors files look for."""
+
+Progress = Callable[[int, int], None]
+
+
+class Format(StrEnum):
+    """What an export is written as."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    HUGGINGFACE = "huggingface"
+    DCP = "dcp"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    format: Format
+    version: int
+    tensors: int
+    nbytes: int
+    """Of the tensors."""
+    aliases: Mapping[str, str]
+    """Other names of tensors (tied weights), and the names under which they were written."""
+    fidelity: Fidelity
+    """The worst of the ranks that were read."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the version's ranks are read."""
+
+    hierarchy: OpenHierarchy
+    inventory: Inventory
+    chosen: Recoverable
+    scheduler: Scheduler
+    deadline_s: float
+
+
+async def export(
+    source: Source, target: Path, format: Format, *, dtype: str | None, overwrite: bool, progress: Progress
+) -> Exported:
+    """Errors: ``RecoveryError``; ``ConfigurationError`` for a target that is there already, or an unknown dtype;
+    ``TierError``, also for what the target's file system refuses."""
+    with work_directory(target, overwrite=overwrite) as work:
+        model = await source.scheduler.call(
+            read_model(source.hierarchy, source.inventory, source.chosen, dtype),
+            what="reading the indexes of all ranks",
+            deadline_s=PLANNING_S,
+        )
+        check_dtypes(model, format)
+        specs = sorted((each.spec for each in model.outputs), key=lambda spec: spec.name)
+        groups = split(specs, FILE_NBYTES_MAX) if format is Format.HUGGINGFACE else [specs]
+        names = file_names(len(groups))
+        notes = {**FORMAT_NOTE, "tiercheck": said_of(source.chosen, max(Fidelity, key=len))}
+        files = {work / name: laid_out(each, notes) for name, each in zip(names, groups, strict=True)}
+        fidelity, told = await filled(source, model, files, progress)
+        notes["tiercheck"] = said_of(source.chosen, fidelity)
+        for path, file in files.items():
+            file.finish(path, notes)
+        publish(formatted(work, format, files, model.aliases), target, overwrite=overwrite)
+    nbytes = sum(spec.nbytes for spec in specs)
+    return Exported(target, format, source.chosen.version, len(specs), nbytes, model.aliases, fidelity, told)
+
+
+def said_of(chosen: Recoverable, fidelity: Fidelity) -> str:
+    return f"version {chosen.version} of generation {chosen.points[0].generation}, {fidelity}"
+
+
+def file_names(count: int) -> list[str]:
+    """As transformers names them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+async def filled(
+    source: Source, model: Model, files: Mapping[Path, PlainFile], progress: Progress
+) -> tuple[Fidelity, tuple[str, ...]]:
+    """Copy every rank's part into the files. Returns the fidelity of the worst rank, and what there is to know."""
+    kinds = {each.spec.name: each.spec.dtype for each in model.outputs}
+    fidelities, notes = [Fidelity.EXACT], dict[str, None]()
+    total = sum(each.copy.elements for ranks in model.transfers.values() for held in ranks.values() for each in held)
+    done = 0
+    memory = {name: part for path, file in files.items() for name, part in file.make(path).items()}
+    for rank, by_source in sorted(model.transfers.items()):
+        async for name, tensor in tensors_of(source, rank, list(by_source), fidelities, notes):
+            for kind in {kinds[model.output_of[each.target]] for each in by_source[name]}:
+                held = array_of(tensor.flatten().to(DTYPES[kind]))
+                for each in by_source[name]:
+                    output = model.output_of[each.target]
+                    if kinds[output] == kind:
+                        copy_elements([each.copy], held, np.frombuffer(memory[output], held.dtype))
+                        done += each.copy.elements
+            progress(done, total)
+    return Fidelity.worst(*fidelities), tuple(notes)
+
+
+async def tensors_of(
+    source: Source, rank: int, names: list[str], fidelities: list[Fidelity], notes: dict[str, None]
+) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """The rank's stored tensors of these names, at the version. What is known of the replay is added to ``fidelities``
+    and ``notes``."""
+    point = source.chosen.points[rank]
+    if point.replayed or point.by_snapshot:
+        found = await rebuild(
+            source.hierarchy,
+            source.inventory,
+            source.chosen,
+            rank,
+            source.scheduler,
+            deadline_s=source.deadline_s,
+        )
+        fidelities.append(found.fidelity)
+        notes |= dict.fromkeys(found.notes)
+        held = {MASTER + name: each for name, each in found.state.masters().items()}
+        held |= {EXTRA + name: each for name, each in found.state.buffers().items()}
+        for name in names:
+            yield name, held[name]
+        return
+    for name in names:
+        yield name, await stored_tensor(source, rank, name)
+
+
+async def stored_tensor(source: Source, rank: int, name: str) -> torch.Tensor:
+    """One tensor of the rank's base, verified; of another copy if this one's is damaged."""
+
+    async def read(tier: OpenTier, key: ShardKey, header: ShardHeader) -> tuple[TensorSpec, memoryview]:
+        extent = next((each for each in header.extents if each.spec.name == name), None)
+        if extent is None:
+            raise Corruption(f"the base lacks {name!r}", tier=tier.name, key=str(key))
+        return extent.spec, await read_extent(tier, key, header, extent)
+
+    reading = from_any(source.hierarchy, source.inventory, source.chosen.plans[rank].anchor, read)
+    _, (spec, content) = await source.scheduler.call(
+        reading, what=f"reading {name} of rank {rank}", deadline_s=source.deadline_s
+    )
+    return tensor_in(content, spec.dtype, spec.shape, what=name)
+
+
+# Formats
+
+
+def check_dtypes(model: Model, format: Format) -> None:
+    """Errors: ``ConfigurationError`` for a dtype that the format does not have."""
+    odd = [each.spec for each in model.outputs if each.spec.dtype in STORED_AS]
+    if odd and format in (Format.SAFETENSORS, Format.HUGGINGFACE):
+        raise ConfigurationError(f"{odd[0].name} is {odd[0].dtype}, which safetensors lacks: use --format torch")
+
+
+def formatted(work: Path, format: Format, files: Mapping[Path, PlainFile], aliases: Mapping[str, str]) -> Path:
+    """What gets the target's name."""
+    out = work / "out"
+    if format is Format.SAFETENSORS:
+        (only,) = files
+        return only
+    if format is Format.HUGGINGFACE:
+        out.mkdir()
+        write_index(out, files)
+        for path in files:
+            path.rename(out / path.name)
+        return out
+    (only,) = files
+    memory = files[only].map(only)
+    specs = {spec.name: spec for spec in files[only].specs}
+    whole = {name: tensor_in(memory[name], spec.dtype, spec.shape, what=name) for name, spec in specs.items()}
+    whole |= {alias: whole[name] for alias, name in aliases.items() if name in whole}
+    if format is Format.TORCH:
+        torch.save(whole, out)
+    else:
+        write_dcp(whole, out)
+    return out
+
+
+def write_index(out: Path, files: Mapping[Path, PlainFile]) -> None:
+    """By tensor, the file that it is in; one file needs none."""
+    if len(files) > 1:
+        total = sum(spec.nbytes for file in files.values() for spec in file.specs)
+        where = {spec.name: path.name for path, file in files.items() for spec in file.specs}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_dcp(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+        save(dict(tensors), storage_writer=FileSystemWriter(out), no_dist=True)
