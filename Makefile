@@ -73,11 +73,11 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 	@touch $@
 
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
-	$(PYTEST) -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) tests --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 cluster: $(INSTALLED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
-	$(PYTEST) -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
-	$(BIN)/pytest -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) tests/cluster tests/plugins -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(BIN)/pytest tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)

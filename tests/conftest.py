@@ -16,20 +16,30 @@ from tiercheck.integrations import hooks
 __all__ = ["forks", "gluster", "name", "pytest_configure", "pytest_configure_node"]
 
 LONGEST_FIRST = (
-    "tests/cluster/test_soak.py",
-    "tests/cluster/test_deepspeed_provider.py",
     "tests/cluster/test_fsspec_conformance.py",
+    "tests/cluster/test_deepspeed_provider.py",
     "tests/plugins/test_plugins.py",
     "tests/cluster/test_s3_faults.py",
-    "tests/conformance/test_lustre_conformance.py",
+    "tests/cluster/test_soak.py",
     "tests/cluster/test_s3_kills.py",
-    "tests/conformance/test_s3_conformance.py",
+    "tests/cluster/test_agent_kills.py",
+    "tests/cluster/test_ddp_compressed.py",
+    "tests/cluster/test_s3_conformance.py",
+    "tests/cluster/test_tier_figures.py",
+    "tests/cluster/test_lustre_two_mounts.py",
+    "tests/cluster/test_training_with_agent.py",
+    "tests/cluster/test_fsspec_failures.py",
+    "tests/plugins/test_own_policy.py",
     "tests/docs/test_snippets.py",
     "tests/unit/test_kill_everywhere.py",
     "tests/unit/opening/test_attach.py",
+    "tests/conformance/test_lustre_conformance.py",
     "tests/simulation/test_policies_under_failures.py",
 )
 """The files that take longest. They begin first, so that no worker is left with one when the others are done."""
+
+CLUSTER = ("tests/cluster/", "tests/plugins/")
+"""Where the Makefile looks for the tests of ``make cluster``, which then need not load all the others."""
 
 # Two cores, several processes: threads that spin for one another cost more than they bring.
 torch.set_num_threads(1)
@@ -40,8 +50,11 @@ settings.load_profile("tiercheck")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cluster") and not item.nodeid.startswith(CLUSTER):
+            raise pytest.UsageError(f"{item.nodeid} is marked cluster: make cluster looks for it in {CLUSTER} alone")
     places = {file: place for place, file in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.location[0], len(places)))
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.fixture(autouse=True)

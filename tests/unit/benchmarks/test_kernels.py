@@ -75,16 +75,6 @@ async def test_every_figure_runs(figure: Any, tiny: KernelSettings) -> None:
     assert measured.nbytes > 0
 
 
-@pytest.mark.cluster
-async def test_a_figure_of_the_demo_runs_its_trainers(tiny: KernelSettings) -> None:
-    """Of a snapshot, which needs the most memory."""
-    pytest.importorskip("deepspeed")
-    measured = await DEMO_FIGURES["encode.total.snapshot/step"].measure(tiny)
-    assert measured.summary.pairs == 2 * tiny.encode_steps
-    assert 0 < measured.summary.value < measured.summary.ceiling
-    assert measured.details["ranks"] == 2
-
-
 async def test_a_figure_of_the_demo_has_the_demos_threads(tiny: KernelSettings) -> None:
     with pytest.raises(Unavailable, match="one thread"):
         await DEMO_FIGURES["encode.total.exact/step"].measure(replace(tiny, threads=2))

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,54 +59,6 @@ def test_the_late_ranks_are_named() -> None:
 def test_without_torch_distributed_the_message_says_what_to_do() -> None:
     with pytest.raises(GroupError, match="init_process_group before attach"):
         TorchGroup()
-
-
-WORKER = """
-import os, sys
-import torch.distributed as dist
-from tiercheck.errors import DeadlineExceeded, PeerLost
-from tiercheck.runtime.group import TorchGroup
-
-children = []
-for rank in range(3):  # forked, so that torch is imported once
-    children.append(os.fork())
-    if children[-1] == 0:
-        break
-else:
-    sys.exit(max(os.waitpid(child, 0)[1] for child in children))
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=3)
-group = TorchGroup(deadline_s=60)
-rank = group.rank
-messages = [bytes([each]) * each for each in range(3)]
-assert group.all_gather(messages[rank], what="first", deadline_s=30) == messages
-assert group.all_gather(b"", what="nothing", deadline_s=30) == [b""] * 3
-try:
-    if rank != 1:
-        group.all_gather(b"", what="second", deadline_s=1)
-except (DeadlineExceeded, PeerLost) as error:
-    open(os.path.join(sys.argv[1], f"r{rank}"), "w").write(f"{type(error).__name__}|{error.late}|{error}")
-else:
-    open(os.path.join(sys.argv[1], f"r{rank}"), "w").write("none")
-# Rank 1 stays until the others have given up on it: nothing here breaks its connections.
-dist.get_rank() == 1 and dist.distributed_c10d._get_default_store().wait(["done0", "done2"])
-dist.distributed_c10d._get_default_store().set(f"done{rank}", "1")
-os._exit(0)
-"""
-
-
-@pytest.mark.cluster
-def test_gloo_names_the_late_rank(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    kind, late, message = (tmp_path / "r0").read_text().split("|")
-    assert (kind, late) == ("DeadlineExceeded", "(1,)")
-    assert message == "second: rank 0 waited 1 s for rank 1"
-    kind, late, message = (tmp_path / "r2").read_text().split("|")
-    assert (kind, late) == ("DeadlineExceeded", "(0,)")
-    assert "its message names it" in message
 
 
 class TestBackgroundLoop:

@@ -14,7 +14,7 @@ from benchmarks.tiers import FIGURES
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).absolute().parents[3]
+ROOT = Path(__file__).absolute().parents[2]
 
 
 def test_every_figure_is_measured(tmp_path: Path) -> None:
