@@ -28,7 +28,6 @@ def fork_ranks(arguments: Sequence[str], log: Path, variables: Mapping[str, str]
     code = 1
     try:
         os.setsid()
-        os.environ |= variables
         codes = launch(
             RANKS,
             RANKS_S_MAX,
@@ -36,6 +35,7 @@ def fork_ranks(arguments: Sequence[str], log: Path, variables: Mapping[str, str]
             arguments=arguments,
             log=str(log),
             directory=str(ROOT),
+            environment=variables,
         )
         code = 1 if any(codes) else 0
     except BaseException:  # this process must not return into its parent's code
