@@ -24,7 +24,7 @@ from tiercheck.format.index.logical import EXTRA, MASTER, Block, LogicalIndex
 from tiercheck.integrations.fsdp.pieces import Piece, piece_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.tensors.as_bytes import counting_through
-from tiercheck.streams.tensors.beside import Beside
+from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.provider import Identity
 
 __all__ = ["ShardedProvider"]
@@ -48,10 +48,15 @@ class ShardedProvider(ModuleProvider):
         self.refresh()
         self._parameters = dict(model.named_parameters())
         """All of them, as they are between two iterations."""
-        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if updated.isdisjoint(map(id, self._parameters.values())):
+        updated = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        strangers = updated.keys() - set(map(id, self._parameters.values()))
+        if strangers == updated.keys():
             raise UnsupportedSetup(
                 "the optimizer updates none of the model's parameters: make it after fully_shard, which replaces them"
+            )
+        if any(isinstance(updated[each], DTensor) for each in strangers):
+            raise UnsupportedSetup(
+                "the optimizer updates sharded parameters that the model does not have: attach a Module that holds all"
             )
         self._others = {name: each for name, each in self._parameters.items() if id(each) not in updated}
         self._pieces = {name: piece_held(each, name) for name, each in self._parameters.items()}
@@ -110,6 +115,11 @@ class ShardedProvider(ModuleProvider):
             self._stepped = True
             self.optimizer_state()
         super().end_of_step()
+
+    def end_of_iteration(self, end: End) -> None:
+        if end is End.SAID:  # no pass is under way
+            self.refresh()
+        super().end_of_iteration(end)
 
     def refresh(self) -> None:
         """What was gathered is let go: the next forward pass gathers what the shards hold now."""

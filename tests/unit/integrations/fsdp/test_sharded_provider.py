@@ -198,6 +198,31 @@ def test_what_else_writes_to_sharded_parameters_is_seen(through: str) -> None:
         checkpointer.abort()
 
 
+def test_weights_that_are_swapped_for_an_evaluation_and_put_back_are_those_that_train_on() -> None:
+    """Though FSDP2 keeps what the evaluation has gathered."""
+
+    def train(trainer: Job, tiers: Hierarchy, last: int) -> list[float]:
+        losses = []
+        parameters = [each for group in trainer.optimizer.param_groups for each in group["params"]]
+        with attached(trainer, tiers) as checkpointer:
+            for _ in range(checkpointer.version, last):
+                losses.append(trainer.iterate(says_end=False))
+                with torch.no_grad():
+                    for each in parameters:
+                        each.mul_(0.5)
+                    trainer.model.eval()(torch.ones(2, 5))
+                    for each in parameters:
+                        each.mul_(2)
+                trainer.model.train()
+                checkpointer.end_iteration()
+            checkpointer.abort()
+        return losses
+
+    tiers = [Hierarchy.of(f"memory://{secrets.token_hex(8)}") for _ in range(2)]
+    whole = train(job(), tiers[0], 4)
+    assert train(job(), tiers[1], 2) + train(job(), tiers[1], 4) == whole
+
+
 # What is refused
 
 
@@ -207,6 +232,20 @@ def test_an_optimizer_made_before_fully_shard_is_refused() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(UnsupportedSetup, match="make it after fully_shard"):
         attach(model, optimizer, Hierarchy.of("memory://"))
+
+
+def test_sharded_parameters_that_are_not_in_the_attached_module_are_refused() -> None:
+    trainer = job()
+    with pytest.raises(UnsupportedSetup, match="that the model does not have: attach a Module that holds all"):
+        attach(trainer.model[0], trainer.optimizer, Hierarchy.of("memory://"), scheduler=trainer.scheduler)
+
+
+def test_other_dtensors_than_those_of_fully_shard_are_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = torch.nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(UnsupportedSetup, match=r"weight is a DTensor; supported are .* under fully_shard"):
+        attach(model, torch.optim.AdamW(model.parameters()), Hierarchy.of("memory://"))
 
 
 def test_parameters_that_are_still_gathered_in_the_step_are_refused() -> None:
