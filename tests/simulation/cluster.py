@@ -358,14 +358,13 @@ class Cluster(Surveys):
 
     def clear_tiers(self, found: Found, reached: int | None) -> None:
         """What each rank deletes before anything is captured (:func:`tiercheck.opening.agreement.clear_tiers`)."""
-        surveys, lineage = found.past.surveys, found.past.lineage
+        lineage, owned = found.past.lineage, found.past.owned
         sound = [found.sound(index) for index in range(self.world)]
         known = anew([Reach.of(each, self.roles, lineage) for each in sound], reached)
         for rank in self.ranks:
             rank.mark = known.mark
         promised = self.promised() if known.mark == NO_MARK else known.mark
-        owned = {source for survey in surveys for source in survey.sources}
-        absent = [{tier for tier, _ in survey.away if not self.roles[tier].shared} for survey in surveys]
+        unsure = found.past.unsure
         failed = False
         for index in self.random.sample(range(self.world), self.world):
             for tier, held in enumerate(self.tiers_of(index)):
@@ -374,7 +373,7 @@ class Cluster(Surveys):
                 if tier and self.stays_away and self.random.random() < 0.2:
                     failed = True  # the neighbour has answered, and takes no deletion: the movers make up for it
                     continue
-                seen = {Copy(tier, key) for key in shards(held) if key.rank == index or not absent[key.rank]}
+                seen = {Copy(tier, key) for key in shards(held) if key.rank == index or key.rank not in unsure}
                 gone = opening.superseded_at_opening(
                     seen, index, self.roles, lineage, known.versions, sound[index], owned
                 )

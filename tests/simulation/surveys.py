@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.simulation.movers import Movers
 from tests.simulation.tiers import Tier
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan, plan
-from tiercheck.recovery.past import Past, Points
+from tiercheck.recovery.past import Past
 from tiercheck.recovery.restorer import behind
 from tiercheck.recovery.survey import Survey
+from tiercheck.recovery.told import Told
 
 
 @dataclass
 class Found:
-    """What the ranks know together before they go on."""
+    """What the ranks know before they go on."""
 
+    surveys: list[Survey]
+    """What each rank has found, and knows alone."""
     past: Past
     damaged: list[set[Copy]] = field(default_factory=list)
     """By rank, its copies that were read and found damaged."""
-    points: Points | None = None
+    points: tuple[RecoveryPoint, ...] | None = None
+    """Each rank's way to the version at which they meet."""
 
     def sound(self, index: int) -> frozenset[Copy]:
-        return self.past.surveys[index].sources - self.damaged[index]
+        return self.surveys[index].sources - self.damaged[index]
 
 
 class Surveys(Movers):
@@ -35,42 +39,58 @@ class Surveys(Movers):
 
     def meet(self) -> Found:
         """Errors: ``RecoveryError`` where the start is refused."""
-        found = Found(self.past([range(len(self.roles))] * self.world), [set() for _ in range(self.world)])
-        best: Points | None = None
+        everywhere = range(len(self.roles))
+        surveys = [self.survey(index, everywhere) for index in range(self.world)]
+        found = Found(surveys, Past.of(surveys, self.roles, "the tiers"), [set() for _ in range(self.world)])
+        best: int | None = None
         checked = False
         while True:
             self.ask_absent(found, best)
             if not checked:
                 found.past.check(self.world)
                 checked = True
-            found.points = found.past.points()
-            if found.points is None:
+            version = found.past.version()
+            if version is None:
+                found.points = None
                 found.past.check_nothing_is_lost(restart=False)
                 return found
-            best = best or found.points
+            lineage = found.past.lineage
+            found.points = tuple(
+                Readable.of(copy.key for copy in survey.sources).ways(lineage)[version] for survey in found.surveys
+            )
+            best = version if best is None else best
             read = [self.reads(found, index, point) for index, point in enumerate(found.points)]
             if all(read):
                 break
             assert any(found.damaged), f"{found.points} cannot be reached, and nothing is damaged"
             for index, damaged in enumerate(found.damaged):
-                found.past.forget(index, damaged, {})
-        if found.past.away and not found.past.in_memory(found.points):
+                found.surveys[index] = replace(found.surveys[index], sources=found.surveys[index].sources - damaged)
+            found.past = found.past.after(dict(enumerate(self.told(found))))
+        if found.past.away and not found.past.in_memory(version):
             raise RecoveryError("the generation cannot be recorded in every tier")
         return found
 
-    def ask_absent(self, found: Found, best: Points | None) -> None:
+    def told(self, found: Found) -> list[Told]:
+        names = [role.name for role in self.roles]
+        return [Told.of(survey, names, rank, found.damaged[rank]) for rank, survey in enumerate(found.surveys)]
+
+    def ask_absent(self, found: Found, best: int | None) -> None:
         """Tiers that are away are asked again if they are needed, and may answer."""
-        past, points = found.past, found.past.points()
+        past, version = found.past, found.past.version()
         if not past.away:
             return
-        if not behind(points, best) and past.orphaned is None and past.in_memory(points):
+        if not behind(version, best) and past.orphaned is None and past.in_memory(version):
             return
         if self.random.random() < 0.5:
-            absent = [[tier for tier, _ in survey.away] for survey in past.surveys]
+            absent = [[tier for tier, _ in survey.away] for survey in found.surveys]
             self.away = []
-            found.past = past.joined(self.past(absent).surveys)
-        elif behind(points, best) or not past.covers(points):
-            raise past.cannot_ask(points)
+            found.surveys = [
+                survey.joined(self.survey(index, tiers))
+                for index, (survey, tiers) in enumerate(zip(found.surveys, absent, strict=True))
+            ]
+            found.past = Past.of(found.surveys, self.roles, "the tiers").after(dict(enumerate(self.told(found))))
+        elif behind(version, best) or not past.covers(version):
+            raise past.cannot_ask(version)
 
     def reads(self, found: Found, index: int, point: RecoveryPoint) -> bool:
         """Whether the rank reads its way to the point, by whatever copies are whole."""
@@ -83,10 +103,6 @@ class Surveys(Movers):
             if not damaged:
                 return True
             found.damaged[index] |= damaged
-
-    def past(self, tiers: list[Collection[int]]) -> Past:
-        """What each rank finds in these of its tiers."""
-        return Past([self.survey(index, chosen) for index, chosen in enumerate(tiers)], self.roles, "the tiers")
 
     def survey(self, index: int, tiers: Collection[int]) -> Survey:
         held = {tier: self.tiers_of(index)[tier] for tier in tiers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import reduce
 
 import pytest
 
@@ -14,7 +13,7 @@ from tiercheck.policy import watermark
 from tiercheck.policy.observation import Copy, Observation, Role
 from tiercheck.policy.recovery import opening
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed
-from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
+from tiercheck.policy.recovery.consensus import Reachable, RecoveryPoint, admitted
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.opening import Anew, Reach
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
@@ -88,34 +87,17 @@ def test_what_starts_without_a_past_have_captured_is_left_in_memory(monkeypatch:
 # Where ranks meet
 
 
-def by_a_common_base(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
-    bases = reduce(frozenset.intersection, (rank.bases for rank in ranks))
-    differentials = reduce(frozenset.intersection, (rank.differentials for rank in ranks))
-    for generation, limit in lineage.chain:
-        anchors = [version for found, version in bases if found == generation and (limit is None or version <= limit)]
-        if anchors:
-            last = max(anchors)
-            while (limit is None or last < limit) and (generation, last + 1) in differentials:
-                last += 1
-            return (RecoveryPoint(generation, max(anchors), last),) * len(ranks)
-    return None
+def at_the_least_of_the_newest(ranks: Iterable[Reachable], lineage: Lineage) -> int | None:
+    reaches = [admitted(reach, lineage) for reach in ranks]
+    return min(reach[-1][1] for reach in reaches) if all(reaches) else None
 
 
-def at_the_least_of_the_newest(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
-    ways = [rank.ways(lineage) for rank in ranks]
-    if not all(ways):
-        return None
-    last = min(map(max, ways))
-    nearest = [each[max(version for version in each if version <= last)] for each in ways if min(each) <= last]
-    points = [RecoveryPoint(way.generation, way.anchor, last) for way in nearest]
-    return tuple(points) if len(points) == len(ranks) else None
-
-
-@pytest.mark.parametrize("decide", [by_a_common_base, at_the_least_of_the_newest])
-def test_a_gap_on_one_rank_sends_all_back(monkeypatch: Patch, decide: Callable[..., object]) -> None:
-    monkeypatch.setattr("tiercheck.recovery.past.decide", decide)
-    finds("a shared tier, failing saves", seeds=[2])
-    finds("no shared tier, failing saves", seeds=[1, 14])
+def test_a_gap_on_one_rank_sends_all_back(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("tiercheck.recovery.past.meeting", at_the_least_of_the_newest)
+    with pytest.raises(KeyError):
+        finds("a shared tier, failing saves", seeds=[2])
+    with pytest.raises(KeyError):
+        finds("no shared tier, failing saves", seeds=[1, 14])
 
 
 def test_a_generation_that_captured_nothing_cuts_its_parent(monkeypatch: Patch) -> None:
@@ -127,7 +109,7 @@ def test_a_generation_that_captured_nothing_cuts_its_parent(monkeypatch: Patch) 
 
 
 def test_a_generation_that_captured_nothing_cuts_its_parent_while_a_tier_is_away(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Past, "_is_cut_short", lambda self, points: False)
+    monkeypatch.setattr(Past, "_is_cut_short", lambda self, version: False)
     assert "was promised" in finds("several ranks a node", seeds=[107])
 
 

@@ -18,7 +18,7 @@ from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
 from tiercheck.errors import Closed, ConfigurationError
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.policy.recovery.agreement import Span
+from tiercheck.policy.recovery.spans import Span
 from tiercheck.runtime.front import ThreadScheduler, run
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Archive:
         without ``version`` also if a recovery would refuse what lies here.
         """
         if version is None and generation is None and self.inventory.branches:
-            self.inventory.past.check(len(self.inventory.past.surveys))
+            self.inventory.past.check(len(self.inventory.past.told))
         return self.inventory.at(version, generation=generation)
 
     def show(self, version: int | None = None, *, rank: int = 0, generation: int | None = None) -> Contents:

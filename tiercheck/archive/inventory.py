@@ -14,12 +14,12 @@ from functools import cached_property
 
 from tiercheck.archive.tiers import TierContents
 from tiercheck.errors import RecoveryError, TierCheckError
-from tiercheck.keys import ClaimKey, CommitKey, LineageKey, ShardKey, Stream
+from tiercheck.keys import ClaimKey, CommitKey, ShardKey, Stream
 from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.agreement import Span, spans_of
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, plan
+from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.survey import Survey
 from tiercheck.types import Survives
@@ -121,20 +121,14 @@ class Inventory:
         roles = [replace(tier.role, survives=max(tier.role.survives, Survives.RACK)) for tier in self.tiers]
         shared = Survey(
             branches=frozenset((tier.role.index, branch) for tier in self.tiers for branch in tier.branches),
-            recorded=frozenset(
-                (tier.role.index, each.generation)
-                for tier in self.tiers
-                for found in (tier.branches, tier.objects)
-                for each in found
-                if isinstance(each, Branch | LineageKey)
-            ),
+            recorded=frozenset((tier.role.index, number) for tier in self.tiers for number in tier.recorded),
             claims=frozenset(key for tier in self.tiers for key in tier.objects if isinstance(key, ClaimKey)),
             generations=frozenset((tier.role.index, key.generation) for tier in self.tiers for key in tier.shards),
             set_aside=frozenset(each for tier in self.tiers for each in tier.set_aside),
             away=tuple((tier.role.index, tier.away) for tier in self.tiers if tier.away is not None),
         )
         surveys = [replace(shared, sources=self.copies.get(rank, frozenset())) for rank in range(newest)]
-        return Past(surveys or [shared], roles, ", ".join(tier.url for tier in self.tiers))
+        return Past.of(surveys or [shared], roles, ", ".join(tier.url for tier in self.tiers))
 
     # What can be read
 
@@ -215,7 +209,7 @@ class Inventory:
                 said.append(f"{tier.foreign} objects in {tier.name} are not TierCheck's: {named}")
         if self.branches or any(self.copies.values()):
             try:
-                self.past.check(len(self.past.surveys))
+                self.past.check(len(self.past.told))
             except TierCheckError as error:
                 said.append(str(error))
         return tuple(said)

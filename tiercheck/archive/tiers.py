@@ -57,6 +57,12 @@ class TierContents:
         return (key for key in self.objects if isinstance(key, ShardKey))
 
     @property
+    def recorded(self) -> frozenset[int]:
+        """The generations that have a lineage record, readable or not, and those that such records tell of."""
+        listed = {key.generation for key in self.objects if isinstance(key, LineageKey)}
+        return frozenset(listed.union(branch.generation for branch in self.branches))
+
+    @property
     def commits(self) -> frozenset[CommitKey]:
         return frozenset(key for key in self.objects if isinstance(key, CommitKey))
 

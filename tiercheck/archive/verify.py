@@ -15,7 +15,7 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, LineageKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.agreement import Span, spans_of
+from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.replication.lineage_records import read_lineage
 from tiercheck.replication.records import read_record
 from tiercheck.types import ObjectInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiercheck.policy.recovery.plan import availability
+from tiercheck.policy.recovery.plan import availability, held
 from tiercheck.types import shown
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def point_object(point: RecoveryPoint) -> dict[str, Any]:
 def plan_object(inventory: Inventory, chosen: Recoverable) -> dict[str, Any]:
     sources = [[(each, inventory.nbytes(each)) for each in plan.sources] for plan in chosen.plans]
     names = [tier.name for tier in inventory.tiers]
-    held = [inventory.copies[rank] for rank in range(chosen.world_size)]
+    here = [held(point, rank, len(names), inventory.copies[rank]) for rank, point in enumerate(chosen.points)]
     return {
         "version": chosen.version,
         "world_size": chosen.world_size,
@@ -97,8 +97,13 @@ def plan_object(inventory: Inventory, chosen: Recoverable) -> dict[str, Any]:
             for rank, point in enumerate(chosen.points)
         ],
         "matrix": [
-            {"rank": row.rank, "tier": row.tier, "anchor": row.anchor, "differentials": list(row.differentials)}
-            for row in availability(chosen.points, names, held)
+            {
+                "ranks": [list(span) for span in row.ranks],
+                "tier": row.tier,
+                "anchor": row.anchor,
+                "differentials": [list(span) for span in row.differentials],
+            }
+            for row in availability(names, here)
         ],
         "problems": list(inventory.problems),
     }

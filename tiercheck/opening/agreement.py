@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from tiercheck import keys, schema
+from tiercheck import keys
 from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.agreement import NO_MARK, Span, agreed, needs_agreement
+from tiercheck.policy.recovery.agreement import NO_MARK, agreed, needs_agreement
 from tiercheck.policy.recovery.opening import Reach, anew, superseded_at_opening
+from tiercheck.policy.recovery.spans import Span
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.mover import MoverHandle
@@ -40,14 +40,13 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     A tier that cannot be cleared just now is left as it is, and so is one that was away at the survey. Errors:
     ``RecoveryError``; ``GroupError``.
     """
-    roles, lineage, sound, surveys = hierarchy.roles, restored.past.lineage, restored.sound, restored.past.surveys
-    answers = await ranks.gather("what each rank can come to", lambda: schema.plain(Reach.of(sound, roles, lineage)))
-    reached = restored.recovery.version if restored.recovery else None
-    known = anew([schema.read(Reach, answer) for answer in answers], reached)
-    owned = {source for survey in surveys for source in survey.sources}
-    absent = {tier for tier, _ in surveys[ranks.rank].away}
+    roles, past, sound = hierarchy.roles, restored.past, restored.sound
+    lineage, owned = past.lineage, past.owned
+    answers = await ranks.gather("what each rank can come to", lambda: Reach.of(sound, roles, lineage), kind=Reach)
+    known = anew(answers, restored.recovery.version if restored.recovery else None)
+    absent = {tier for tier, _ in past.told[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
-    unsure = {rank for rank, survey in enumerate(surveys) if any(not roles[tier].shared for tier, _ in survey.away)}
+    unsure = past.unsure
 
     async def clear(tier: OpenTier) -> None:
         try:
@@ -120,8 +119,9 @@ class Agreement:
         what = f"agreeing on what is whole before base {version}"
         until = self.scheduler.time() + self.deadline_s
         while True:
-            told = await gather(self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S)
-            answers = [schema.read(_Said, each) for each in told]
+            answers: list[_Said] = await gather(
+                self.group, what, lambda: self._said(until), deadline_s=self.deadline_s + 2 * TOLD_S, kind=_Said
+            )
             reaches = [answer.reach for answer in answers]
             mark = agreed(reaches)
             if mark != self.mark:
@@ -135,11 +135,11 @@ class Agreement:
                 raise DeadlineExceeded(self._late(late, [answer.errors for answer in answers]), late=late)
             await self.scheduler.sleep(AGAIN_S)
 
-    async def _said(self, until: float) -> Any:
+    async def _said(self, until: float) -> _Said:
         await self._tell()
         status = self.mover.status
         errors = "; ".join(f"{tier}: {error}" for tier, error in sorted(status.errors.items()))
-        return schema.plain(_Said(status.reach, status.has_room, errors, self.scheduler.time() >= until))
+        return _Said(status.reach, status.has_room, errors, self.scheduler.time() >= until)
 
     async def _tell(self) -> None:
         deadline_s = self.deadline_s + TOLD_S

@@ -1,151 +1,192 @@
 """What all ranks found together: the same value on every rank, so that all of them decide alike.
 
-Evidence of a past is never read as a new job. Where versions were saved and no rank can come to one that all reach, the
-job is refused, naming what was found where; so it is where two histories were put together, where a tier cannot be
-asked that may hold something newer than the others, and where copies that are whole are of another form than this job's
-state.
+It is made of what each rank tells (:mod:`tiercheck.recovery.told`), and takes one look at each rank. Evidence of a past
+is never read as a new job. Where versions were saved and no rank can come to one that all reach, the job is refused,
+naming what was found where; so it is where two histories were put together, where a tier cannot be asked that may hold
+something newer than the others, and where copies that are whole are of another form than this job's state.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from tiercheck.errors import Mismatch, RecoveryError
-from tiercheck.keys import LineageKey, Stream
+from tiercheck.keys import LineageKey
 from tiercheck.policy.observation import Copy, Role
-from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint, decide
+from tiercheck.policy.recovery.consensus import admitted, meeting
 from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing, strangers, worth_telling
-from tiercheck.policy.recovery.plan import Availability, Plan, availability, plan
+from tiercheck.policy.recovery.spans import Span, contain
 from tiercheck.recovery.survey import Survey
+from tiercheck.recovery.told import Other, Told, packed_others, unpacked_others
 
-__all__ = ["Past", "Points"]
+__all__ = ["OwnedCopies", "Past"]
 
 log = logging.getLogger(__name__)
 
 NAMED_MAX = 3
 """Objects that an error names."""
+RANKS_NAMED_MAX = 16
 
-Points = tuple[RecoveryPoint, ...]
-"""Each rank's way to the version at which they meet."""
+
+class OwnedCopies(Container[Copy]):
+    """The copies that their owners see. In each tier a generation has brought a rank's shards to one place: an owner
+    that sees some of them sees that place."""
+
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+
+    def __contains__(self, copy: object) -> bool:
+        if not isinstance(copy, Copy) or copy.key.rank >= len(self._told):
+            return False
+        return contain(self._told[copy.key.rank].own[copy.tier], copy.key.generation)
 
 
 class Past:
-    """``surveys``: of each rank, in rank order. ``tiers``: the hierarchy's roles. ``places``: where it is, in words."""
+    """``told``: by each rank, in rank order; ranks that tell the same share one value. ``others``: by rank, what
+    :func:`packed_others` gives. ``lineages``: the branches that each digest stands for. ``tiers``: the hierarchy's
+    roles. ``places``: where it is, in words."""
 
-    def __init__(self, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> None:
-        self.surveys = list(surveys)
-        self._damaged: list[set[Copy]] = [set() for _ in surveys]
-        """By rank, copies that are none, and that all the same tell of a past."""
+    def __init__(
+        self,
+        told: Sequence[Told],
+        others: Sequence[bytes],
+        lineages: Mapping[int, Iterable[Branch]],
+        tiers: Sequence[Role],
+        places: str,
+    ) -> None:
+        self.told = tuple(told)
+        self._different = list({id(each): each for each in told}.values())
+        self._packed_others = others
+        self._lineages = {digest: tuple(branches) for digest, branches in lineages.items()}
         self._tiers = tiers
         self._places = places
-        self._unusable: dict[int, dict[Copy, str]] = {}
-        """By rank, its copies that are whole, and that this job cannot use; and why."""
+
+    @classmethod
+    def of(cls, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> Past:
+        """As if each rank had told of its survey."""
+        names = [tier.name for tier in tiers]
+        lineages: dict[int, set[Branch]] = {}
+        for survey in surveys:
+            lineages.update(survey.lineages)
+        told = [Told.of(survey, names, rank) for rank, survey in enumerate(surveys)]
+        return cls(told, list(map(packed_others, surveys)), lineages, tiers, places)
+
+    def after(self, later: Mapping[int, Told]) -> Past:
+        """With what some ranks tell now."""
+        told = [later.get(rank, each) for rank, each in enumerate(self.told)]
+        return Past(told, self._packed_others, self._lineages, self._tiers, self._places)
 
     # What was found
 
     @cached_property
+    def _others(self) -> list[list[Other]]:
+        """By rank, the newest shard of each other rank that it sees."""
+        return list(map(unpacked_others, self._packed_others))
+
+    @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        return tuple(sorted({branch for survey in self.surveys for _, branch in survey.branches}))
+        return tuple(sorted({branch for branches in self._lineages.values() for branch in branches}))
 
     @cached_property
     def lineage(self) -> Lineage:
         # A tier that is away may hold shards of any generation.
         return Lineage.of(self.branches) if self.away else self._bearing
 
-    @property
-    def _captured(self) -> set[int]:
-        """The generations of all shards that were found."""
-        return {generation for survey in self.surveys for _, generation in survey.generations}
+    @cached_property
+    def _captured(self) -> tuple[set[int], ...]:
+        """By tier, the generations of all shards that were found."""
+        return tuple(_numbers({each.captured[tier.index] for each in self._different}) for tier in self._tiers)
 
     @property
+    def _captured_anywhere(self) -> set[int]:
+        return set().union(*self._captured)
+
+    @cached_property
     def _bearing(self) -> Lineage:
-        return Lineage.of(bearing(self.branches, self._captured))
+        return Lineage.of(bearing(self.branches, self._captured_anywhere))
 
     def worth_telling(self, parent: int) -> list[Branch]:
         """What the record of a generation with this parent tells of the past. Of a tier that is away nobody knows what
         it holds, so that all is told then."""
         if self.away:
             return list(self.branches)
-        return worth_telling(self.branches, parent, self._captured)
+        return worth_telling(self.branches, parent, self._captured_anywhere)
 
     @property
     def taken(self) -> int:
         """The highest number that any generation has, had, or was to have."""
-        return max((survey.taken for survey in self.surveys), default=0)
+        return max((each.taken for each in self._different), default=0)
 
     @property
+    def begun(self) -> bool:
+        """Whether anything tells of a past."""
+        return any(any(each.captured) or any(each.recorded) for each in self._different)
+
+    @cached_property
     def away(self) -> list[tuple[int, str, str]]:
         """Tiers that could not be asked: (rank, tier, error)."""
-        return [
-            (rank, self._tiers[tier].name, error)
-            for rank, survey in enumerate(self.surveys)
-            for tier, error in survey.away
-        ]
+        if not any(each.away for each in self._different):
+            return []
+        found = ((rank, tier, error) for rank, each in enumerate(self.told) for tier, error in each.away)
+        return [(rank, self._tiers[tier].name, error) for rank, tier, error in found]
 
-    def joined(self, later: Sequence[Survey]) -> Past:
-        """With what each rank found when it looked again into the tiers that had been away."""
-        surveys = [before.joined(after) for before, after in zip(self.surveys, later, strict=True)]
-        past = Past(surveys, self._tiers, self._places)
-        past._unusable = self._unusable
-        past._damaged = self._damaged
-        return past
+    @property
+    def unsure(self) -> set[int]:
+        """The ranks that could not look into a tier inside a node."""
+        inside = {tier.index for tier in self._tiers if not tier.shared}
+        return {rank for rank, each in enumerate(self.told) if inside.intersection(tier for tier, _ in each.away)}
 
-    def forget(self, rank: int, failed: Collection[Copy], unusable: Mapping[Copy, str]) -> None:
-        """These copies of a rank's shards are none. ``unusable``: those of them that are whole, and why the job cannot
-        use them."""
-        survey = self.surveys[rank]
-        self.surveys[rank] = replace(survey, sources=survey.sources - set(failed))
-        self._unusable.setdefault(rank, {}).update(unusable)
-        self._damaged[rank] |= set(failed)
+    @property
+    def owned(self) -> OwnedCopies:
+        return OwnedCopies(self.told)
 
     # Where the ranks can meet
 
-    def points(self) -> Points | None:
-        return self._points(self.lineage)
+    def version(self) -> int | None:
+        """The newest version that every rank can come to; ``None`` if there is none."""
+        return self._version(self.lineage)
 
-    def _points(self, lineage: Lineage) -> Points | None:
-        return decide([Readable.of(s.key for s in survey.sources) for survey in self.surveys], lineage)
+    def _version(self, lineage: Lineage) -> int | None:
+        return meeting((each.reach for each in self._different), lineage)
 
-    def _is_cut_short(self, points: Points) -> bool:
+    def generation(self, version: int) -> int:
+        """The newest generation by whose shards some rank can come to the version."""
+        return max(
+            (
+                generation
+                for reach in {each.reach for each in self._different}
+                for generation, spans in reach
+                if contain(spans, version) and self.lineage.admits(generation, version)
+            ),
+            default=0,
+        )
+
+    def _is_cut_short(self, version: int) -> bool:
         """Whether a generation of which nothing was found keeps the ranks from a newer version. What it captured may
         lie in a tier that is away; if it captured nothing, it cuts nothing off."""
-        further = self._points(self._bearing) if self.away else None
-        return further is not None and further[0].last > points[0].last
+        further = self._version(self._bearing) if self.away else None
+        return further is not None and further > version
 
-    def matrix(self, points: Points) -> tuple[Availability, ...]:
-        return availability(points, [tier.name for tier in self._tiers], [survey.sources for survey in self.surveys])
-
-    def in_memory(self, points: Points | None) -> bool:
-        """Whether each rank has its whole way to the point in the tier that captures land in: that holds all that it
-        ever captured, so that no other tier has anything newer of it."""
-        if points is None or self._is_cut_short(points):
+    def in_memory(self, version: int | None) -> bool:
+        """Whether each rank can come to the version by the tier that captures land in: that holds all that it ever
+        captured, so that no other tier has anything newer of it."""
+        if version is None or self._is_cut_short(version):
             return False
-        return all(
-            isinstance(plan(point, rank, [s for s in survey.sources if s.tier == 0]), Plan)
-            for rank, (point, survey) in enumerate(zip(points, self.surveys, strict=True))
-        )
+        reaches = {each.in_first for each in self._different}
+        return all(contain(admitted(reach, self.lineage), version) for reach in reaches)
 
-    def covers(self, points: Points | None) -> bool:
-        """Whether no tier that is away can hold a committed base that is newer than the point. A committed base was
+    def covers(self, version: int | None) -> bool:
+        """Whether no tier that is away can hold a committed base that is newer than the version. A committed base was
         captured by every rank, and tiers inside a node keep the newest ones."""
-        if points is None or self._is_cut_short(points):
+        if version is None or self._is_cut_short(version):
             return False
-        held = [source.key for survey in self.surveys for source in survey.sources | survey.others]
-        newest = max((key.generation for key in held), default=0)
-        bases = [
-            key.first - (key.stream is Stream.SNAPSHOT)  # the base that it was made for
-            for key in held
-            if key.stream is not Stream.DIFFERENTIAL and key.generation == newest
-        ]
-        in_memory = any(
-            source.tier == 0 and source.key.generation == newest for survey in self.surveys for source in survey.sources
-        )
-        generation = max(point.generation for point in points)
-        return in_memory and generation == newest and points[0].last >= max(bases, default=0)
+        newest = max((each.newest for each in self._different), default=0)
+        bases = max((each.newest_base for each in self._different if each.newest == newest), default=0)
+        in_memory = any(contain(each.own[0], newest) for each in self._different)
+        return in_memory and self.generation(version) == newest and version >= max(bases, 0)
 
     # What is refused
 
@@ -172,35 +213,40 @@ class Past:
     def orphaned(self) -> int | None:
         """A generation newer than any whose record can be read, of which there are shards. Its record was written
         before them and stays; without it something older would be recovered."""
-        newest = max((generation for survey in self.surveys for _, generation in survey.generations), default=0)
+        newest = max(self._captured_anywhere, default=0)
         return newest if newest > self.lineage.newest else None
 
     def _check_numbers(self) -> None:
         """Two jobs have opened generations of one number."""
-        found: dict[int, dict[Branch, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for rank, survey in enumerate(self.surveys):
-            for tier, branch in sorted(survey.branches):
-                found[branch.generation][branch].append(self._place(tier, rank))
-        for generation, rivals in sorted(found.items()):
+        by_generation: dict[int, list[Branch]] = defaultdict(list)
+        for branch in self.branches:
+            by_generation[branch.generation].append(branch)
+        for generation, rivals in sorted(by_generation.items()):
             if len(rivals) > 1:
-                said = "; ".join(f"{branch.token} in {', '.join(places)}" for branch, places in sorted(rivals.items()))
+                said = "; ".join(f"{branch.token} in {self._told_by(branch)}" for branch in rivals)
                 raise RecoveryError(
                     f"two jobs have each opened a generation {generation} here, and their versions must not be mixed "
                     f"({said}). To go on with one of them remove all objects of the other from its tiers; or give this "
                     f"job a place of its own"
                 )
 
+    def _told_by(self, branch: Branch) -> str:
+        digests = {digest for digest, branches in self._lineages.items() if branch in branches}
+        places = [
+            self._place(tier, rank)
+            for rank, each in enumerate(self.told)
+            for tier, digest in enumerate(each.lineages)
+            if digest in digests
+        ]
+        return first_of(list(dict.fromkeys(places)), ", ")
+
     def _check_strangers(self) -> None:
         """A tier that all ranks share went on under another job while this one's memory stood still, or the other way
         round."""
-        for rank, survey in enumerate(self.surveys):
-            for tier in {tier for tier, _ in survey.recorded if self._tiers[tier].shared}:
-                recorded = {generation for where, generation in survey.recorded if where == tier}
-                captured = {
-                    generation for each in self.surveys for where, generation in each.generations if where == tier
-                }
-                if others := strangers(self.lineage, recorded, captured):
-                    there, elsewhere, name = others[-1], self.lineage.newest, self._place(tier, rank)
+        for tier in (tier for tier in self._tiers if tier.shared):
+            for recorded in {each.recorded[tier.index] for each in self._different}:
+                if others := strangers(self.lineage, _numbers([recorded]), self._captured[tier.index]):
+                    there, elsewhere, name = others[-1], self.lineage.newest, tier.name
                     raise RecoveryError(
                         f"{name} holds versions of generation {there}, and the newest generation elsewhere is "
                         f"{elsewhere}, which does not come from it: the job was started without that tier, and went on "
@@ -209,21 +255,20 @@ class Past:
                         f"{LineageKey(there)} and r*/g{there:06d}/* from {name}"
                     )
 
-    def check_form(self, points: Points | None) -> None:
-        """Errors: ``Mismatch`` if whole copies that this job cannot use lead to a newer version than ``points``."""
-        if not any(self._unusable.values()):
+    def check_form(self, version: int | None) -> None:
+        """Errors: ``Mismatch`` if whole copies that this job cannot use lead to a newer version than ``version``."""
+        if not any(each.unusable for each in self._different):
             return
-        sources = [survey.sources | self._unusable.get(rank, {}).keys() for rank, survey in enumerate(self.surveys)]
-        whole = decide([Readable.of(source.key for source in each) for each in sources], self.lineage)
-        if whole is None or (points is not None and points[0].last >= whole[0].last):
+        whole = meeting((each.whole or each.reach for each in self._different), self.lineage)
+        if whole is None or (version is not None and version >= whole):
             return
         found: dict[str, list[str]] = defaultdict(list)
-        for rank, unusable in sorted(self._unusable.items()):
-            for source, why in sorted(unusable.items()):
-                found[why].append(f"rank {rank}, tier {self._tiers[source.tier].name}: {source.key}")
+        for each in self.told:
+            for why, copy in each.unusable:
+                found[why].append(copy)
         said = [f"{why} ({first_of(places, ', ')})" for why, places in found.items()]
         raise Mismatch(
-            f"version {whole[0].last} was saved whole, and this job cannot use it: {first_of(said, '; ')}. The tiers "
+            f"version {whole} was saved whole, and this job cannot use it: {first_of(said, '; ')}. The tiers "
             "are as they were: resume with the model, the optimizer, the stateful= and the codecs that it was saved "
             "with; use another place; or remove these objects to go back without them"
         )
@@ -231,20 +276,20 @@ class Past:
     def _check_places(self) -> None:
         """Without a shared tier, ranks that come back on each other's nodes may still meet somewhere, by what their new
         neighbours kept: at something older than what lies in sight of all of them together."""
-        points = self.points()
-        if points is None or any(tier.shared for tier in self._tiers):
+        reached = self.version()
+        if reached is None or any(tier.shared for tier in self._tiers):
             return  # check_nothing_is_lost(); what all ranks share serves ranks on any node
-        reached, newest = points[0].last, [-1] * len(self.surveys)
-        for _, source in self._seen():
-            key = source.key
-            if key.rank < len(newest) and self.lineage.admits(key.generation, key.last):
-                newest[key.rank] = max(newest[key.rank], key.last)
-        own = [{source.key for source in survey.sources} for survey in self.surveys]
-        apart = any(
-            source.key.last > reached and source.key not in own[source.key.rank]
-            for _, source in self._seen()
-            if source.key.rank < len(own)
-        )
+        if not any(each.others_last > reached for each in self._different):
+            return
+        reaches = {id(each): admitted(each.reach, self.lineage)[-1][1] for each in self._different}
+        apart, newest = False, [reaches[id(each)] for each in self.told]
+        for others in self._others:
+            for tier, rank, generation, last in others:
+                if rank < len(newest) and last > 0:
+                    # Of its own place an owner knows more than others see.
+                    apart |= last > reached and not contain(self.told[rank].own[tier], generation)
+                    if self.lineage.admits(generation, last):
+                        newest[rank] = max(newest[rank], last)
         if apart and min(newest) > reached:
             raise RecoveryError(
                 f"versions up to {min(newest)} of every rank were found, but where the ranks are now they can "
@@ -266,15 +311,14 @@ class Past:
                     self.lineage.newest,
                 )
             return
-        newest = max((source.key.last for source in self._trained()), default=0)
-        newest = max([newest, *(branch.left_at for branch in self.branches)])
+        newest = max([self._trained_to, *(branch.left_at for branch in self.branches)])
         found = "; ".join(evidence)
         what = f"versions up to {newest} were saved, but there is no base that every rank can read ({found})"
         if failed:
             what += f"; {len(failed)} copies of this rank's cannot be used, the first of them {failed[0]}"
-        sound = [source for survey in self.surveys for source in survey.sources | survey.others]
-        whole = {source.key.rank for source in sound if source.key.last > 0} == set(range(len(self.surveys)))
-        if whole and any(source.key.rank != rank for rank, source in self._seen()):
+        elsewhere = {rank for others in self._others for _, rank, _, last in others if last > 0}
+        whole = elsewhere | {rank for rank, each in enumerate(self.told) if each.sound > 0}
+        if elsewhere and whole == set(range(len(self.told))):
             raise RecoveryError(
                 f"{what}. Every rank's versions were found, some of them on other ranks' nodes: start the ranks on the "
                 f"nodes where they were, or remove what is left in {self._places} to begin at version 0"
@@ -287,44 +331,27 @@ class Past:
             '(CheckpointConfig(on_nothing_left="restart") does so by itself)'
         )
 
-    def _seen(self) -> list[tuple[int, Copy]]:
-        """Versions after the first: (the rank that found it, the copy). Of what all ranks share only their own."""
-        return [
-            (rank, source)
-            for rank, survey in enumerate(self.surveys)
-            for source in survey.sources | {other for other in survey.others if not self._tiers[other.tier].shared}
-            if source.key.last > 0
-        ]
-
-    def _trained(self) -> list[Copy]:
-        found = [source for rank in range(len(self.surveys)) for source in self._told(rank)]
-        return [source for source in found if source.key.last > 0]
-
-    def _told(self, rank: int) -> Collection[Copy]:
-        """Every copy that tells the rank of a past."""
-        survey = self.surveys[rank]
-        return survey.sources | survey.others | self._damaged[rank]
+    @property
+    def _trained_to(self) -> int:
+        """The newest version of any shard that tells of a past."""
+        return max((max(each.others_last, *each.last, 0) for each in self._different), default=0)
 
     def _evidence(self) -> list[str]:
         """What says that there were versions, for people."""
         said: list[str] = []
-        for rank, survey in enumerate(self.surveys):
-            held: dict[tuple[int, int], int] = {}
-            for source in self._told(rank):
-                if source.key.last > 0:
-                    place = (source.tier, source.key.rank)
-                    held[place] = max(held.get(place, 0), source.key.last)
-            own = sorted({self._tiers[source.tier].name for source in survey.sources | self._damaged[rank]})
-            parts = [", ".join(own)] if own else []
+        for rank, told in enumerate(self.told if self._trained_to > 0 else ()):
+            if rank == RANKS_NAMED_MAX:
+                said.append("...")
+                break
+            own = [self._tiers[tier].name for tier, last in enumerate(told.last) if last >= 0]
+            parts = [", ".join(sorted(own))] if own else []
             parts += [
                 f"rank {of}'s up to {last} in {self._tiers[tier].name}"
-                for (tier, of), last in sorted(held.items())
-                if of != rank
+                for tier, of, _, last in self._others[rank][:RANKS_NAMED_MAX]
+                if last > 0
             ]
             said.append(f"rank {rank}: {', and '.join(parts) or 'nothing'}")
         left = [branch for branch in self.branches if branch.left_at > 0]
-        if not self._trained():
-            said = []
         if left:
             newest = left[-1]
             said.append(f"generation {newest.generation} left generation {newest.parent} at version {newest.left_at}")
@@ -334,16 +361,20 @@ class Past:
         name = self._tiers[tier].name
         return name if self._tiers[tier].shared else f"{name} of rank {rank}"
 
-    def cannot_ask(self, points: Points | None) -> RecoveryError:
+    def cannot_ask(self, version: int | None) -> RecoveryError:
         """The error for tiers that are away and may hold something newer."""
-        said = "; ".join(f"rank {rank}, tier {tier}: {error}" for rank, tier, error in self.away)
-        reached = "nothing was found" if points is None else f"version {points[0].last} is the newest that was found"
+        said = [f"rank {rank}, tier {tier}: {error}" for rank, tier, error in self.away]
+        reached = "nothing was found" if version is None else f"version {version} is the newest that was found"
         return RecoveryError(
-            f"a tier could not be asked what it holds ({said}), and in the others {reached}: it may hold something "
-            "newer, so that nothing is restored. Start again when it answers; correct its address; or leave it out of "
-            "the hierarchy to go on without what it holds"
+            f"a tier could not be asked what it holds ({first_of(said, '; ')}), and in the others {reached}: it may "
+            "hold something newer, so that nothing is restored. Start again when it answers; correct its address; or "
+            "leave it out of the hierarchy to go on without what it holds"
         )
 
 
 def first_of(said: Sequence[str], separator: str) -> str:
     return separator.join([*said[:NAMED_MAX], *(["..."] if len(said) > NAMED_MAX else [])])
+
+
+def _numbers(spans: Iterable[tuple[Span, ...]]) -> set[int]:
+    return {number for each in spans for first, last in each for number in range(first, last + 1)}

@@ -12,21 +12,26 @@ of them holds it until all have replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
 
 from tiercheck import schema
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.policy.recovery.plan import Availability
-from tiercheck.recovery.past import Past, Points
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
+from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.plan import Availability, Held, availability, held
+from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reader import Lost, Reader, VerifiedPart
 from tiercheck.recovery.survey import Survey, survey
+from tiercheck.recovery.told import Told, packed_others
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
@@ -40,6 +45,7 @@ ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
+AWAY_NAMED_MAX = 8
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
 
@@ -86,7 +92,12 @@ class Recovery:
             "sources": [{"object": key, "tier": tier} for key, tier in self.sources],
             "quarantined": [{"object": k, "tier": t, "reason": r} for k, t, r in self.quarantined],
             "matrix": [
-                {"rank": row.rank, "tier": row.tier, "anchor": row.anchor, "differentials": list(row.differentials)}
+                {
+                    "ranks": [list(span) for span in row.ranks],
+                    "tier": row.tier,
+                    "anchor": row.anchor,
+                    "differentials": [list(span) for span in row.differentials],
+                }
                 for row in self.matrix
             ],
             "fidelity": str(self.fidelity),
@@ -120,15 +131,24 @@ class Restored:
         return self.recovery.version if self.recovery else 0
 
 
+class _Found(Struct, frozen=True, array_like=True):
+    """What a rank tells the others of its survey."""
+
+    told: Raw
+    """A :class:`Told`, which most ranks have in common: it is read once."""
+    others: bytes
+    """See :func:`packed_others`."""
+
+
 @dataclass(frozen=True)
 class _Attempt:
     """What a rank tells the others of its part of the reading or the replay."""
 
     succeeded: bool
-    failed: tuple[Copy, ...]
-    """Copies that it cannot use any more."""
-    unusable: tuple[tuple[Copy, str], ...]
-    """Those of them that are whole, and why the job cannot use them."""
+    told: Told | None = None
+    """What it has, if copies have failed since it told the last time."""
+    held: Held = ()
+    """What each tier could give it, before anything was read."""
 
 
 @dataclass
@@ -145,6 +165,10 @@ class Restorer:
     restart: bool = False
     """Begin anew where versions were saved and none is left that all ranks can come to."""
     _past: Past | None = None
+    _survey: Survey = field(default_factory=Survey)
+    """What this rank has found, without the copies that failed."""
+    _failed: set[Copy] = field(default_factory=set)
+    """Copies that failed, and that the others have been told of."""
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
 
@@ -156,23 +180,22 @@ class Restorer:
         another model, or another form of its state; ``RecoveryError`` for two histories, for versions of which none can
         be read by every rank, and for a tier that stays away and may hold something newer. ``GroupError``.
         """
-        await self._survey()
+        await self._look_around()
         began = self.ranks.scheduler.time()
         rank, deadline_s = self.ranks.rank, self.ranks.deadline_s
         reader = Reader(self.hierarchy, rank, deadline_s, self.state.reader(), self._found.lineage)
-        best: Points | None = None
+        best: int | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
-            points = await self._points(best)
-            self._found.check_form(points)
-            if points is None:
+            version = await self._version(best)
+            self._found.check_form(version)
+            if version is None:
                 self._found.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
                 return Restored(None, self._found)
-            best = best or points
-            matrix = self._found.matrix(points)
-            part = await self._verify(reader, points[self.ranks.rank])
+            best = version if best is None else best
+            part, matrix = await self._verify(reader, self._way(version))
             if part is None:
                 continue
             touched = True
@@ -181,79 +204,113 @@ class Restorer:
                 return Restored(
                     self._report(reader, part, await self._settle(reader, part, rebuilt), matrix, began),
                     self._found,
-                    parent=max(point.generation for point in points),
+                    parent=self._found.generation(version),
                     residuals=rebuilt.residuals,
                     sound=self._own - reader.quarantined.keys(),
-                    in_memory=self._found.in_memory(points),
+                    in_memory=self._found.in_memory(version),
                 )
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 
+    def _way(self, version: int) -> RecoveryPoint:
+        """This rank's way to a version that all ranks can come to."""
+        return Readable.of(source.key for source in self._own).ways(self._found.lineage)[version]
+
     @property
     def _found(self) -> Past:
-        """What all ranks have found. Not before :meth:`_survey`."""
+        """What all ranks have found. Not before :meth:`_look_around`."""
         if self._past is None:
             raise AssertionError("the tiers were not surveyed")
         return self._past
 
-    async def _survey(self) -> None:
-        """Learn what every rank can read. Collective. Errors: as :meth:`restore`."""
+    async def _look_around(self) -> None:
+        """Learn what every rank can come to. Collective. Errors: as :meth:`restore`."""
         soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
         everywhere = range(len(self.hierarchy.tiers))
-        found = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
-        self._past = Past(found, self.hierarchy.roles, self._places())
-        await self._points(None)
+        self._past = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
+        await self._version(None)
         self._found.check(self.ranks.world_size)
 
-    async def _points(self, best: Points | None) -> Points | None:
+    async def _version(self, best: int | None) -> int | None:
         """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
         have met before copies were found damaged."""
-        points = self._found.points()
+        version = self._found.version()
         if not self._found.away:
-            return points
-        if not behind(points, best) and self._found.orphaned is None and self._found.in_memory(points):
-            return points
+            return version
+        if not behind(version, best) and self._found.orphaned is None and self._found.in_memory(version):
+            return version
         if not self._asked:
             await self._ask_absent()
-            points = self._found.points()
-        if self._found.away and (behind(points, best) or not self._found.covers(points)):
-            raise self._found.cannot_ask(points)
-        return points
+            version = self._found.version()
+        if self._found.away and (behind(version, best) or not self._found.covers(version)):
+            raise self._found.cannot_ask(version)
+        return version
 
     async def _ask_absent(self) -> None:
         """Look again into the tiers that are away, until the deadline; if nothing tells of a past, only those whose
         errors pass by themselves: if nothing listens, most likely the address is wrong."""
-        evidence = any(survey.generations or survey.recorded for survey in self._found.surveys)
-        absent = [tier for tier, _ in self._found.surveys[self.ranks.rank].away]
-        for rank, tier, error in self._found.away:
-            if rank == self.ranks.rank:
-                log.warning("tier %s cannot be asked what it holds: %s", tier, error)
-        later = await self._look(absent, retry_s=self.ranks.deadline_s, answer_s=self.ranks.deadline_s, insist=evidence)
-        self._past = self._found.joined(later)
+        absent = [tier for tier, _ in self._survey.away]
+        for tier, error in self._survey.away:
+            log.warning("tier %s cannot be asked what it holds: %s", self.hierarchy.tiers[tier].name, error)
+        deadline_s = self.ranks.deadline_s
+        self._past = await self._look(absent, retry_s=deadline_s, answer_s=deadline_s, insist=self._found.begun)
         self._asked = bool(self._found.away)
 
-    async def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> list[Survey]:
-        """What every rank finds in these of its tiers. Collective. Options: as :func:`.survey`."""
+    async def _look(self, tiers: Iterable[int], *, retry_s: float, answer_s: float, insist: bool) -> Past:
+        """What every rank has found, once each has looked into these of its tiers. Collective. Options: as
+        :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
 
-        async def look() -> Any:
+        async def look() -> _Found:
             looking = survey(chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
             within_s = max(retry_s, answer_s) + ANSWER_S / 2
             found = await self.ranks.scheduler.call(looking, what="the survey of the tiers", deadline_s=within_s)
-            return schema.plain(found)
+            self._survey = self._survey.joined(found)
+            return _Found(Raw(schema.pack(self._told())), packed_others(self._survey))
 
-        answers = await self.ranks.gather("the survey before recovery", look, more_s=ANSWER_S)
-        return [schema.read(Survey, answer) for answer in answers]
+        answers: list[_Found] = await self.ranks.gather(
+            "the survey before recovery", look, more_s=ANSWER_S, kind=_Found
+        )
+        told = [bytes(answer.told) for answer in answers]
+        read = {each: msgspec.msgpack.decode(each, type=Told) for each in set(told)}
+        all_told = [read[each] for each in told]
+        others = [answer.others for answer in answers]
+        return Past(all_told, others, await self._lineages(all_told), self.hierarchy.roles, self._places())
+
+    def _told(self, unusable: Mapping[Copy, str] | None = None) -> Told:
+        names = [tier.name for tier in self.hierarchy.tiers]
+        return Told.of(self._survey, names, self.ranks.rank, self._failed, unusable)
+
+    async def _lineages(self, told: Sequence[Told]) -> dict[int, Collection[Branch]]:
+        """The branches behind every digest that some rank tells of. Collective, unless every rank knows all."""
+        known: dict[int, Collection[Branch]] = {**self._survey.lineages}
+        first: dict[int, int] = {}
+        for rank, each in enumerate(told):
+            for digest in filter(None, each.lineages):
+                first.setdefault(digest, rank)
+        if all(first.keys() <= set(digests) for digests in {each.lineages for each in told}):
+            return known
+        own = self.ranks.rank
+
+        def tell() -> list[tuple[int, list[Branch]]]:
+            return [(each, sorted(known[each])) for each in known if first[each] == own]
+
+        answers = await self.ranks.gather("what the lineage records tell", tell, kind=list[tuple[int, list[Branch]]])
+        return {**known, **{digest: branches for answer in answers for digest, branches in answer}}
 
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
 
     @property
     def _own(self) -> frozenset[Copy]:
-        return self._found.surveys[self.ranks.rank].sources
+        return self._survey.sources
 
-    async def _verify(self, reader: Reader, point: RecoveryPoint) -> VerifiedPart | None:
-        """Read and verify this rank's part; ``None`` if some rank cannot."""
+    async def _verify(
+        self, reader: Reader, point: RecoveryPoint
+    ) -> tuple[VerifiedPart | None, tuple[Availability, ...]]:
+        """Read and verify this rank's part; ``None`` if some rank cannot. And what every tier could give."""
         parts: list[VerifiedPart] = []
+        names = [tier.name for tier in self.hierarchy.tiers]
+        here = held(point, self.ranks.rank, len(names), self._own)
 
         async def attempt() -> bool:
             reader.state.expect()
@@ -263,10 +320,9 @@ class Restorer:
             parts.extend([part] if part else [])
             return part is not None
 
-        if not await self._together(reader, "reading the checkpoint", attempt):
-            return None
-        (part,) = parts
-        return part
+        answers = await self._together(reader, "reading the checkpoint", attempt, here)
+        matrix = availability(names, [answer.held for answer in answers])
+        return (parts[0] if all(answer.succeeded for answer in answers) else None), matrix
 
     async def _rebuild(self, reader: Reader, part: VerifiedPart) -> Rebuilt | None:
         """Load the base and replay; ``None`` if some rank could not: then the state is at no version."""
@@ -291,21 +347,27 @@ class Restorer:
             return bool(done)
 
         # A rank that fails says so, so that no other one trains on alone, or waits for it in the refresh.
-        return done[0] if await self._together(reader, "the replay", attempt) else None
+        answers = await self._together(reader, "the replay", attempt)
+        return done[0] if all(answer.succeeded for answer in answers) else None
 
-    async def _together(self, reader: Reader, what: str, attempt: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether every rank succeeded. If one did not, copies that failed are forgotten everywhere."""
+    async def _together(
+        self, reader: Reader, what: str, attempt: Callable[[], Awaitable[bool]], here: Held = ()
+    ) -> list[_Attempt]:
+        """What became of it on every rank. If one did not succeed, copies that failed are none for all from here on."""
 
-        async def produce() -> Any:
-            succeeded, whole = await attempt(), reader.copies.unusable
-            return schema.plain(_Attempt(succeeded, tuple(sorted(reader.quarantined)), tuple(sorted(whole.items()))))
+        async def produce() -> _Attempt:
+            succeeded = await attempt()
+            told = None
+            if not reader.quarantined.keys() <= self._failed:
+                self._failed |= reader.quarantined.keys()
+                self._survey = replace(self._survey, sources=self._survey.sources - self._failed)
+                told = self._told(reader.copies.unusable)
+            return _Attempt(succeeded, told, here)
 
-        answers = [schema.read(_Attempt, each) for each in await self.ranks.gather(what, produce, more_s=ANSWER_S)]
-        if all(answer.succeeded for answer in answers):
-            return True
-        for rank, answer in enumerate(answers):
-            self._found.forget(rank, frozenset(answer.failed), dict(answer.unusable))
-        return False
+        answers: list[_Attempt] = await self.ranks.gather(what, produce, more_s=ANSWER_S, kind=_Attempt)
+        later = {rank: answer.told for rank, answer in enumerate(answers) if answer.told is not None}
+        self._past = self._found.after(later)
+        return answers
 
     async def _settle(self, reader: Reader, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         """What follows from the masters, and the host state of the last version. Returns how true the recovered state
@@ -347,7 +409,7 @@ class Restorer:
             point=part.point,
             sources=tuple((str(source.key), names[source.tier]) for source in reader.used),
             quarantined=(
-                *sorted(self._found.surveys[self.ranks.rank].set_aside),
+                *sorted(self._survey.set_aside),
                 *((str(s.key), names[s.tier], why) for s, why in sorted(reader.quarantined.items())),
             ),
             matrix=matrix,
@@ -359,18 +421,19 @@ class Restorer:
 
     def _absent(self) -> tuple[str, ...]:
         """What tiers were done without."""
-        return tuple(
+        away = self._found.away
+        notes = [
             f"tier {tier} of rank {rank} could not be asked what it holds ({error}): the recovery needed nothing of "
             "it, and what is captured from here on is brought there when it answers"
-            for rank, tier, error in self._found.away
-        )
+            for rank, tier, error in away[:AWAY_NAMED_MAX]
+        ]
+        more = [f"so it is with {len(away) - len(notes)} more tiers of other ranks"] if len(away) > len(notes) else []
+        return (*notes, *more)
 
 
-def behind(points: Points | None, best: Points | None) -> bool:
+def behind(version: int | None, best: int | None) -> bool:
     """Whether the ranks could have met at a newer version."""
-    if best is None:
-        return False
-    return points is None or (points[0].generation, points[0].last) < (best[0].generation, best[0].last)
+    return best is not None and (version is None or version < best)
 
 
 def reached(reader: Reader, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:

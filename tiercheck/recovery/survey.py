@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from tiercheck import keys
+import xxhash
+
+from tiercheck import keys, schema
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, rank_prefix
@@ -23,7 +25,7 @@ from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.lineage_records import SetAside, read_branches
 
-__all__ = ["Looked", "Survey", "look_into", "survey"]
+__all__ = ["Looked", "Survey", "lineage_digest", "look_into", "survey"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,14 @@ class Survey:
     """Tiers that could not be listed, and why."""
 
     @property
+    def lineages(self) -> dict[int, set[Branch]]:
+        """By digest, what the lineage records of each tier tell."""
+        by_tier: dict[int, set[Branch]] = {}
+        for tier, branch in self.branches:
+            by_tier.setdefault(tier, set()).add(branch)
+        return {lineage_digest(branches): branches for branches in by_tier.values()}
+
+    @property
     def taken(self) -> int:
         """The highest number that any generation here has, had, or was to have."""
         numbers = [generation for _, generation in self.recorded | self.generations]
@@ -84,6 +94,12 @@ class Survey:
             self.set_aside | other.set_aside,
             other.away,
         )
+
+
+def lineage_digest(branches: Iterable[Branch]) -> int:
+    """A number that stands for these branches; 0 if there are none."""
+    known = sorted(branches)
+    return xxhash.xxh3_64_intdigest(schema.pack(known)) or 1 if known else 0
 
 
 async def survey(

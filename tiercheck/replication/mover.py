@@ -31,8 +31,9 @@ from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import PacingPolicy, Unpaced
-from tiercheck.policy.recovery.agreement import Span, needs_agreement, reach
+from tiercheck.policy.recovery.agreement import needs_agreement, reach
 from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.spans import Span
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff

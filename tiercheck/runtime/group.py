@@ -123,23 +123,25 @@ class TorchGroup:
             raise GroupError(f"a message of {len(message)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
         self._await_all(what, deadline_s)
         try:
-            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64))
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64)).ravel().tolist()
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
             if message:
                 padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            gathered = self._gather(padded) if longest else [padded] * self.world_size
+            if not len(padded):
+                return [b""] * self.world_size
+            gathered = self._gather(padded)
         except RuntimeError as error:
             raise PeerLost(f"{what}: a rank was lost during the exchange: {_first_line(error)}") from error
-        return [bytes(each[: int(length)].numpy()) for each, length in zip(gathered, lengths, strict=True)]
+        return [each[:length].tobytes() for each, length in zip(gathered, lengths, strict=True)]
 
-    def _gather(self, tensor: Any) -> list[Any]:
+    def _gather(self, tensor: Any) -> Any:
+        """Every rank's tensor, as the rows of one array."""
         import torch
         import torch.distributed as dist
 
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor, group=self._group)
-        return parts
+        whole = torch.empty(self.world_size * len(tensor), dtype=tensor.dtype)
+        dist.all_gather_into_tensor(whole, tensor, group=self._group)
+        return whole.numpy().reshape(self.world_size, len(tensor))
 
     def _await_all(self, what: str, deadline_s: float) -> None:
         """Wait until every rank is here: rank 0 hears from each, so it can tell who is missing."""

@@ -52,7 +52,7 @@ def test_plan_tells_what_is_read_from_where(finished: Left) -> None:
     sources = [source for rank in found["ranks"] for source in rank["sources"]]
     assert found["bytes"] == sum(source["bytes"] for source in sources)
     assert all((finished.root / source["object"]).stat().st_size == source["bytes"] for source in sources)
-    assert {row["rank"] for row in found["matrix"]} == {0, 1}
+    assert [row["ranks"] for row in found["matrix"]] == [[[0, 1]]]
     assert f"Version {LAST}, of {WORLD} ranks" in printed("plan", finished.url)
     assert told("plan", finished.url, "--version", "5", "--generation", "1")["ranks"][0]["anchor"] == 4
 

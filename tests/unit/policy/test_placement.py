@@ -14,7 +14,7 @@ from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepEvery, KeepLast
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.policy.recovery.plan import Plan, Unreachable, availability, plan
+from tiercheck.policy.recovery.plan import Plan, Unreachable, availability, held, plan
 from tiercheck.policy.watermark import Retention, watermark
 from tiercheck.types import Survives
 
@@ -253,15 +253,19 @@ def test_a_version_nobody_has_is_named() -> None:
     assert plan(point, 0, [Copy(0, base(10, rank=1))]) == Unreachable(base(10).stream, 10)
 
 
-def test_the_matrix_has_a_row_for_each_rank_and_tier() -> None:
+def test_ranks_of_which_a_tier_holds_the_same_have_a_row_of_the_matrix_together() -> None:
     point = RecoveryPoint(1, 10, 12)
-    rows = availability([point, point], ["shm", "nvme"], [[Copy(0, base(10)), Copy(1, batch(11, 15))], []])
-    assert [(row.rank, row.tier, row.anchor, row.differentials) for row in rows] == [
-        (0, "shm", True, ()),
-        (0, "nvme", False, (11, 12)),
-        (1, "shm", False, ()),
-        (1, "nvme", False, ()),
+    copies = [[Copy(0, base(10, rank)), Copy(1, ShardKey.differential(1, 11, 15, rank))] for rank in range(5)]
+    copies[2] = []
+    ranks = [held(point, rank, 2, each) for rank, each in enumerate(copies)]
+    rows = availability(["shm", "nvme"], ranks)
+    assert [(row.ranks, row.tier, row.anchor, row.differentials) for row in rows] == [
+        (((0, 1), (3, 4)), "shm", True, ()),
+        (((2, 2),), "shm", False, ()),
+        (((0, 1), (3, 4)), "nvme", False, ((11, 12),)),
+        (((2, 2),), "nvme", False, ()),
     ]
+    assert [row.count for row in rows] == [4, 1, 4, 1]
 
 
 def snapshot(base_version: int, version: int, rank: int = 0) -> ShardKey:

@@ -30,6 +30,7 @@ from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, strangers
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.survey import Survey
+from tiercheck.recovery.told import Told
 from tiercheck.replication.records import seal, unseal
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
@@ -473,29 +474,35 @@ def test_a_neighbours_memory_serves_without_the_store_where_no_newer_base_can_be
     roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
     whole = seen_by(0, 0, 20, 25)
     old = frozenset(Copy(0, key) for key in (source.key for source in seen_by(0, 0, 10, 19).sources))
-    past = Past([replace(whole, sources=whole.sources | old), seen_by(1, 1, base, last)], roles, "here")
-    points = past.points()
-    assert points is not None
-    assert points[0].last == last
-    assert not past.in_memory(points), "its own memory is lost: the store is asked until the deadline"
-    assert past.covers(points) is serves
-    assert "rank 0, tier s3: 503" in str(past.cannot_ask(points))
+    past = Past.of([replace(whole, sources=whole.sources | old), seen_by(1, 1, base, last)], roles, "here")
+    version = past.version()
+    assert version == last
+    assert not past.in_memory(version), "its own memory is lost: the store is asked until the deadline"
+    assert past.covers(version) is serves
+    assert "rank 0, tier s3: 503" in str(past.cannot_ask(version))
 
 
 def test_a_snapshot_tells_of_the_base_that_it_was_made_for() -> None:
     """That base may have been committed in the store that is away."""
     roles = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]
     survey = seen_by(0, 0, 10, 10)
-    past = Past([survey], roles, "here")
-    assert past.covers(past.points())
+    past = Past.of([survey], roles, "here")
+    assert past.covers(past.version())
     later = Copy(0, ShardKey.snapshot(1, 20, 22, 0))
-    past = Past([replace(survey, sources=survey.sources | {later})], roles, "here")
-    assert not past.covers(past.points())
+    past = Past.of([replace(survey, sources=survey.sources | {later})], roles, "here")
+    assert not past.covers(past.version())
+
+
+ROLES = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)]
 
 
 def past_of(*ranks: list[tuple[int, ShardKey]], branches: list[Branch], away: bool = False) -> Past:
     """By rank, what lies in its tiers. ``away``: that of rank 0's neighbour does not answer."""
-    surveys = [
+    return Past.of(surveys_of(*ranks, branches=branches, away=away), ROLES, "here")
+
+
+def surveys_of(*ranks: list[tuple[int, ShardKey]], branches: list[Branch], away: bool = False) -> list[Survey]:
+    return [
         Survey(
             sources=frozenset(Copy(tier, key) for tier, key in held if key.rank == rank),
             others=frozenset(Copy(tier, key) for tier, key in held if key.rank != rank),
@@ -505,7 +512,6 @@ def past_of(*ranks: list[tuple[int, ShardKey]], branches: list[Branch], away: bo
         )
         for rank, held in enumerate(ranks)
     ]
-    return Past(surveys, [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE)], "here")
 
 
 def test_what_neighbours_kept_does_not_pass_over_a_newer_past_on_other_ranks_nodes() -> None:
@@ -514,9 +520,7 @@ def test_what_neighbours_kept_does_not_pass_over_a_newer_past_on_other_ranks_nod
     new = [(0, ShardKey.differential(1, 9, 9, rank)) for rank in (0, 1)]
     branches = [Branch(1, 0, 0, 2, "a" * 16)]
     past = past_of([old[0], new[1]], [old[1], new[0]], branches=branches)
-    points = past.points()
-    assert points is not None
-    assert points[0].last == 4
+    assert past.version() == 4
     with pytest.raises(RecoveryError, match=r"versions up to 9 of every rank .* version 4 only .* up to 9 in shm"):
         past.check(2)
     past_of([old[0]], [old[1], new[0]], branches=branches).check(2)  # of rank 1 there is nothing newer anywhere
@@ -527,20 +531,18 @@ def test_a_generation_that_captured_nothing_cuts_nothing_off_while_a_tier_is_awa
     old = [[*each, (0, ShardKey.base(1, 0, rank))] for rank, each in enumerate(held)]
     branches = [Branch(1, 0, 0, 2, "a" * 16), Branch(2, 1, 0, 2, "b" * 16)]
     past = past_of(*old, branches=branches, away=True)
-    points = past.points()
-    assert points is not None
-    assert points[0].last == 0
-    assert not past.in_memory(points)
-    assert not past.covers(points)
-    found = past_of(*old, branches=branches).points()
-    assert found is not None
-    assert found[0].last == 6
+    assert past.version() == 0
+    assert not past.in_memory(0)
+    assert not past.covers(0)
+    assert past_of(*old, branches=branches).version() == 6
 
 
 def test_a_past_of_which_every_copy_is_damaged_is_no_new_job() -> None:
     base = ShardKey.base(1, 6, 0)
-    past = past_of([(0, base)], branches=[Branch(1, 0, 0, 1, "a" * 16)])
-    past.forget(0, [Copy(0, base)], {})
-    assert past.points() is None
+    (survey,) = surveys_of([(0, base)], branches=[Branch(1, 0, 0, 1, "a" * 16)])
+    past = Past.of([survey], ROLES, "here")
+    left = replace(survey, sources=frozenset())
+    past = past.after({0: Told.of(left, ["shm", "peer"], 0, {Copy(0, base)})})
+    assert past.version() is None
     with pytest.raises(RecoveryError, match="versions up to 6 were saved"):
         past.check_nothing_is_lost(restart=False)

@@ -110,7 +110,7 @@ def test_a_rank_that_lost_its_memory_takes_the_others_back_to_what_is_durable(
     check(outcome, reference, outcome[0][0].version)
     assert {tier for _, tier in outcome[0][0].sources} == {"memory"}
     assert {tier for _, tier in outcome[1][0].sources} == {"nvme"}
-    lost = [row for row in outcome[0][0].matrix if (row.rank, row.tier) == (1, "memory")]
+    lost = [row for row in outcome[0][0].matrix if (row.ranks, row.tier) == (((1, 1),), "memory")]
     assert [(row.anchor, row.differentials) for row in lost] == [(False, ())]
 
 

@@ -25,8 +25,8 @@ def availability_table(report: Report) -> Table:
     table.add_column("shard of", no_wrap=True)
     for tier in tiers:
         table.add_column(f"in {tier}")
-    cells = {(row["rank"], row["tier"]): row for row in report["matrix"]}
-    for rank in sorted({row["rank"] for row in report["matrix"]}):
+    cells = {(rank, row["tier"]): row for row in report["matrix"] for rank in numbers(row["ranks"])}
+    for rank in sorted({rank for rank, _ in cells}):
         table.add_row(f"rank {rank}", *(held_text(cells.get((rank, tier)), report["anchor"]) for tier in tiers))
     return table
 
@@ -36,8 +36,12 @@ def held_text(row: Mapping[str, Any] | None, anchor: int) -> Text:
     if row is not None and row["anchor"]:
         parts.append(f"base {anchor}")
     if row is not None and row["differentials"]:
-        parts.append(f"differentials {version_ranges(row['differentials'])}")
+        parts.append(f"differentials {version_ranges(numbers(row['differentials']))}")
     return Text(" + ".join(parts), style="green") if parts else Text("nothing", style="red")
+
+
+def numbers(spans: Iterable[Sequence[int]]) -> list[int]:
+    return [number for first, last in spans for number in range(first, last + 1)]
 
 
 def plan_table(reports: Sequence[Report]) -> Table:

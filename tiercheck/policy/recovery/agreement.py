@@ -9,20 +9,18 @@ can reach is the mark. Each rank keeps its own ways to the mark, and everything 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Observation, Role, lasting
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.policy.recovery.spans import Span, both, spans_of
 
-__all__ = ["NO_MARK", "Span", "agreed", "held_twice", "needs_agreement", "reach", "spans_of", "way_to_mark"]
+__all__ = ["NO_MARK", "agreed", "held_twice", "needs_agreement", "reach", "way_to_mark"]
 
 NO_MARK = -1
-
-Span = tuple[int, int]
-"""The first and the last of a range of consecutive versions."""
 
 
 def needs_agreement(roles: Sequence[Role], world_size: int) -> bool:
@@ -49,20 +47,9 @@ def held_twice(held: Mapping[int, Iterable[ShardKey]], roles: Sequence[Role], li
     return set.intersection(*ways)
 
 
-def spans_of(versions: Iterable[int]) -> tuple[Span, ...]:
-    """Ascending."""
-    spans: list[Span] = []
-    for version in sorted(versions):
-        if spans and spans[-1][1] == version - 1:
-            spans[-1] = (spans[-1][0], version)
-        else:
-            spans.append((version, version))
-    return tuple(spans)
-
-
-def agreed(ranks: Sequence[Collection[Span]]) -> int:
+def agreed(ranks: Iterable[tuple[Span, ...]]) -> int:
     """The newest version that every rank can reach; :data:`NO_MARK` if there is none."""
-    common = reduce(_both, ranks)
+    common = reduce(both, set(ranks))  # most ranks reach the same versions
     return max((last for _, last in common), default=NO_MARK)
 
 
@@ -75,13 +62,3 @@ def way_to_mark(seen: Observation) -> RecoveryPoint | None:
     if mark is None or mark == NO_MARK:
         return None
     return Readable.of(key for role in lasting(seen.roles) for key in seen.own(role)).ways(seen.lineage).get(mark)
-
-
-def _both(spans: Collection[Span], others: Collection[Span]) -> Collection[Span]:
-    """The versions that lie in both."""
-    return [
-        (max(first, since), min(last, until))
-        for first, last in spans
-        for since, until in others
-        if max(first, since) <= min(last, until)
-    ]

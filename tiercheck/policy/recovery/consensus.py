@@ -15,8 +15,13 @@ from functools import reduce
 
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.policy.recovery.spans import Span, both, joined, spans_of
 
-__all__ = ["Readable", "RecoveryPoint", "decide"]
+__all__ = ["Reachable", "Readable", "RecoveryPoint", "admitted", "decide", "meeting"]
+
+
+Reachable = tuple[tuple[int, tuple[Span, ...]], ...]
+"""What a rank can reach, the newest generation first: its number, and the versions."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,13 @@ class Readable:
                 ways.setdefault((generation, last), RecoveryPoint(generation, anchor, last, by_snapshot=True))
         return ways
 
+    def reach(self) -> Reachable:
+        """The versions that the rank can reach."""
+        versions: dict[int, list[int]] = {}
+        for generation, version in self.points():
+            versions.setdefault(generation, []).append(version)
+        return tuple((generation, spans_of(versions[generation])) for generation in sorted(versions, reverse=True))
+
     def possible(self, lineage: Lineage) -> dict[int, list[RecoveryPoint]]:
         """The rank's ways to each version of the job's own past that it can reach, the best first: differentials are
         preferred to a snapshot, then the newest generation."""
@@ -92,11 +104,27 @@ class Readable:
         return {version: ways[0] for version, ways in self.possible(lineage).items()}
 
 
-def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
-    """The way of each rank, in rank order, to the newest version that every rank can reach; ``None`` if there is none.
+def admitted(reach: Reachable, lineage: Lineage) -> tuple[Span, ...]:
+    """The versions of the job's own past among these."""
+    found: list[Span] = []
+    for generation, spans in reach:
+        for first, last in spans:
+            limit = lineage.limit(generation, last)
+            if limit is not None and first <= limit:
+                found.append((first, limit))
+    return joined(found)
+
+
+def meeting(ranks: Iterable[Reachable], lineage: Lineage) -> int | None:
+    """The newest version that every rank can come to; ``None`` if there is none.
 
     In the job's own past a version is one state, whatever generation wrote it.
     """
-    ways = [rank.ways(lineage) for rank in ranks]
-    common = reduce(frozenset.intersection, (frozenset(each) for each in ways))
-    return tuple(each[max(common)] for each in ways) if common else None
+    common = reduce(both, {admitted(reach, lineage) for reach in set(ranks)})  # most ranks reach the same versions
+    return common[-1][1] if common else None
+
+
+def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:
+    """Each rank's way, in rank order, to the newest version that every rank can reach; ``None`` if there is none."""
+    version = meeting((rank.reach() for rank in ranks), lineage)
+    return None if version is None else tuple(rank.ways(lineage)[version] for rank in ranks)

@@ -110,10 +110,19 @@ class Lineage:
 
     def admits(self, generation: int, version: int) -> bool:
         """Whether ``version`` of ``generation`` is part of the job's past."""
-        for candidate, limit in self.chain:
-            if candidate == generation:
-                return limit is None or version <= limit
-        return False
+        limit = self.limit(generation, version)
+        return limit is not None and version <= limit
+
+    def limit(self, generation: int, version: int) -> int | None:
+        """The last version of the generation up to ``version`` that is part of the job's past; ``None`` if none is."""
+        if generation not in self._limits:
+            return None
+        limit = self._limits[generation]
+        return version if limit is None else min(version, limit)
+
+    @cached_property
+    def _limits(self) -> dict[int, int | None]:
+        return dict(self.chain)
 
 
 def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branch]:

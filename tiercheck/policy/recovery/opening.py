@@ -8,14 +8,16 @@ reached its durable tier would fill its memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy, Role, lasting
-from tiercheck.policy.recovery.agreement import NO_MARK, Span, agreed, held_twice, spans_of
+from tiercheck.policy.recovery.agreement import NO_MARK, agreed, held_twice
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.policy.recovery.spans import Span, both, spans_of
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS
 
 __all__ = ["Anew", "Reach", "anew", "superseded_at_opening"]
@@ -61,8 +63,8 @@ def anew(ranks: Sequence[Reach], reached: int | None) -> Anew:
     mark = agreed([rank.twice for rank in ranks])
     if mark != NO_MARK:
         return Anew(mark, (reached, mark))
-    anyhow = [rank.anyhow for rank in ranks]
-    left = {agreed([*anyhow, rank.lasting]) for rank in ranks}
+    anyhow = reduce(both, {rank.anyhow for rank in ranks})
+    left = {agreed([anyhow, lasting]) for lasting in {rank.lasting for rank in ranks}}
     return Anew(mark, (reached, *sorted(left - {NO_MARK, reached})))
 
 
@@ -73,7 +75,7 @@ def superseded_at_opening(
     lineage: Lineage,
     versions: Sequence[int],
     sound: Collection[Copy],
-    seen_by_owner: Collection[Copy],
+    seen_by_owner: Container[Copy],
 ) -> list[Copy]:
     """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
 

@@ -7,14 +7,16 @@ a version is left, the rank says so, and the ranks decide on another recovery po
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
+from tiercheck.policy.recovery.spans import Span, both, joined, spans_of
 
-__all__ = ["Availability", "Plan", "Unreachable", "availability", "batches", "grouped", "plan"]
+__all__ = ["Availability", "Held", "Plan", "Unreachable", "availability", "batches", "grouped", "held", "plan"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,24 @@ class Unreachable:
     version: int
 
 
+Held = tuple[tuple[bool, tuple[Span, ...]], ...]
+"""By tier, what it can give one rank for the recovery point: whether it has the anchor, and which of the versions after
+the anchor it has. For a snapshot: only its own version."""
+
+
 @dataclass(frozen=True)
 class Availability:
-    """A row of the availability matrix: what one tier can give one rank for the recovery point."""
+    """A row of the availability matrix: what one tier can give these ranks for the recovery point."""
 
-    rank: int
+    ranks: tuple[Span, ...]
     tier: str
     anchor: bool
-    differentials: tuple[int, ...]
-    """The versions after the anchor that the tier has, ascending. For a snapshot: only its own version."""
+    differentials: tuple[Span, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return sum(last - first + 1 for first, last in self.ranks)
 
 
 def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy]) -> Plan | Unreachable:
@@ -69,23 +80,39 @@ def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy]) -> Plan | Unr
 def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Copy]) -> tuple[Copy, ...] | Unreachable:
     """The cheapest objects that together hold the versions from ``first`` to the point's last one, in order. An object
     may begin before ``first``, or overlap the object before it."""
-    usable = sorted(
-        source
-        for source in sources
-        if source.key.stream is Stream.DIFFERENTIAL
-        and (source.key.rank, source.key.generation) == (rank, point.generation)
-    )
+    by_tier: dict[int, list[Copy]] = {}
+    for source in sources:
+        key = source.key
+        if (key.stream, key.rank, key.generation) == (Stream.DIFFERENTIAL, rank, point.generation):
+            by_tier.setdefault(source.tier, []).append(source)
+    walks = [_Walk(sorted(by_tier[tier])) for tier in sorted(by_tier)]
     chosen: list[Copy] = []
     version = first
     while version <= point.last:
-        holding = [source for source in usable if version in source.key.versions]
-        if not holding:
-            return Unreachable(Stream.DIFFERENTIAL, version)
         # The cheapest tier; within it the object that reaches furthest.
-        best = min(holding, key=lambda source: (source.tier, -source.key.last))
+        best = next((found for walk in walks if (found := walk.holding(version)) is not None), None)
+        if best is None:
+            return Unreachable(Stream.DIFFERENTIAL, version)
         chosen.append(best)
         version = best.key.last + 1
     return tuple(chosen)
+
+
+class _Walk:
+    """One tier's objects, from the oldest to the newest."""
+
+    def __init__(self, sources: Sequence[Copy]) -> None:
+        self._left = deque(sources)
+        self._furthest: Copy | None = None
+
+    def holding(self, version: int) -> Copy | None:
+        """Of the objects that hold the version, the one that reaches furthest. Versions are asked for in order."""
+        while self._left and self._left[0].key.first <= version:
+            source = self._left.popleft()
+            if self._furthest is None or source.key.last > self._furthest.key.last:
+                self._furthest = source
+        furthest = self._furthest
+        return furthest if furthest is not None and furthest.key.last >= version else None
 
 
 def grouped(sources: Sequence[Copy], versions_max: int) -> tuple[tuple[Copy, ...], ...]:
@@ -101,22 +128,30 @@ def grouped(sources: Sequence[Copy], versions_max: int) -> tuple[tuple[Copy, ...
     return tuple(tuple(group) for group in groups)
 
 
-def availability(
-    points: Sequence[RecoveryPoint], tiers: Sequence[str], sources: Sequence[Iterable[Copy]]
-) -> tuple[Availability, ...]:
-    """The availability matrix of a recovery point: a row for each rank and tier. ``points[rank]`` is the rank's way
-    to the point, and ``sources[rank]`` are its copies."""
+def held(point: RecoveryPoint, rank: int, tiers: int, sources: Iterable[Copy]) -> Held:
+    """What each of so many tiers can give ``rank`` for the recovery point."""
+    own = [source for source in sources if (source.key.rank, source.key.generation) == (rank, point.generation)]
+    found: list[tuple[bool, tuple[Span, ...]]] = []
+    for tier in range(tiers):
+        here = [source.key for source in own if source.tier == tier]
+        anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
+        if point.by_snapshot:
+            snapshot = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
+            spans = spans_of({key.last for key in here if key == snapshot})
+        else:
+            spans = joined((key.first, key.last) for key in here if key.stream is Stream.DIFFERENTIAL)
+            spans = both(spans, [(point.anchor + 1, point.last)]) if point.anchor < point.last else ()
+        found.append((anchor, spans))
+    return tuple(found)
+
+
+def availability(tiers: Sequence[str], ranks: Sequence[Held]) -> tuple[Availability, ...]:
+    """The availability matrix of a recovery point, from what is held of each rank, in rank order. Ranks of which a tier
+    holds the same have a row together."""
     rows: list[Availability] = []
-    for rank, (point, held) in enumerate(zip(points, sources, strict=True)):
-        own = [source for source in held if source.key.rank == rank and source.key.generation == point.generation]
-        for index, tier in enumerate(tiers):
-            here = [source.key for source in own if source.tier == index]
-            anchor = any(key.stream is Stream.BASE and key.first == point.anchor for key in here)
-            if point.by_snapshot:
-                snapshot = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
-                versions = {key.last for key in here if key == snapshot}
-            else:
-                versions = {version for key in here if key.stream is Stream.DIFFERENTIAL for version in key.versions}
-                versions &= set(range(point.anchor + 1, point.last + 1))
-            rows.append(Availability(rank, tier, anchor, tuple(sorted(versions))))
+    for index, tier in enumerate(tiers):
+        alike: dict[tuple[bool, tuple[Span, ...]], list[int]] = {}
+        for rank, each in enumerate(ranks):
+            alike.setdefault(each[index], []).append(rank)
+        rows += [Availability(spans_of(found), tier, *what) for what, found in alike.items()]
     return tuple(rows)
