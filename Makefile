@@ -1,10 +1,12 @@
 # Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
 # On another Python: make PYTHON=python3.12 test. Some tests alone: make pytest PYTEST_ARGS="-k container -x".
-# Tests run three files at a time, since much of what they do is wait. Those marked "cluster" start whole jobs and real servers.
+# Tests run three files at a time, since much of what they do is wait, and four of those marked "cluster", which start whole
+# jobs and real servers.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 3
+CLUSTER_WORKERS ?= 4
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -12,7 +14,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SERVERS := .venv/servers/.installed
 COMPILED := .venv/.compiled
-PYTEST := $(BIN)/pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 # Tests that were chosen may all be of one kind; pytest exits with 5 where it finds none.
 NONE_IS_FINE := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
@@ -36,7 +38,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "error: TierCheck needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
 	    "name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@# pip compiles with one core; what cannot be compiled, such as a template, is never imported.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" || true
 	$(BIN)/python -m pip check
 	@touch $@
 
@@ -44,9 +48,10 @@ demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="-
 	$(BIN)/tiercheck demo $(DEMO_ARGS)
 
 test: $(INSTALLED) ## everything that must pass: lint, types, import contracts, all tests
-	@# npm waits for the network while mypy computes.
-	@$(MAKE) --no-print-directory --jobs=2 lint types imports servers
-	@$(MAKE) --no-print-directory pytest cluster
+	@$(MAKE) --no-print-directory --jobs=2 lint imports $(COMPILED)
+	@# mypy computes on one core, npm waits for the network, and the tests for both.
+	@$(MAKE) --no-print-directory --jobs=3 types servers pytest
+	@$(MAKE) --no-print-directory cluster
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -73,10 +78,10 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 	@touch $@
 
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
-	$(PYTEST) tests --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) -n $(PYTEST_WORKERS) tests --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
-cluster: $(INSTALLED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
-	$(PYTEST) tests/cluster tests/plugins -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+cluster: $(COMPILED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
+	$(PYTEST) -n $(CLUSTER_WORKERS) tests/cluster tests/plugins -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
 	$(BIN)/pytest tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
