@@ -28,6 +28,7 @@ LONGEST_FIRST = (
     "tests/cluster/test_tier_figures.py",
     "tests/cluster/test_lustre_two_mounts.py",
     "tests/cluster/test_training_with_agent.py",
+    "tests/cluster/test_fsdp.py",
     "tests/cluster/test_fsspec_failures.py",
     "tests/plugins/test_own_policy.py",
     "tests/docs/test_snippets.py",

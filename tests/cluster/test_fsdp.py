@@ -32,7 +32,9 @@ def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return [json.loads((directory / f"{what}-{rank}.json").read_text()) for rank in range(ranks)]
 
     try:
-        assert launch("fail", RANKS)[1] == -signal.SIGKILL, (directory / "fail").read_text()[-4000:]
+        codes = launch("fail", RANKS)
+        assert (directory / "killed").exists(), (directory / "fail").read_text()[-4000:]
+        assert codes[1] == -signal.SIGKILL
         yield {"resume": said("resume", RANKS), "fewer": said("fewer", RANKS - 1)}
     finally:
         for namespace in namespaces():
