@@ -45,6 +45,7 @@ RUN = ("python", "pytest", "diff")
 LONG = "many_pages or elsewhere or kill_9 or parts or ADictionary"
 """What takes longest of the kit for drivers. The whole kit runs for the same driver, whose page and distribution are
 alike, in tests/plugins, and for nvme in tests/conformance."""
+ENVIRONMENT = {"PYTEST_ADDOPTS": f"-k 'not ({LONG})'"}
 TORCH = re.compile(r"^(import|from) (torch|tiercheck\.integrations)\b", re.MULTILINE)
 
 
@@ -153,15 +154,18 @@ class Place:
 
     def run(self, command: list[str]) -> tuple[int, str]:
         """The exit status, and what was printed."""
-        if command[0] == "python" and TORCH.search((self.directory / command[1]).read_text()):
+        if any(TORCH.search(text) for text in self.sources_of(command)):
+            script, *arguments = command[1:] if command[0] == "python" else [str(self.pytest()), *command[1:]]
             log = self.logs / f"{len(list(self.logs.iterdir()))}.log"
-            (code,) = self.forks().run(*command[1:], log=log, directory=self.directory, deadline_s=DEADLINE_S)
+            (code,) = self.forks().run(
+                script, *arguments, log=log, directory=self.directory, deadline_s=DEADLINE_S, environment=ENVIRONMENT
+            )
             return code, log.read_text()
         paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         done = subprocess.run(
             command,
             cwd=self.directory,
-            env={**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": f"-k 'not ({LONG})'"},
+            env={**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1", **ENVIRONMENT},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -170,6 +174,18 @@ class Place:
             check=False,
         )
         return done.returncode, done.stdout
+
+    def sources_of(self, command: list[str]) -> list[str]:
+        """The file that the command runs; for pytest also those beside it, which tests import."""
+        if command[0] == "python":
+            return [(self.directory / command[1]).read_text()]
+        return [path.read_text() for path in self.directory.glob("*.py")] if command[0] == "pytest" else []
+
+    def pytest(self) -> Path:
+        """A program that does what the command of that name does."""
+        path = self.logs / "pytest_command.py"
+        path.write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n")
+        return path
 
 
 @pytest.fixture
