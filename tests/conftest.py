@@ -33,10 +33,14 @@ LONGEST_FIRST = (
     "tests/cluster/test_fsspec_failures.py",
     "tests/plugins/test_own_policy.py",
     "tests/docs/test_snippets.py",
-    "tests/unit/test_kill_everywhere.py",
-    "tests/unit/opening/test_attach.py",
-    "tests/conformance/test_lustre_conformance.py",
     "tests/simulation/test_policies_under_failures.py",
+    "tests/unit/recovery/test_past.py",
+    "tests/conformance/test_lustre_conformance.py",
+    "tests/unit/opening/test_attach.py",
+    "tests/unit/recovery/test_reader.py",
+    "tests/unit/kernels/cuda/test_arithmetic.py",
+    "tests/unit/test_kill_everywhere.py",
+    "tests/unit/test_checkpointer.py",
 )
 """The files that take longest. They begin first, so that no worker is left with one when the others are done."""
 
