@@ -6,9 +6,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tests.assembling import assembled
-from tests.cluster.deepspeed_harness import Case, Model, build, differences, full_parameters, iterate
+from tests.cluster.deepspeed_harness import (
+    Block,
+    Case,
+    First,
+    Model,
+    build,
+    deepspeed,
+    differences,
+    full_parameters,
+    iterate,
+    objective,
+)
 from tiercheck.format.index.logical import LogicalTensor, Range
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.streams.tensors.as_bytes import DTYPES
@@ -20,13 +33,15 @@ def index_failures(engine: Any, provider: DeepSpeedProvider) -> Iterable[str]:
     """``provider`` is the one of ``engine``."""
     whole, holdings = assembled(provider)
     tensors = {tensor.name: tensor for tensor in holdings.tensors}
+    stage = f"pipeline stage {engine.stage_id} of {engine.num_stages}" if isinstance(engine, PipelineEngine) else ""
+    own = {name: each for (name, its), each in whole.items() if its in ("", stage)}
     for name, parameter in full_parameters(engine).items():
-        value = whole[name, ""].to(parameter.dtype)
+        value = own[name].to(parameter.dtype)
         if value.shape != parameter.shape:
             value = value[own_block(tensors[name], parameter)]
         yield from differences(f"{name} as assembled", parameter, value)
     for name, buffer in provider.buffers().items():
-        yield from differences(name, buffer, whole[name, ""])
+        yield from differences(name, buffer, own[name])
 
 
 def own_block(tensor: LogicalTensor, parameter: torch.Tensor) -> tuple[slice, ...]:
@@ -36,9 +51,12 @@ def own_block(tensor: LogicalTensor, parameter: torch.Tensor) -> tuple[slice, ..
     return tuple(slice(rank * n, (rank + 1) * n) if n < size else slice(None) for size, n in pairs)
 
 
-def on_three_ranks(case: Case) -> Iterable[str]:
-    """Sizes that no rank's part divides: partitions end in padding, and begin in the middle of parameters."""
-    engine = build(case, seed=1)
+def on_three_ranks(case: Case, **zero: Any) -> Iterable[str]:
+    """Sizes that no rank's part divides: partitions end in padding, and begin in the middle of parameters. ``zero``:
+    more options of ``zero_optimization``."""
+    config = case.config()
+    config["zero_optimization"] |= zero
+    engine = build(case, seed=1, config=config)
     provider = DeepSpeedProvider(engine)
     if case.stage > 0:  # whose wrappers do not step before training
         yield from built_failures(provider, seed=1)
@@ -67,6 +85,27 @@ def built_failures(provider: DeepSpeedProvider, seed: int) -> Iterable[str]:
         yield from differences(f"{name} as built", parameter.detach().to(dtype), whole[name, ""].to(dtype))
 
 
+def with_tied_layers() -> Iterable[str]:
+    """The first and the last of three stages share a weight, and have more under the same names that they do not."""
+
+    def head(layer: First, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.embed.weight)
+
+    weights = {"tied_weight_attr": ["embed.weight"]}
+    last = TiedLayerSpec("embed", First, forward_fn=head, **weights)
+    torch.manual_seed(torch.distributed.get_rank())
+    model = PipelineModule([TiedLayerSpec("embed", First, **weights), LayerSpec(Block), last], 3, loss_fn=objective)
+    case = Case(1, True, accumulation=2, pipeline=True)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=case.config())
+    provider = DeepSpeedProvider(engine)
+    iterate(engine)
+    yield from index_failures(engine, provider)
+    slices = {tensor.name: tensor.slice_name for tensor in provider.index().tensors.values()}
+    mine = {name.removeprefix("tied_modules.embed.") for name, each in slices.items() if each}
+    if mine != (set() if engine.stage_id == 1 else {"frozen", "drift"}):
+        yield f"{mine} are this stage's own"
+
+
 INDEXES: dict[str, Callable[[], Iterable[str]]] = {
     f"index-{name}": lambda case=case: on_three_ranks(case)
     for name, case in {
@@ -78,3 +117,6 @@ INDEXES: dict[str, Callable[[], Iterable[str]]] = {
         "zero3-bf16": Case(3, True),
     }.items()
 }
+INDEXES["index-zero2-bf16-round-robin"] = lambda: on_three_ranks(Case(2, True), round_robin_gradients=True)
+# The last of its launch: DeepSpeed builds no plain engine in a process after a pipeline.
+INDEXES["index-pipeline-with-tied-layers"] = with_tied_layers

@@ -112,6 +112,8 @@ INDEXES = (
     "index-zero2-fp32",
     "index-zero3-fp32",
     "index-zero3-bf16",
+    "index-zero2-bf16-round-robin",
+    "index-pipeline-with-tied-layers",
 )
 
 Results = list[dict[str, list[str]]]

@@ -69,8 +69,9 @@ class LogicalTensor(msgspec.Struct, frozen=True, array_like=True):
     trained: bool = False
     """Whether an optimizer updates it."""
     slice_name: str = ""
-    """Usually empty. Otherwise the tensor is a slice of one that several ranks hold together, and nobody knows how it
-    was cut: this is which slice, and ``shape`` is the slice's. Only a rank with the same slice can take it."""
+    """Usually empty. Otherwise ranks hold different tensors under this name, and nobody knows how they make one: slices
+    of tensor parallelism, or what each stage of a pipeline has for itself. This says which one it is, and ``shape`` is
+    that one's. Only a rank with the same one can take it."""
 
     def __post_init__(self) -> None:
         TensorSpec(self.name, self.dtype, self.shape)  # what no shard could hold is no tensor

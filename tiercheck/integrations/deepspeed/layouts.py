@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -137,24 +138,15 @@ class MasterLayout(ABC):
         """Of a layout with one master for each parameter."""
         return [[Span.whole(parameter)] for parameter in chain.from_iterable(self.trained())]
 
-    def _linked_partitions(self) -> list[list[Span]]:
-        """Of a layout with one partition for each group. DeepSpeed links each parameter to its part of the partition:
-        that tells of any order, and of what is left free between parameters."""
-        found = []
-        for master, parameters in zip(self.masters(), self.trained(), strict=True):
-            links = [(each, each._hp_mapping) for each in parameters if each._hp_mapping is not None]  # type: ignore[attr-defined]  # DeepSpeed's
-            spans: list[Span] = []
-            stop = 0
-            for parameter, link in sorted(links, key=lambda pair: int(pair[1].hp_fragment_address.start)):
-                start, length = int(link.hp_fragment_address.start), int(link.hp_fragment_address.numel)
-                if start > stop:
-                    spans.append(Span.padding(start - stop))
-                spans.append(Span(parameter, int(link.lp_fragment_address.start), length))
-                stop = start + length
-            if master.tensor.numel() > stop:
-                spans.append(Span.padding(master.tensor.numel() - stop))
-            found.append(spans)
-        return found
+    def _partitions(self, flats: Sequence[torch.Tensor]) -> list[list[Span]]:
+        """Of a layout with one partition for each group. ``flats``: by group, the flat buffer that is partitioned.
+
+        The parameters are views of it, and that tells where they lie, in whatever order and with whatever gaps. (What
+        DeepSpeed keeps of it for its own checkpoints is wrong if ``round_robin_gradients`` is set.)
+        """
+        ranks = map(torch.distributed.get_rank, self._wrapper.real_dp_process_group)
+        parts = zip(self.masters(), flats, self.trained(), ranks, strict=True)
+        return [partition(flat, parameters, rank, master.tensor.numel()) for master, flat, parameters, rank in parts]
 
     def _named(self, parameter: torch.Tensor, otherwise: str) -> str:
         return str(self._engine.param_names.get(parameter, otherwise))
@@ -241,7 +233,7 @@ class AccumulatedPartitions(MasterLayout):
         return list(self._wrapper.bf16_groups)
 
     def spans(self) -> list[list[Span]]:
-        return self._linked_partitions()
+        return self._partitions(self._wrapper.bf16_groups_flat)
 
     def refresh(self) -> None:
         self._wrapper.update_lp_params()
@@ -267,7 +259,7 @@ class Partitions(MasterLayout):
         return list(self._wrapper.bit16_groups)
 
     def spans(self) -> list[list[Span]]:
-        return self._linked_partitions()
+        return self._partitions(self._wrapper.bit16_groups_flat)
 
     def refresh(self) -> None:
         self._wrapper.update_lp_params()
@@ -346,6 +338,26 @@ class SubGroups(MasterLayout):
 
     def gradient_scale(self) -> float:
         return self._clipping_scale(always_clamped=True)
+
+
+def partition(flat: torch.Tensor, parameters: Sequence[torch.Tensor], rank: int, length: int) -> list[Span]:
+    """What lies in the ``rank``-th part, of ``length`` elements, of a flat buffer of which the parameters are views.
+    Errors: ``UnsupportedSetup`` if one is no view of it."""
+    first = rank * length
+    found: list[tuple[int, Span]] = []
+    for parameter in parameters:
+        offset, within = divmod(parameter.data_ptr() - flat.data_ptr(), flat.element_size())
+        if within or not 0 <= offset <= flat.numel() - parameter.numel():
+            raise UnsupportedSetup("a parameter lies outside of the buffer that DeepSpeed has flattened it into")
+        start, stop = max(offset, first), min(offset + parameter.numel(), first + length)
+        if start < stop:
+            found.append((start - first, Span(parameter, start - offset, stop - start)))
+    spans: list[Span] = []
+    filled = 0
+    for start, span in sorted(found, key=itemgetter(0)):
+        spans += [Span.padding(start - filled)] * (start > filled) + [span]
+        filled = start + span.length
+    return spans + [Span.padding(length - filled)] * (filled < length)
 
 
 _LAYOUTS: dict[type, type[MasterLayout]] = {

@@ -1,7 +1,8 @@
 """What of the model the tensors of a DeepSpeed engine are: the logical index of a rank.
 
 Names are those of the module that DeepSpeed was given. A pipeline names each layer by its place in the whole pipeline,
-so that its stages agree.
+so that its stages agree. If several stages tie a layer, DeepSpeed keeps only the tied weights equal. The other tensors
+of the layer have the same names on each stage, and are its own: only a rank of the same stage can take them.
 
 Under tensor parallelism a rank's module has slices. DeepSpeed says how it has cut layers itself (AutoTP). Nobody says
 it of any other layer, such as those of a model that brings its own ``mpu``: such a slice goes only to a rank that has
@@ -10,7 +11,7 @@ the same slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
+from msgspec import structs
 
 from tiercheck.format.index.boxes import boxes_of
 from tiercheck.format.index.logical import (
@@ -65,6 +67,7 @@ def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> Logic
     names = {id(parameter): name for name, parameter in tensors.parameters().items()}
     masters, spans = layout.masters(), layout.spans()
     parallel = Parallel.of(engine)
+    own = of_this_stage(engine)
     found: dict[str, LogicalTensor] = {}
     stored: dict[str, tuple[Piece, ...]] = {}
 
@@ -75,7 +78,7 @@ def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> Logic
                 pieces.append(Padding(span.length))
                 continue
             known = parallel.known(names.get(id(span.parameter), name), span.parameter, trained=trained)
-            found[known.tensor.name] = known.tensor
+            found[known.tensor.name] = own(known.tensor)
             pieces += known.pieces(span)
         stored[name] = tuple(pieces)
 
@@ -85,9 +88,25 @@ def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> Logic
     for name, parameter in tensors.others(trained).items():
         store(EXTRA + name, layout.local_spans(parameter), trained=False)
     for name, buffer in tensors.buffers().items():
-        found[name] = logical_tensor(name, buffer, Role.BUFFER)
+        found[name] = own(logical_tensor(name, buffer, Role.BUFFER))
         stored[EXTRA + name] = (Range(name, 0, buffer.numel()),)
     return LogicalIndex(found, stored, tensors.aliases())
+
+
+def of_this_stage(engine: Any) -> Callable[[LogicalTensor], LogicalTensor]:
+    """Marks the tensors of tied layers that each stage of a pipeline has for itself."""
+    if not isinstance(engine, PipelineEngine):
+        return lambda tensor: tensor
+    tied = {f"tied_modules.{key}.": each["weight_attr"] for key, each in engine.module.tied_comms.items()}
+    stage = f"pipeline stage {engine.stage_id} of {engine.num_stages}"
+
+    def mark(tensor: LogicalTensor) -> LogicalTensor:
+        for prefix, weights in tied.items():
+            if tensor.name.startswith(prefix) and tensor.name.removeprefix(prefix) not in weights:
+                return structs.replace(tensor, slice_name=", ".join(filter(None, (tensor.slice_name, stage))))
+        return tensor
+
+    return mark
 
 
 @dataclass(frozen=True)
