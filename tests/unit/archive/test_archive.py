@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiercheck
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
+from tests.training import Training
 from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, Unsupported
+from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import Stream
 
 
@@ -53,6 +56,25 @@ def test_nothing_is_written_and_no_lock_is_taken(left: Left) -> None:
 
 def opened_since(before: set[Path]) -> list[Path]:
     return [link.readlink() for link in set(Path("/proc/self/fd").iterdir()) - before if link.is_symlink()]
+
+
+def test_a_live_job_is_seen_and_not_disturbed(name: str, tmp_path: Path) -> None:
+    """Its node's memory and its directory are one view, which is newer than the directory alone."""
+    training = Training()
+    urls = f"shm://{name}", f"nvme://{tmp_path}/run?survives=rack"
+    with training.attach(Hierarchy.of(f"{urls[0]}?size=16MiB", urls[1]), base_every=4, batch=3) as checkpointer:
+        for version in range(1, 12):
+            training.step(version)
+            if version in (2, 6, 11):
+                with tiercheck.open(*urls) as archive:
+                    assert archive.plan().version == version
+                    state = archive.rebuild(0).state.masters()
+                    flat = torch.cat([each.flatten() for each in state.values()])
+                    assert flat.numpy().tobytes() == training.states[version]
+                    assert archive.verify().healthy
+        assert checkpointer.stats.failed_saves == 0
+    with tiercheck.open(urls[1]) as archive:
+        assert archive.versions[-1][1] == 11
 
 
 def test_a_directory_that_may_not_be_written_and_lacks_our_own_is_read(left: Left) -> None:

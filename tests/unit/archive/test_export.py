@@ -138,7 +138,10 @@ def flat_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("version", [4, STEPS])
-def test_flat_partitions_become_the_models_tensors_at_any_version(flat_url: str, version: int, tmp_path: Path) -> None:
+def test_flat_partitions_become_the_models_tensors_at_any_version(
+    flat_url: str, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "WINDOW_NBYTES", 16)
     with tiercheck.open(flat_url) as archive:
         made = archive.export(tmp_path / "model", version=version)
         assert (made.fidelity, made.notes, made.version) == ("exact", (), version)
@@ -189,6 +192,13 @@ def test_a_rank_whose_part_is_lost_is_named_and_the_target_stays_free(flat_url: 
         with pytest.raises(RecoveryError, match=r"r00001/g000001/base/\d*4.safetensors cannot be read"):
             archive.export(tmp_path / "model")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_a_damaged_base_is_read_from_another_tier(left: Left, finished: Left, tmp_path: Path) -> None:
+    left.flip("r00000/g000002/base/*")
+    with tiercheck.open(left.url, finished.url) as archive:
+        archive.export(tmp_path / "model", version=12)
+    assert bits(load_file(tmp_path / "model")) == finished.weights[0, 12]
 
 
 def test_what_is_there_is_replaced_only_if_asked(finished: Left, tmp_path: Path) -> None:

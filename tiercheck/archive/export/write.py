@@ -1,18 +1,21 @@
 """An export: the model of a version put together from all ranks' shards, a rank at a time, and written as a format.
 
 Each rank's tensors are copied to their places in a mapped file. So memory holds one rank's state, as
-:mod:`tiercheck.archive.rebuild` makes it, however large the model is; of a version that is a base, one stored tensor at
-a time. The formats ``torch`` and ``dcp`` are written from that file, and need its room on the disk twice.
+:mod:`tiercheck.archive.rebuild` makes it, however large the model is; of a version that is a base, one tensor of the
+model at a time. The formats ``torch`` and ``dcp`` are written from that file, and need its room on the disk twice.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,22 +25,27 @@ from tiercheck.archive.export.model import Model, read_model
 from tiercheck.archive.export.target import publish, work_directory
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.rebuild import rebuild
-from tiercheck.archive.shards import from_any, read_extent
+from tiercheck.archive.shards import from_any, read_digests, read_part
 from tiercheck.errors import ConfigurationError, Corruption
-from tiercheck.format.container import ShardHeader, TensorSpec
-from tiercheck.format.header import STORED_AS
+from tiercheck.format.container import ShardHeader
+from tiercheck.format.header import STORED_AS, Extent
+from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.boxes import copy_elements
 from tiercheck.format.index.logical import EXTRA, MASTER
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.tensors.as_bytes import DTYPES, array_of, tensor_in
-from tiercheck.types import Fidelity
+from tiercheck.types import ByteRange, Fidelity
 
 __all__ = ["Exported", "Format", "export"]
 
+T = TypeVar("T")
+
 FILE_NBYTES_MAX = 5_000_000_000
 """Of a file of the format ``huggingface``."""
+WINDOW_NBYTES = 64 << 20
+"""Of a base, so much is read at a time, or one tensor of the model."""
 PLANNING_S = 600.0
 FORMAT_NOTE = {"format": "pt"}
 """What readers of safetensors files look for."""
@@ -123,64 +131,118 @@ async def filled(
     source: Source, model: Model, files: Mapping[Path, PlainFile], progress: Progress
 ) -> tuple[Fidelity, tuple[str, ...]]:
     """Copy every rank's part into the files. Returns the fidelity of the worst rank, and what there is to know."""
-    kinds = {each.spec.name: each.spec.dtype for each in model.outputs}
+    canvas = Canvas(model, files, progress)
     fidelities, notes = [Fidelity.EXACT], dict[str, None]()
-    total = sum(each.copy.elements for ranks in model.transfers.values() for held in ranks.values() for each in held)
-    done = 0
-    memory = {name: part for path, file in files.items() for name, part in file.make(path).items()}
     for rank, by_source in sorted(model.transfers.items()):
-        async for name, tensor in tensors_of(source, rank, list(by_source), fidelities, notes):
-            for kind in {kinds[model.output_of[each.target]] for each in by_source[name]}:
-                held = array_of(tensor.flatten().to(DTYPES[kind]))
-                for each in by_source[name]:
-                    output = model.output_of[each.target]
-                    if kinds[output] == kind:
-                        copy_elements([each.copy], held, np.frombuffer(memory[output], held.dtype))
-                        done += each.copy.elements
-            progress(done, total)
+        point = source.chosen.points[rank]
+        if point.replayed or point.by_snapshot:
+            found = await rebuild(
+                source.hierarchy,
+                source.inventory,
+                source.chosen,
+                rank,
+                source.scheduler,
+                deadline_s=source.deadline_s,
+            )
+            fidelities.append(found.fidelity)
+            notes |= dict.fromkeys(found.notes)
+            held = {MASTER + name: each for name, each in found.state.masters().items()}
+            held |= {EXTRA + name: each for name, each in found.state.buffers().items()}
+            for name, transfers in by_source.items():
+                canvas.put(transfers, held[name].flatten())
+        else:
+            await copy_base(source, rank, by_source, canvas)
     return Fidelity.worst(*fidelities), tuple(notes)
 
 
-async def tensors_of(
-    source: Source, rank: int, names: list[str], fidelities: list[Fidelity], notes: dict[str, None]
-) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    """The rank's stored tensors of these names, at the version. What is known of the replay is added to ``fidelities``
-    and ``notes``."""
-    point = source.chosen.points[rank]
-    if point.replayed or point.by_snapshot:
-        found = await rebuild(
-            source.hierarchy,
-            source.inventory,
-            source.chosen,
-            rank,
-            source.scheduler,
-            deadline_s=source.deadline_s,
-        )
-        fidelities.append(found.fidelity)
-        notes |= dict.fromkeys(found.notes)
-        held = {MASTER + name: each for name, each in found.state.masters().items()}
-        held |= {EXTRA + name: each for name, each in found.state.buffers().items()}
-        for name in names:
-            yield name, held[name]
-        return
-    for name in names:
-        yield name, await stored_tensor(source, rank, name)
+class Canvas:
+    """The files' tensors, and how much of them is there."""
+
+    def __init__(self, model: Model, files: Mapping[Path, PlainFile], progress: Progress) -> None:
+        self._memory = {name: part for path, file in files.items() for name, part in file.make(path).items()}
+        self._kinds = {each.spec.name: each.spec.dtype for each in model.outputs}
+        self._output_of = model.output_of
+        self._progress = progress
+        ranks = model.transfers.values()
+        self._total = sum(each.copy.elements for held in ranks for transfers in held.values() for each in transfers)
+        self._done = 0
+
+    def put(self, transfers: Sequence[Transfer], flat: torch.Tensor, *, start: int = 0) -> None:
+        """``flat``: the elements of their source from ``start`` on."""
+        by_kind: dict[str, list[Transfer]] = defaultdict(list)
+        for each in transfers:
+            by_kind[self._kinds[self._output_of[each.target]]].append(each)
+        for kind, alike in by_kind.items():
+            held = array_of(flat.to(DTYPES[kind]))
+            for each in alike:
+                memory = self._memory[self._output_of[each.target]]
+                copy_elements([each.copy], held, np.frombuffer(memory, held.dtype), source_start=start)
+                self._done += each.copy.elements
+        self._progress(self._done, self._total)
 
 
-async def stored_tensor(source: Source, rank: int, name: str) -> torch.Tensor:
-    """One tensor of the rank's base, verified; of another copy if this one's is damaged."""
+async def copy_base(source: Source, rank: int, by_source: Mapping[str, Sequence[Transfer]], canvas: Canvas) -> None:
+    """Of a version that is a base, its tensors straight from the tiers, a window at a time; what is damaged in one copy
+    is read from another one."""
+    anchor = source.chosen.plans[rank].anchor
 
-    async def read(tier: OpenTier, key: ShardKey, header: ShardHeader) -> tuple[TensorSpec, memoryview]:
-        extent = next((each for each in header.extents if each.spec.name == name), None)
-        if extent is None:
-            raise Corruption(f"the base lacks {name!r}", tier=tier.name, key=str(key))
-        return extent.spec, await read_extent(tier, key, header, extent)
+    async def call(read: Callable[[OpenTier, ShardKey, ShardHeader], Awaitable[T]], what: str) -> tuple[ShardHeader, T]:
+        reading = from_any(source.hierarchy, source.inventory, anchor, read)
+        return await source.scheduler.call(reading, what=what, deadline_s=source.deadline_s)
 
-    reading = from_any(source.hierarchy, source.inventory, source.chosen.plans[rank].anchor, read)
-    _, (spec, content) = await source.scheduler.call(
-        reading, what=f"reading {name} of rank {rank}", deadline_s=source.deadline_s
+    header, digests = await call(read_digests, f"reading the checksums of {anchor.key}")
+    extents = {extent.spec.name: extent for extent in header.extents}
+    for name, transfers in by_source.items():
+        extent = extents[name]
+        for window in windows(transfers, extent.spec.nbytes // max(1, math.prod(extent.spec.shape))):
+
+            async def read(
+                tier: OpenTier, key: ShardKey, found: ShardHeader, window: Window = window, extent: Extent = extent
+            ) -> memoryview:
+                if found.extents != header.extents:
+                    raise Corruption("it is another base than the first copy", tier=tier.name, key=str(key))
+                return await read_part(tier, key, found, extent, window.bytes, digests)
+
+            _, content = await call(read, f"reading {name} of rank {rank}")
+            elements = window.stop - window.start
+            canvas.put(
+                window.transfers, tensor_in(content, extent.spec.dtype, (elements,), what=name), start=window.start
+            )
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some transfers of one stored tensor, and the elements that they need."""
+
+    transfers: Sequence[Transfer]
+    start: int
+    stop: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> ByteRange:
+        return ByteRange(self.start * self.itemsize, self.stop * self.itemsize)
+
+
+def windows(transfers: Sequence[Transfer], itemsize: int) -> Iterator[Window]:
+    """As many transfers at a time as lie in :data:`WINDOW_NBYTES`; one that needs more, alone."""
+    waiting: list[Transfer] = []
+    for each in sorted(transfers, key=lambda each: each.copy.source_start):
+        if waiting and (each.copy.source_stop - waiting[0].copy.source_start) * itemsize > WINDOW_NBYTES:
+            yield window_of(waiting, itemsize)
+            waiting = []
+        waiting.append(each)
+    if waiting:
+        yield window_of(waiting, itemsize)
+
+
+def window_of(transfers: Sequence[Transfer], itemsize: int) -> Window:
+    return Window(
+        tuple(transfers),
+        min(each.copy.source_start for each in transfers),
+        max(each.copy.source_stop for each in transfers),
+        itemsize,
     )
-    return tensor_in(content, spec.dtype, spec.shape, what=name)
 
 
 # Formats
