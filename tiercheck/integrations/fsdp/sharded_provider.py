@@ -37,6 +37,8 @@ class ShardedProvider(ModuleProvider):
     ``UnsupportedSetup``.
     """
 
+    gathers = True
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -117,7 +119,7 @@ class ShardedProvider(ModuleProvider):
         super().end_of_step()
 
     def end_of_iteration(self, end: End) -> None:
-        if end is End.SAID:  # no pass is under way
+        if end is not End.UNSEEN:  # no pass is under way
             self.refresh()
         super().end_of_iteration(end)
 

@@ -123,7 +123,8 @@ class _Hooks:
         self._iterations: Iterations | None = None
         self._step_hooks = StepHooks(optimizer, self._before_step, self._after_step)
         self._forward_hooks = [
-            module.register_forward_pre_hook(self._before_forward) for module in called_modules(model)
+            module.register_forward_pre_hook(self._before_forward, prepend=provider.gathers)
+            for module in called_modules(model)
         ]
 
     def caveats(self) -> list[str]:

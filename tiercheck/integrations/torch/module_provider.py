@@ -34,6 +34,9 @@ class ModuleProvider:
     What else the loop holds is in ``beside``.
     """
 
+    gathers = False
+    """Whether a forward pass begins with a hook that gathers parameters: the iteration before ends ahead of that."""
+
     def __init__(
         self,
         model: torch.nn.Module,
