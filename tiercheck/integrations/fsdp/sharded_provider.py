@@ -51,6 +51,10 @@ class ShardedProvider(ModuleProvider):
         self._parameters = dict(model.named_parameters())
         """All of them, as they are between two iterations."""
         updated = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+        self._trained_modules = [
+            module for module in self._modules if any(id(each) in updated for each in module.parameters())
+        ]
+        """A teacher in the model may stay gathered."""
         strangers = updated.keys() - set(map(id, self._parameters.values()))
         if strangers == updated.keys():
             raise UnsupportedSetup(
@@ -120,7 +124,8 @@ class ShardedProvider(ModuleProvider):
 
     def end_of_iteration(self, end: End) -> None:
         if end is not End.UNSEEN:  # no pass is under way
-            self.refresh()
+            for each in self._trained_modules:
+                each.reshard()
         super().end_of_iteration(end)
 
     def refresh(self) -> None:

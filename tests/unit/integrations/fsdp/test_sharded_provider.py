@@ -22,7 +22,7 @@ from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider, piece_
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.runs import Step
-from tiercheck.streams.tensors.beside import Beside
+from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.testing.providers import State, StateProviderTests
 
@@ -226,6 +226,24 @@ def test_weights_that_are_swapped_for_an_evaluation_and_put_back_are_those_that_
     resumed = losses(job(), tiers[1], 4)
     assert [*resumed] == ([3, 4] if says_end else [2, 3, 4])
     assert resumed.items() <= whole.items()
+
+
+def test_a_teacher_stays_gathered() -> None:
+    """Nothing changes it, and to gather it anew at each iteration would cost what its user did not want to pay."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.ModuleDict({"trained": torch.nn.Linear(2, 1), "teacher": torch.nn.Linear(2, 1)})
+    for each in model.values():
+        fully_shard(each, mesh=mesh)
+    model["teacher"].requires_grad_(False)
+    provider = ShardedProvider(model, torch.optim.AdamW(model["trained"].parameters()))
+    held = provider.frozen()["teacher.weight"].clone()
+    with torch.no_grad():
+        for each in model.values():
+            each(torch.ones(1, 2))
+    provider.end_of_iteration(End.SAID)
+    assert isinstance(model["trained"].weight, DTensor)
+    assert not isinstance(model["teacher"].weight, DTensor)
+    assert torch.equal(provider.frozen()["teacher.weight"], held)
 
 
 # What is refused
