@@ -22,7 +22,10 @@ from tests.cluster.deepspeed_harness import (
     iterate,
     objective,
 )
+from tiercheck.format.index.logical import Block as Cut
 from tiercheck.format.index.logical import LogicalTensor, Range
+from tiercheck.integrations.deepspeed.layouts import Span
+from tiercheck.integrations.deepspeed.meaning import CUT, Known, Parallel
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.streams.tensors.as_bytes import DTYPES
 
@@ -106,6 +109,31 @@ def with_tied_layers() -> Iterable[str]:
         yield f"{mine} are this stage's own"
 
 
+def of_slices() -> Iterable[str]:
+    """Under tensor parallelism of two, the second rank's (2, 6) of a matrix: what is told of it is what it is."""
+    second = Parallel(1, 2)
+    columns = {"partition_dim": 1, "partition_sizes": (6, 6), "logical_shape": (2, 12)}
+    block = Known(LogicalTensor("w", "F32", (2, 12), trained=True), Cut("w", (0, 6), (2, 6)))
+    part = Known(LogicalTensor("w", "F32", (2, 6), trained=True, slice_name="tensor parallel 1 of 2"))
+    whole = Known(LogicalTensor("w", "F32", (2, 6), trained=True))
+    for what, attributes, wanted in (
+        ("cut by DeepSpeed", {CUT: columns, "tensor_model_parallel": True}, block),
+        ("cut in more pieces", {CUT: {**columns, "sub_param_sizes": (3, 3)}}, part),
+        ("cut otherwise than it says", {CUT: {**columns, "partition_sizes": (5, 7)}}, part),
+        ("told nothing of", {CUT: {}, "tensor_model_parallel": True}, part),
+        ("the same on all ranks", {CUT: {"replicated": True}}, whole),
+        ("not parallel", {}, whole),
+    ):
+        parameter = torch.nn.Parameter(torch.zeros(2, 6))
+        for name, value in attributes.items():
+            setattr(parameter, name, value)
+        if (found := second.known("w", parameter, trained=True)) != wanted:
+            yield f"a parameter that is {what} is {found}"
+    pieces = [*block.pieces(Span(None, 4, 5))]
+    if pieces != [Cut("w", (0, 10), (1, 2)), Cut("w", (1, 6), (1, 3))]:
+        yield f"the elements 4 to 8 of the block are {pieces}"
+
+
 INDEXES: dict[str, Callable[[], Iterable[str]]] = {
     f"index-{name}": lambda case=case: on_three_ranks(case)
     for name, case in {
@@ -117,6 +145,7 @@ INDEXES: dict[str, Callable[[], Iterable[str]]] = {
         "zero3-bf16": Case(3, True),
     }.items()
 }
+INDEXES["index-of-slices"] = of_slices
 INDEXES["index-zero2-bf16-round-robin"] = lambda: on_three_ranks(Case(2, True), round_robin_gradients=True)
 # The last of its launch: DeepSpeed builds no plain engine in a process after a pipeline.
 INDEXES["index-pipeline-with-tied-layers"] = with_tied_layers

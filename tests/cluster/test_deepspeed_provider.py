@@ -112,6 +112,7 @@ INDEXES = (
     "index-zero2-fp32",
     "index-zero3-fp32",
     "index-zero3-bf16",
+    "index-of-slices",
     "index-zero2-bf16-round-robin",
     "index-pipeline-with-tied-layers",
 )

@@ -103,14 +103,15 @@ def as_range(piece: Range | Block, shape: Shape) -> Range | Block:
     return Range(piece.tensor, dot(piece.offsets, strides_of(shape)) if piece.elements else 0, piece.elements)
 
 
-def boxes_of(piece: Range | Block, shape: Shape) -> Iterator[Box]:
+def boxes_of(piece: Range | Block, shape: Shape) -> Iterable[Box]:
     """The boxes that a piece of a tensor of ``shape`` consists of, in the order of their elements."""
     if not piece.elements:
-        return
+        return ()
     if isinstance(piece, Block):
-        yield Box(piece.offsets, piece.lengths)
-    else:
-        yield from boxes_between(piece.start, piece.start + piece.length, shape)
+        return (Box(piece.offsets, piece.lengths),)
+    if len(shape) == 1:
+        return (Box((piece.start,), (piece.length,)),)
+    return boxes_between(piece.start, piece.start + piece.length, shape)
 
 
 def boxes_between(start: int, stop: int, shape: Shape) -> Iterator[Box]:

@@ -36,6 +36,7 @@ __all__ = [
     "Range",
     "Role",
     "Shape",
+    "lies_as_master",
     "master_of",
     "whole",
 ]
@@ -183,8 +184,8 @@ class LogicalIndex:
         """
         if (master := master_of(name)) is None:
             return self.stored[name]
-        counts_steps = not shapes[name] and name == f"{STATE}{master.removeprefix(MASTER)}/{COUNT_OF_STEPS}"
-        like_master = name.startswith(RESIDUAL) or (shapes[name] == shapes[master] and not counts_steps)
+        key = name.rpartition("/")[2]
+        like_master = name.startswith(RESIDUAL) or lies_as_master(key, shapes[name], shapes[master])
         return self.stored[master] if like_master else None
 
 
@@ -199,6 +200,12 @@ def master_of(name: str) -> str | None:
     if not name.startswith(STATE) or not separator:
         raise ValueError(f"a base holds no {name!r}")
     return MASTER + master
+
+
+def lies_as_master(key: str, shape: Shape, master: Shape) -> bool:
+    """Whether the optimizer's tensor ``key`` of a master lies as the master does, by their shapes. Otherwise it belongs
+    to the master as a whole."""
+    return shape == master and not (key == COUNT_OF_STEPS and not shape)
 
 
 def check_piece(piece: Piece, tensors: Mapping[str, LogicalTensor], stored: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.checkpoint import constants
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
@@ -42,6 +42,9 @@ from tiercheck.streams.tensors.provider import logical_tensor
 
 __all__ = ["index_of"]
 
+CUT = getattr(constants, "DS_AUTOTP_UC_META", "")
+"""The attribute by which DeepSpeed says how it has cut a parameter. Not all releases have it."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -64,8 +67,8 @@ class Known:
 
 def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> LogicalIndex:
     """Errors: ``UnsupportedSetup`` for a dtype that no shard can hold."""
-    names = {id(parameter): name for name, parameter in tensors.parameters().items()}
-    masters, spans = layout.masters(), layout.spans()
+    names = {id(each): f"optimizer.{i}.{j}" for i, group in enumerate(layout.trained()) for j, each in enumerate(group)}
+    names |= {id(parameter): name for name, parameter in tensors.parameters().items()}
     parallel = Parallel.of(engine)
     own = of_this_stage(engine)
     found: dict[str, LogicalTensor] = {}
@@ -77,12 +80,12 @@ def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> Logic
             if span.parameter is None:
                 pieces.append(Padding(span.length))
                 continue
-            known = parallel.known(names.get(id(span.parameter), name), span.parameter, trained=trained)
+            known = parallel.known(names[id(span.parameter)], span.parameter, trained=trained)
             found[known.tensor.name] = own(known.tensor)
             pieces += known.pieces(span)
         stored[name] = tuple(pieces)
 
-    for master, each in zip(masters, spans, strict=True):
+    for master, each in zip(layout.masters(), layout.spans(), strict=True):
         store(MASTER + master.name, each, trained=True)
     trained = (parameter for group in layout.trained() for parameter in group)
     for name, parameter in tensors.others(trained).items():
@@ -129,25 +132,18 @@ class Parallel:
     def known(self, name: str, parameter: torch.Tensor, *, trained: bool) -> Known:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         dtype = dtype_name(parameter, name)
-        if self.size > 1 and (told := getattr(parameter, DS_AUTOTP_UC_META, None)) is not None:
-            block = self._block(name, shape, told)
-            if block is not None:
-                return Known(LogicalTensor(name, dtype, tuple(told["logical_shape"]), trained=trained), block)
-        sliced = self.size > 1 and (is_model_parallel_parameter(parameter) or cut_otherwise(parameter))
-        slice_name = f"tensor parallel {self.rank} of {self.size}" if sliced else ""
+        told = getattr(parameter, CUT, None) or {}
+        if self.size > 1 and (block := self._block(name, shape, told)) is not None:
+            return Known(LogicalTensor(name, dtype, tuple(told["logical_shape"]), trained=trained), block)
+        cut = is_model_parallel_parameter(parameter) or (told and not told.get("replicated"))
+        slice_name = f"tensor parallel {self.rank} of {self.size}" if self.size > 1 and cut else ""
         return Known(LogicalTensor(name, dtype, shape, trained=trained, slice_name=slice_name))
 
     def _block(self, name: str, shape: Shape, told: Mapping[str, Any]) -> Block | None:
         """The rank's part of a parameter, if DeepSpeed has cut it along one dimension in one piece a rank."""
-        axis, sizes, whole = told["partition_dim"], told["partition_sizes"], told["logical_shape"]
-        if axis is None or not sizes or not whole or told["sub_param_sizes"] or told["sub_param_shard_widths"]:
+        axis, sizes, whole = map(told.get, ("partition_dim", "partition_sizes", "logical_shape"))
+        if axis is None or not sizes or not whole or told.get("sub_param_sizes") or told.get("sub_param_shard_widths"):
             return None
         offsets = tuple(sum(sizes[: self.rank]) if i == axis else 0 for i in range(len(whole)))
         cut = tuple(sizes[self.rank] if i == axis else size for i, size in enumerate(whole))
         return Block(name, offsets, shape) if cut == shape and sum(sizes) == whole[axis] else None
-
-
-def cut_otherwise(parameter: torch.Tensor) -> bool:
-    """Whether DeepSpeed has cut the parameter in a way that :meth:`Parallel._block` does not know."""
-    told = getattr(parameter, DS_AUTOTP_UC_META, None)
-    return told is not None and not told["replicated"]
