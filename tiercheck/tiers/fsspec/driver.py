@@ -44,7 +44,7 @@ from tiercheck.runtime.waiting import together
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.fsspec.backends import CONTROL, Backend, Reading
 from tiercheck.tiers.fsspec.errors import first_line, map_foreign_errors
-from tiercheck.tiers.fsspec.probe import probe
+from tiercheck.tiers.fsspec.probe import probe, probe_reading
 from tiercheck.tiers.fsspec.protocols import argument, known_protocol, shown_url
 from tiercheck.tiers.fsspec.workers import Ticket, Workers
 from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
@@ -169,7 +169,7 @@ class FsspecDriver(TierDriver):
         await self._open(writing=True)
 
     async def open_to_read(self) -> None:
-        """Nothing is tried out, so that objects are read whole."""
+        """How ranges are read is tried on an object that is there."""
         await self._open(writing=False)
 
     async def _open(self, *, writing: bool) -> None:
@@ -357,7 +357,7 @@ class FsspecDriver(TierDriver):
                 backend.prepare()
                 found = probe(backend, ticket)
             else:
-                backend.reading, found = Reading.WHOLE, {"reads": Reading.WHOLE.value}
+                found = probe_reading(backend)
         except FileNotFoundError as error:
             backend.close()
             raise TierError(f"the tier's place is not there: {error}") from error

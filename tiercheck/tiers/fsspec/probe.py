@@ -21,10 +21,12 @@ from tiercheck.tiers.fsspec.backends import (
 from tiercheck.tiers.fsspec.workers import Ticket
 from tiercheck.types import ObjectInfo
 
-__all__ = ["probe"]
+__all__ = ["probe", "probe_reading"]
 
 CONTENT = bytes(range(256)) * 16
 RANGE = (1000, 1017)
+TRIED_NBYTES = range(64, 1 << 20)
+"""An object that is read to find out how: long enough to tell ranges apart, and short."""
 
 
 def probe(backend: Backend, ticket: Ticket) -> dict[str, str]:
@@ -38,7 +40,7 @@ def probe(backend: Backend, ticket: Ticket) -> dict[str, str]:
         if first.nbytes != len(CONTENT):
             raise Unsupported(f"an object of {len(CONTENT)} bytes came out with {first.nbytes}")
         _choose_etag_fields(backend, key)
-        _choose_reading(backend, key)
+        _choose_reading(backend, key, CONTENT, RANGE)
         etags = [backend.info(key).etag]
         etags += [_put(backend, key, content, ticket).etag for content in (CONTENT[::-1], CONTENT)]
         # Twice, since the clock that an etag may be made of may just have moved on.
@@ -61,6 +63,23 @@ def probe(backend: Backend, ticket: Ticket) -> dict[str, str]:
         + ("" if unique else "; the same content put twice at once has the same etag"),
         "publishes": backend.publishes,
     }  # fmt: skip
+
+
+def probe_reading(backend: Backend) -> dict[str, str]:
+    """How ranges are read, tried on an object that is there; without one, or if nothing works, objects are read whole.
+    Nothing is written."""
+    backend.reading = Reading.WHOLE
+    for info in backend.scan(""):
+        if info.nbytes not in TRIED_NBYTES:
+            continue
+        with backend.reader(info.key) as fetch:
+            content = fetch(0, info.nbytes)
+        start = info.nbytes // 2 | 1
+        stop = start + RANGE[1] - RANGE[0]
+        if content[start:stop] not in (content[: stop - start], b""):  # else a range that is ignored looks right
+            _choose_reading(backend, info.key, content, (start, stop))
+            break
+    return {"reads": backend.reading.value}
 
 
 def _put(backend: Backend, key: str, content: bytes, ticket: Ticket) -> ObjectInfo:
@@ -86,18 +105,18 @@ def _choose_etag_fields(backend: Backend, key: str) -> None:
         raise Unsupported("the file system gives objects nothing to tell one put of a key from the next")
 
 
-def _choose_reading(backend: Backend, key: str) -> None:
+def _choose_reading(backend: Backend, key: str, content: bytes, part: tuple[int, int]) -> None:
     """The first way of reading that returns the range asked for, and not some other one, nor the whole object."""
-    start, stop = RANGE
+    start, stop = part
     for reading in backend.ways_of_reading:
         backend.reading = reading
         # Whatever an unusable way raises, the next one is tried; a broken connection will fail that as well.
         with suppress(Exception), backend.reader(key) as fetch:
-            if fetch(start, stop) == CONTENT[start:stop] and fetch(0, len(CONTENT)) == CONTENT:
+            if fetch(start, stop) == content[start:stop] and fetch(0, len(content)) == content:
                 return
     backend.reading = Reading.WHOLE
     with backend.reader(key) as fetch:
-        if fetch(0, len(CONTENT)) != CONTENT:
+        if fetch(0, len(content)) != content:
             raise Unsupported("an object did not come back as it was put")
 
 

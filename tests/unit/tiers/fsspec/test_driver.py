@@ -38,6 +38,7 @@ from tiercheck.tiers.fsspec.driver import FsspecDriver
 from tiercheck.tiers.fsspec.errors import map_foreign_errors, meaning_of
 from tiercheck.tiers.fsspec.renaming import Stamps
 from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.wrappers import ReadOnlyDriver
 from tiercheck.types import ByteRange, PutMode, Survives
 
 MIB = 1 << 20
@@ -621,3 +622,28 @@ def test_a_file_whose_server_is_gone_is_closed_once(failing: str) -> None:
     del file
     gc.collect()
     assert closed == 1
+
+
+# Reading what is there.
+
+
+@pytest.mark.parametrize(("flavour", "ranged"), [("", True), ("ignores ranges", False)])
+async def test_a_tier_that_is_opened_to_read_is_left_as_it_is(flavour: str, ranged: bool) -> None:
+    content = bytes(range(256)) * 8
+    async with store() as writer:
+        await writer.put("a/b", [content])
+    before = dict(StoreFileSystem.objects)
+    async with ReadOnlyDriver(store(f"fs.flavour={flavour}")) as reader:
+        assert [info.key async for info in reader.list()] == ["a/b"]
+        assert reader.capabilities.ranged_get is ranged
+        if ranged:
+            assert bytes(await reader.get("a/b", range=ByteRange(5, 9))) == content[5:9]
+        assert bytes(await reader.get("a/b")) == content
+    assert StoreFileSystem.objects == before
+
+
+async def test_a_place_with_nothing_in_it_is_read_whole() -> None:
+    async with ReadOnlyDriver(store()) as reader:
+        assert [info async for info in reader.list()] == []
+        assert not reader.capabilities.ranged_get
+    assert StoreFileSystem.objects == {}

@@ -23,6 +23,7 @@ from tiercheck.errors import (
     TierError,
     Transient,
     Unauthorized,
+    Unsupported,
 )
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
@@ -33,6 +34,7 @@ from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, Hello, Stat
 from tiercheck.tiers.peer.server.effects import DeleteObjects, StoreWhole
 from tiercheck.tiers.peer.server.store import NamespaceStore
 from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.wrappers import ReadOnlyDriver
 from tiercheck.types import ByteRange, ObjectInfo, Payload, PutMode, Survives
 
 Serve = Callable[..., AbstractAsyncContextManager[PeerServer]]
@@ -526,3 +528,15 @@ async def test_gathered_and_whole_buffers_give_the_same_object() -> None:
         for cut in (11, 77, 1000, CHUNK - 1, CHUNK, CHUNK + 1, len(data)):
             await driver.put("a", [data[at : at + cut] for at in range(0, len(data), cut)])
             assert await driver.get("a") == data
+
+
+async def test_a_neighbours_memory_is_read_without_a_change() -> None:
+    store = MemoryDriver()
+    async with serving(lambda name: store) as server:
+        async with small(server) as writer:
+            await writer.put("a", [b"x" * 200_000])
+        async with ReadOnlyDriver(small(server)) as reader:
+            assert [info.key async for info in reader.list()] == ["a"]
+            assert bytes(await reader.get("a", range=ByteRange(0, 3))) == b"xxx"
+            with pytest.raises(Unsupported, match="opened to read"):
+                await reader.put("b", [b"y"])
