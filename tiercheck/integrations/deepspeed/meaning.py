@@ -1,6 +1,6 @@
 """What of the model the tensors of a DeepSpeed engine are: the logical index of a rank.
 
-Names are those of the module that DeepSpeed was given. A pipeline names each layer by its place in the whole pipeline,
+Names are those of the model that DeepSpeed was given. A pipeline names each layer by its place in the whole pipeline,
 so that its stages agree. If several stages tie a layer, DeepSpeed keeps only the tied weights equal. The other tensors
 of the layer have the same names on each stage, and are its own: only a rank of the same stage can take them.
 
@@ -34,6 +34,7 @@ from tiercheck.format.index.logical import (
     Range,
     Role,
     Shape,
+    whole,
 )
 from tiercheck.integrations.deepspeed.layouts import MasterLayout, Span
 from tiercheck.streams.tensors.as_bytes import dtype_name
@@ -68,7 +69,7 @@ class Known:
 def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> LogicalIndex:
     """Errors: ``UnsupportedSetup`` for a dtype that no shard can hold."""
     names = {id(each): f"optimizer.{i}.{j}" for i, group in enumerate(layout.trained()) for j, each in enumerate(group)}
-    names |= {id(parameter): name for name, parameter in tensors.parameters().items()}
+    names |= {id(parameter): tensors.model_name(name) for name, parameter in tensors.parameters().items()}
     parallel = Parallel.of(engine)
     own = of_this_stage(engine)
     found: dict[str, LogicalTensor] = {}
@@ -91,8 +92,8 @@ def index_of(engine: Any, layout: MasterLayout, tensors: ModuleTensors) -> Logic
     for name, parameter in tensors.others(trained).items():
         store(EXTRA + name, layout.local_spans(parameter), trained=False)
     for name, buffer in tensors.buffers().items():
-        found[name] = own(logical_tensor(name, buffer, Role.BUFFER))
-        stored[EXTRA + name] = (Range(name, 0, buffer.numel()),)
+        tensor = logical_tensor(tensors.model_name(name), buffer, Role.BUFFER)
+        found[tensor.name], stored[EXTRA + name] = own(tensor), (whole(tensor),)
     return LogicalIndex(found, stored, tensors.aliases())
 
 
@@ -141,9 +142,10 @@ class Parallel:
 
     def _block(self, name: str, shape: Shape, told: Mapping[str, Any]) -> Block | None:
         """The rank's part of a parameter, if DeepSpeed has cut it along one dimension in one piece a rank."""
-        axis, sizes, whole = map(told.get, ("partition_dim", "partition_sizes", "logical_shape"))
-        if axis is None or not sizes or not whole or told.get("sub_param_sizes") or told.get("sub_param_shard_widths"):
+        axis, sizes, all_of_it = map(told.get, ("partition_dim", "partition_sizes", "logical_shape"))
+        in_parts = told.get("sub_param_sizes") or told.get("sub_param_shard_widths")
+        if axis is None or not sizes or not all_of_it or in_parts:
             return None
-        offsets = tuple(sum(sizes[: self.rank]) if i == axis else 0 for i in range(len(whole)))
-        cut = tuple(sizes[self.rank] if i == axis else size for i, size in enumerate(whole))
-        return Block(name, offsets, shape) if cut == shape and sum(sizes) == whole[axis] else None
+        offsets = tuple(sum(sizes[: self.rank]) if i == axis else 0 for i in range(len(all_of_it)))
+        cut = tuple(sizes[self.rank] if i == axis else size for i, size in enumerate(all_of_it))
+        return Block(name, offsets, shape) if cut == shape and sum(sizes) == all_of_it[axis] else None

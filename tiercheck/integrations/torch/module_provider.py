@@ -77,9 +77,7 @@ class ModuleProvider:
 
     def index(self) -> LogicalIndex:
         """Every rank has all tensors whole."""
-        name_of = self._tensors.model_name
-        aliases = {name_of(name): name_of(first) for name, first in self._tensors.aliases().items()}
-        return whole_index(self, name_of, aliases)
+        return whole_index(self, self._tensors.model_name, self._tensors.aliases())
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [plain_options(group) for group in self._optimizer.param_groups]

@@ -65,12 +65,16 @@ class ModuleTensors:
         return {name: buffer.detach() for name, buffer in self._named_buffers.items() if name in saved}
 
     def aliases(self) -> dict[str, str]:
-        """The other names of what several modules share (tied weights), each with the name that it has here."""
-        named = {id(each): name for name, each in (*self.parameters().items(), *self._named_buffers.items())}
+        """The other names of what several modules share (tied weights), each with the one under which it is listed
+        here. Both are those of the model (:meth:`model_name`)."""
+        saved = self.buffers()
+        buffers = ((name, each) for name, each in self._named_buffers.items() if name in saved)
+        named = {id(each): name for name, each in (*self.parameters().items(), *buffers)}
         everything = chain(
             self._module.named_parameters(remove_duplicate=False), self._module.named_buffers(remove_duplicate=False)
         )
-        return {name: named[id(each)] for name, each in everything if named.get(id(each), name) != name}
+        other = {name: named[id(each)] for name, each in everything if named.get(id(each), name) != name}
+        return {self.model_name(name): self.model_name(first) for name, first in other.items()}
 
     def model_name(self, name: str) -> str:
         """``name`` as the model knows it, without what wrappers around it and its modules (DDP, ``torch.compile``,
@@ -80,7 +84,7 @@ class ModuleTensors:
         for part in name.split("."):
             if not (part in WRAPPED or (part == "module" and isinstance(module, DistributedDataParallel))):
                 parts.append(part)
-            module = None if module is None else module._modules.get(part)
+            module = module._modules[part] if module is not None and part in module._modules else None
         return ".".join(parts)
 
     def _look(self) -> None:

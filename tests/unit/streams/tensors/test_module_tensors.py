@@ -50,6 +50,13 @@ def test_the_names_are_torchs() -> None:
     assert "head.weight" not in tensors.parameters(), "it is named by its first owner"
 
 
+def test_what_is_shared_has_other_names_too() -> None:
+    aliases = ModuleTensors(Model()).aliases()
+    assert aliases["head.weight"] == "blocks.0.linear.weight"
+    assert aliases["again.steps"] == "blocks.1.steps"
+    assert aliases.keys() == {"head.weight", *(f"again.{name}" for name in Block().state_dict())}
+
+
 def rename(model: Model) -> None:
     model.tail = model.head
     del model.head
@@ -101,6 +108,8 @@ def test_modules_that_are_compiled_to_torchscript() -> None:
     assert list(tensors.parameters()) == [name for name, _ in model.named_parameters()]
     assert list(tensors.buffers()) == ["1.steps"]
     assert all(ours is theirs for ours, theirs in zip(tensors.parameters().values(), model.parameters(), strict=True))
+    assert [*map(tensors.model_name, tensors.parameters())] == [*tensors.parameters()]
+    assert tensors.aliases() == {}
 
 
 def test_a_module_without_any() -> None:
