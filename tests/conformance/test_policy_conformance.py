@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from hypothesis import Phase, settings
 
 from tiercheck.policy.policies import (
     BasesOnly,
@@ -29,6 +30,7 @@ from tiercheck.policy.policies import (
     Unpaced,
 )
 from tiercheck.replication.named_policies import installed_policies
+from tiercheck.testing import policies as kit
 from tiercheck.testing.policies import PolicyTests
 
 BUILT_IN: dict[str, Policy] = {
@@ -104,7 +106,12 @@ class Melting(KeepLast):
         (Melting(), "test_it_is_a_frozen_value", "two that are equal have two hashes"),
     ],
 )
-def test_what_is_almost_a_policy_fails(policy: Policy, test: str, message: str) -> None:
+def test_what_is_almost_a_policy_fails(
+    policy: Policy, test: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first example that shows it will do: it is not shrunk."""
+    monkeypatch.setattr(kit, "EXAMPLES", settings(kit.EXAMPLES, phases=[Phase.generate]))
+
     class Kit(PolicyTests):
         def make_policy(self) -> Policy:
             return policy
