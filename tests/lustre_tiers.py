@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
@@ -13,10 +11,10 @@ from unittest import mock
 
 import pytest
 
+from tests.clients import client_on_a_mount, refuse_locks
 from tests.file_tiers import FileTierKit
 from tiercheck.testing.faults import Killed
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.posix.lustre import LustreDriver
 from tiercheck.tiers.posix.mounts import Traits
 from tiercheck.tiers.registry import make_driver
 
@@ -28,20 +26,6 @@ def killed_before_a_name_appears() -> Iterator[None]:
     directory = "tiercheck.tiers.posix.directories.shared.SharedDirectory"
     with mock.patch(f"{directory}.replace", side_effect=Killed), mock.patch(f"{directory}.link", side_effect=Killed):
         yield
-
-
-def client_on_a_mount(root: Path, *values: bool) -> TierDriver:
-    """For a process of its own, where what is patched stays so: a client of a file system with these traits."""
-    if values:
-        traits = Traits(*values)
-        mock.patch("tiercheck.tiers.posix.lustre.traits_of", lambda mount: traits).start()
-        if not traits.locks:
-            mock.patch("fcntl.flock", refuse_locks).start()
-    return LustreDriver(root)
-
-
-def refuse_locks(fd: int, operation: int) -> None:
-    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 class LustreKit(FileTierKit):

@@ -14,34 +14,13 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.clients import PREFIX, all_around_nvme, all_of_them
 from tests.file_tiers import FileTierTests
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.testing.faults import FaultyDriver, Killed
+from tiercheck.testing.faults import Killed
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver, MemoryStore, StoredObject
-from tiercheck.tiers.posix.nvme import NvmeDriver
-from tiercheck.tiers.wrappers import (
-    MeteredDriver,
-    PrefixedDriver,
-    RetryingDriver,
-    ThrottledDriver,
-    WrappingDriver,
-)
-from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
-
-PREFIX = "jobs/seven"
-
-
-def all_of_them(driver: TierDriver) -> TierDriver:
-    """The order a job would use: its own part of the tier, with another try for what fails, throttled and metered."""
-    tier = LazyOpenDriver(FaultyDriver(WrappingDriver(driver)))  # with no fault they cannot be told from the driver
-    retrying = RetryingDriver(PrefixedDriver(tier, PREFIX))
-    return MeteredDriver(ThrottledDriver(retrying, bytes_per_s=1 << 34, requests_per_s=1 << 20))
-
-
-def all_around_nvme(root: Path) -> TierDriver:
-    return all_of_them(NvmeDriver(root))
 
 
 class TestAllAroundMemory(TierDriverTests):
