@@ -310,6 +310,7 @@ _TENSOR = re.compile(
     rf'"data_offsets":\[({_INTEGER}),({_INTEGER})\]\}}'
 )
 _END = re.compile(r"\} *+\Z")
+_FORMAT = re.compile(rb"tiercheck/[0-9]{1,4}")
 
 
 def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
@@ -321,6 +322,9 @@ def decode_header(buffer: memoryview, file_nbytes: int) -> ShardHeader:
     if nbytes > file_nbytes or nbytes > len(buffer):
         raise ValueError(f"its header needs {nbytes} bytes and only {min(file_nbytes, len(buffer))} are there")
     if bytes(buffer[LENGTH_NBYTES : _DIGEST.start]) != _BEFORE_DIGEST:
+        other = _FORMAT.search(bytes(buffer[LENGTH_NBYTES : _DIGEST.start]))
+        if other and other[0] != FORMAT.encode():
+            raise ValueError(f"it is of the format {other[0].decode()}, and this release reads {FORMAT}")
         raise ValueError(f"it does not begin as a file of format {FORMAT} does")
     hasher = xxhash.xxh3_64()
     for part in (buffer[: _DIGEST.start], _ZEROS.encode("ascii"), buffer[_DIGEST.stop : nbytes]):

@@ -459,9 +459,15 @@ def test_another_programs_safetensors_file_is_refused():
         parse(file)
 
 
+def test_a_shard_of_another_format_is_refused_by_its_name():
+    file = sample_file().replace(b"tiercheck/2", b"tiercheck/3")
+    with pytest.raises(Corruption, match="of the format tiercheck/3, and this release reads tiercheck/2"):
+        parse(file)
+
+
 def test_a_shard_that_another_program_rewrote_is_refused():
     tensors = safetensors.torch.load(sample_file())
-    with pytest.raises(Corruption):
+    with pytest.raises(Corruption, match="does not begin as a file of format tiercheck/2"):
         parse(safetensors.torch.save(tensors, {"format": "tiercheck/2"}))
 
 
