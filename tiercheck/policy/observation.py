@@ -58,6 +58,10 @@ class _Held:
         return self._of(Stream.DIFFERENTIAL)
 
     @cached_property
+    def oldest_generation(self) -> int | None:
+        return min((key.generation for key in self.nbytes if isinstance(key, ShardKey)), default=None)
+
+    @cached_property
     def snapshots(self) -> tuple[ShardKey, ...]:
         return tuple(sorted(self._of(Stream.SNAPSHOT), key=lambda key: (key.generation, key.last, key.first)))
 
@@ -122,6 +126,11 @@ class Contents:
     def ranks(self) -> list[int]:
         """The ranks that have objects here, besides markers."""
         return [rank for rank in self._held if not isinstance(rank, _Group)]
+
+    def left_behind(self, generation: int) -> list[int]:
+        """The ranks that have shards of older generations here."""
+        oldest = ((rank, self._held[rank].oldest_generation) for rank in self.ranks)
+        return [rank for rank, each in oldest if each is not None and each < generation]
 
     @cached_property
     def commits(self) -> tuple[CommitKey, ...]:

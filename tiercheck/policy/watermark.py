@@ -99,9 +99,10 @@ class Retention:
         refused = dict.fromkeys(refusal for refusal in found if refusal is not None)
         return [*refused, *self.placement.refusals(seen)]
 
-    def has_room(self, seen: Observation) -> bool:
-        """Whether the first tier may take another base: no more than two of its bases must stay."""
-        gone = self.reclaimable(seen)[0]
+    def has_room(self, seen: Observation, reclaimable: Sequence[Key] | None = None) -> bool:
+        """Whether the first tier may take another base: no more than two of its bases must stay. ``reclaimable``: what
+        may go from it, if that is known."""
+        gone = self.reclaimable(seen)[0] if reclaimable is None else reclaimable
         staying = [base for base in seen.contents[0].bases(seen.rank) if base not in gone]
         return len(staying) <= BASES_IN_VOLATILE_TIERS
 
@@ -289,7 +290,7 @@ def _left_behind(seen: Observation, role: Role) -> list[Key]:
     held = seen.contents[role.index]
     return [
         key
-        for rank in held.ranks
+        for rank in held.left_behind(seen.generation)
         if rank != seen.rank
         for key in (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
         if key.generation < seen.generation

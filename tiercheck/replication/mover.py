@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
@@ -28,109 +28,34 @@ from tiercheck.keys import Key, LineageKey, ShardKey, Stream, parse
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.guard import checked_deletions
-from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import PacingPolicy, Unpaced
 from tiercheck.policy.recovery.agreement import needs_agreement, reach
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.policy.recovery.spans import Span
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
-from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING, Actions
+from tiercheck.replication.actions import COMMITTING, COPYING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
 from tiercheck.replication.generation import record_generation
+from tiercheck.replication.handle import MoverHandle, MoverStatus
+from tiercheck.replication.lanes import RECORDING, Lane
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals
+from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["Mover", "MoverHandle", "MoverStatus"]
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 2.0
+LOOK_AGAIN = Backoff(2.0, 8.0)
+"""The pauses between looks at a tier for which nothing is left to do, and of which nobody says that it has changed."""
 NAMED_MAX = 3
 """Of the objects that a wait ended for, so many are named."""
-RECORDING = "recording"
 POLICIES = "policies"
 """Under which :attr:`MoverStatus.errors` says which decisions of policies are refused."""
 MOVER = "mover"
 """Under which :attr:`MoverStatus.errors` says why the mover has stopped."""
-
-
-@dataclass(frozen=True)
-class MoverStatus:
-    """What the mover last saw and did."""
-
-    watermark: int | None = None
-    """The newest base version committed in the tier that survives most."""
-    undrained_bases: int = 0
-    """Bases of this rank that the durable tier still lacks."""
-    idle: bool = False
-    """Nothing was left to do at the last look."""
-    copied_bytes: int = 0
-    copied_objects: int = 0
-    deleted_objects: int = 0
-    errors: dict[str, str] = field(default_factory=dict)
-    """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
-    slow_views_s: dict[str, float] = field(default_factory=dict)
-    """Per tier whose last listing began over a minute ago: how many seconds ago."""
-    has_room: bool = True
-    """The first tier may take another base."""
-    reach: tuple[Span, ...] = ()
-    """Where no tier is shared: what this rank can come to, whichever of its copies are lost."""
-    base_needed_after: int | None = None
-    """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
-    this process's memory is lost, until a base newer than this version is captured."""
-    refused_decisions: int = 0
-    """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
-
-
-class MoverHandle(Protocol):
-    """A rank's mover, as its trainer sees it: in the trainer's own process, or in the node agent's."""
-
-    @property
-    def status(self) -> MoverStatus: ...
-
-    @property
-    def conflict(self) -> JobConflict | None:
-        """Why the mover has stopped for good: a newer generation has opened."""
-        ...
-
-    def nudge(self) -> None: ...
-
-    async def run(self) -> None: ...
-
-    async def cycle(self, *, closing: bool = False) -> bool: ...
-
-    async def make_room(self) -> None: ...
-
-    async def agree(self, mark: int) -> None:
-        """The ranks agree on this mark (:mod:`tiercheck.policy.recovery.agreement`). :attr:`status` is fresh after
-        that."""
-        ...
-
-    async def room_for_base(self, deadline_s: float) -> None: ...
-
-    async def drain(self, deadline_s: float, *, closing: bool) -> None: ...
-
-
-COMMITS = (REPORTING, COMMITTING)
-"""Reports come before a commit, so that a rank that sees a commit sees what was reported before."""
-MOVES = (RECORDING, MARKING, DELETING, COPYING)
-
-
-@dataclass(frozen=True, eq=False)
-class _Lane:
-    """Actions of some kinds for one tier: one after the other, while other lanes go on."""
-
-    tier: OpenTier
-    kinds: tuple[str, ...]
-    nudged: asyncio.Event = field(default_factory=asyncio.Event)
-    serving: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @classmethod
-    def of(cls, tier: OpenTier, *, commits: bool) -> list[_Lane]:
-        """``commits``: this rank may have to commit what lies in the tier."""
-        return [cls(tier, MOVES), cls(tier, COMMITS)] if commits else [cls(tier, MOVES + COMMITS)]
 
 
 @dataclass(frozen=True)
@@ -180,9 +105,15 @@ class Mover:
             undrained=lambda: placement.undrained(self._observer.seen()),
         )
         commits = [rank == COORDINATOR and tier.role.shared for tier in hierarchy.tiers]
-        self._lanes = [_Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
+        self._lanes = [Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
         """By tier."""
         self._idle = {lane: False for lanes in self._lanes for lane in lanes}
+        self._last_decided: tuple[Observation, dict[int, list[Key]]] | None = None
+        self._noted: tuple[Observation, set[Copy]] | None = None
+        """What the status speaks of, besides counts and errors."""
+        self._nudged_at: float | None = None
+        self._at_rest: dict[Lane, object] = {}
+        """What was known when nothing was left to do: while that is all that is known, nothing is."""
         self._looked = asyncio.Condition()
         self._lineage = lineage
         self._branch = lineage.branches.get(generation)
@@ -198,6 +129,7 @@ class Mover:
 
     def nudge(self) -> None:
         """Something changed: look soon instead of at the next regular look."""
+        self._nudged_at = asyncio.get_running_loop().time()
         for lane in self._idle:
             lane.nudged.set()
 
@@ -258,21 +190,29 @@ class Mover:
         if not (await self._serve(*self._lanes[0], closing=False)).acted:
             await self.cycle()
 
-    async def _keep_serving(self, lane: _Lane) -> None:
+    async def _keep_serving(self, lane: Lane) -> None:
+        in_vain, since = 0, None
         while True:
-            outcome = await self._serve(lane, closing=False)
+            outcome = await self._serve(lane, closing=False, nearby_since=since)
             if outcome.acted:
                 self.nudge()
                 lane.nudged.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S if outcome.done else RETRY.first_s):
+            in_vain += 1
+            try:
+                async with asyncio.timeout(LOOK_AGAIN.pause_s(in_vain) if outcome.done else RETRY.first_s):
                     await lane.nudged.wait()
+                in_vain, since = 0, self._nudged_at
+            except TimeoutError:
+                since = None
             lane.nudged.clear()
 
-    async def _serve(self, *lanes: _Lane, closing: bool, since: float | None = None) -> _Outcome:
+    async def _serve(
+        self, *lanes: Lane, closing: bool, since: float | None = None, nearby_since: float | None = None
+    ) -> _Outcome:
         """Do what policy wants of lanes of one tier, until nothing is left to do in them that can be done now.
 
-        ``since``: the tier is listed first, if its last listing began before that.
+        ``since``: the tier is listed first, if its last listing began before that. ``nearby_since``: the same for those
+        inside the node, which are listed in any case without it.
         """
         tier, kinds = lanes[0].tier, [kind for lane in lanes for kind in lane.kinds]
         if since is not None:
@@ -282,7 +222,14 @@ class Mover:
             for lane in lanes:
                 await stack.enter_async_context(lane.serving)
             while True:
-                await self._observer.refresh_nearby()
+                await self._observer.refresh_nearby(nearby_since)
+                nearby_since = None
+                state = self._observer.state, closing
+                if all(self._at_rest.get(lane) == state for lane in lanes):
+                    self._seen()
+                    if (slow := self._observer.slow_views_s) or self.status.slow_views_s:
+                        self.status = replace(self.status, slow_views_s=slow)
+                    return _Outcome(acted, done=True)
                 actions = [each for each in self._wanted(self._seen(), tier, closing) if each.kind in kinds]
                 if self._observer.visible(tier.index):
                     self._attempts.keep(tier, kinds, actions)
@@ -294,6 +241,7 @@ class Mover:
                 acted |= any(outcomes)
                 done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
                 self._idle |= dict.fromkeys(lanes, done and not outcomes)
+                self._at_rest |= dict.fromkeys(lanes, state if done and not outcomes else None)
                 self._note()
                 async with self._looked:
                     self._looked.notify_all()
@@ -342,11 +290,17 @@ class Mover:
         ]
 
     def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
-        decided = self._retention.reclaimable(seen)
+        decided = self._decided(seen)
         allowed, refused = checked_deletions(seen, decided, repr(self._retention.policy))
         self._refusals.note("deletions", refused)
         damaged = outlived(seen, self._retention, self._observer.damaged_there)
         return [*allowed[tier.index], *damaged.get(tier.index, ())]
+
+    def _decided(self, seen: Observation) -> dict[int, list[Key]]:
+        """What retention lets go; decided once for what is known."""
+        if self._last_decided is None or self._last_decided[0] is not seen:
+            self._last_decided = seen, self._retention.reclaimable(seen)
+        return self._last_decided[1]
 
     def _seen(self) -> Observation:
         """What is known now. Errors: ``JobConflict`` if a newer generation has opened."""
@@ -472,23 +426,31 @@ class Mover:
     def _note(self) -> None:
         """Make the status what is known now. It is read by other threads, so it is a value."""
         seen = self._observer.seen()
-        mark = watermark(seen)
-        undrained = self._placement.undrained(seen)
-        self._refusals.note("policies", self._retention.refusals(seen))
-        without_copy = lost(seen, self._observer.damaged)
-        self._observer.remember(without_copy)
-        self.status = MoverStatus(
-            watermark=mark.version if mark else None,
-            undrained_bases=undrained,
+        noted = seen, set(self._observer.damaged)
+        known: dict[str, Any] = {}
+        if self._noted is None or self._noted[0] is not seen or self._noted[1] != noted[1]:
+            self._noted = noted
+            mark, undrained = watermark(seen), self._placement.undrained(seen)
+            self._refusals.note("policies", self._retention.refusals(seen))
+            without_copy = lost(seen, self._observer.damaged)
+            self._observer.remember(without_copy)
+            known = {
+                "watermark": mark.version if mark else None,
+                "undrained_bases": undrained,
+                "has_room": undrained < BASES_IN_VOLATILE_TIERS
+                and self._retention.has_room(seen, self._decided(seen)[0]),
+                "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
+                "base_needed_after": base_needed_after(without_copy),
+            }
+        self.status = replace(
+            self.status,
+            **known,
             idle=all(self._idle.values()),
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,
             errors=self._errors,
             slow_views_s=self._observer.slow_views_s,
-            has_room=undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen),
-            reach=reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
-            base_needed_after=base_needed_after(without_copy),
             refused_decisions=self._refusals.count,
         )
 

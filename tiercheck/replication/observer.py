@@ -17,7 +17,7 @@ A view may be old, since what a decision rests on stays true unless a newer gene
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -36,8 +36,6 @@ __all__ = ["LISTING", "Observer"]
 RELIST = Backoff(0.5, 30.0)
 """The pauses between the listings of a tier behind a network in which nothing changes."""
 LISTING_S_MAX = 900.0
-FENCE_S = 1.0
-"""Of two decisions within this time the second one does not ask again whether a newer generation has opened."""
 FENCE_S_MAX = 60.0
 SLOW_VIEW_S = 60.0
 """A view older than this is shown."""
@@ -52,9 +50,9 @@ class _Known:
     """What is known of one tier. Times are the event loop's, in seconds."""
 
     names: dict[str, int] = field(default_factory=dict)
-    """Every object's name and size, those that are none of TierCheck's among them."""
+    """The name and size of every object that this rank lists, those that are none of TierCheck's among them."""
     contents: Contents = field(default_factory=Contents)
-    """The same as keys, but for damaged copies."""
+    """The same as keys, but for damaged copies; and what other ranks have left, as the first listing found it."""
     changes: dict[str, int | None] = field(default_factory=dict)
     """What this mover has put (bytes) and deleted (``None``) since the last listing began: one that was under way
     meanwhile shows some of it, and some not."""
@@ -113,23 +111,34 @@ class Observer:
         self._lineage = lineage
         self._own_prefixes = own_prefixes(rank, coordinator=rank == COORDINATOR)
         self._known = [_Known(prefixes=self._own_prefixes if role.shared else ("",)) for role in hierarchy.roles]
+        self._seen_state: object = None
+        self._seen: Observation | None = None
         self.mark: int | None = None
         """As of :class:`~tiercheck.policy.observation.Observation`."""
 
     # What is known
 
     def seen(self) -> Observation:
-        """What every tier holds, as far as is known now. Of a tier that was never listed nothing is known."""
-        contents = tuple(known.contents for known in self._known)
-        return Observation(
-            self._hierarchy.roles,
-            contents,
-            self.rank,
-            self._world_size,
-            self._generation,
-            self._lineage,
-            self.mark,
-        )
+        """What every tier holds, as far as is known now: the same value as long as that is the same. Of a tier that was
+        never listed nothing is known."""
+        state = self.mark, tuple(known.contents for known in self._known)
+        if state != self._seen_state or self._seen is None:
+            self._seen_state = state
+            self._seen = Observation(
+                self._hierarchy.roles,
+                state[1],
+                self.rank,
+                self._world_size,
+                self._generation,
+                self._lineage,
+                self.mark,
+            )
+        return self._seen
+
+    @property
+    def state(self) -> object:
+        """All that decisions rest on. It is equal only to itself as long as nothing changes."""
+        return self.mark, [(known.contents, known.visible, known.unsure) for known in self._known]
 
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
@@ -219,20 +228,26 @@ class Observer:
         async with known.lock:
             # Another look may have listed it while this one waited.
             asked = since is not None and (known.attempted_at < since or known.unsure)
-            if asked or _now() >= known.next_at:
+            if asked or (_now() >= known.next_at and not (since is not None and tier.capabilities.mappable)):
                 await self._list(tier, known)
 
-    async def refresh_nearby(self) -> None:
-        """List the tiers inside the node."""
-        await asyncio.gather(*(self.refresh(tier) for tier, _ in self._pairs() if tier.capabilities.mappable))
+    async def refresh_nearby(self, since: float | None = None) -> None:
+        """List the tiers inside the node; one that was listed ``since`` then (by default: now) need not be."""
+        since = _now() if since is None else since
+        for tier, _ in self._pairs():
+            if tier.capabilities.mappable:
+                await self.refresh(tier, since)
 
     async def keep_listing(self, tier: OpenTier, changed: Callable[[], None]) -> None:
-        """List a tier behind a network whenever that is due, until cancelled. ``changed`` is told after each."""
+        """List a tier behind a network whenever that is due, until cancelled. ``changed`` is told when that has brought
+        anything new."""
         known = self._known[tier.index]
         while not tier.capabilities.mappable:
             known.changed.clear()
+            before = known.contents, known.visible
             await self.refresh(tier)
-            changed()
+            if before != (known.contents, known.visible):
+                changed()
             while (pause_s := known.next_at - _now()) > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
@@ -241,14 +256,14 @@ class Observer:
                     known.changed.clear()
 
     async def fence(self, tier: OpenTier) -> None:
-        """Learn which generations have opened in a tier that a decision is about, and in the durable one.
+        """Learn which generations have opened in a tier that a decision is about, and in the durable one: by a small
+        listing right before the decision, however old the view is that it rests on.
 
         The durable one need not be asked again where it has been since the newest commit there was learned of: what
         is deleted elsewhere rests on that. Errors: ``TierError`` of either.
         """
-        own, durable = self._known[tier.index], self._hierarchy.tiers[self.seen().durable.index]
-        if own.fenced_at < max(_now() - FENCE_S, own.committed_at):
-            await self._read_generations(tier)
+        durable = self._hierarchy.tiers[self.seen().durable.index]
+        await self._read_generations(tier)
         known = self._known[durable.index]
         if durable is not tier and known.fenced_at < known.committed_at:
             await self._read_generations(durable)
@@ -284,9 +299,10 @@ class Observer:
         known.attempted_at = began
         if known.visible:
             known.unsure = False
-            elsewhere = {name: size for name, size in known.names.items() if not name.startswith(known.prefixes)}
-            changed = self._take(tier, known, {**elsewhere, **found, **known.changes}, parsed)
-            known.prefixes = self._own_prefixes
+            changed = self._take(tier, known, {**found, **known.changes} if known.changes else found, parsed)
+            if known.prefixes != self._own_prefixes:
+                known.prefixes = self._own_prefixes
+                known.names = {name: size for name, size in known.names.items() if name.startswith(known.prefixes)}
             known.unchanged = 0 if changed else known.unchanged + 1
             # Keys are listed in order: of generations after what is committed.
             known.listed_at = known.fenced_at = began
@@ -305,9 +321,11 @@ class Observer:
                 await asyncio.sleep(0)
 
     def _take(
-        self, tier: OpenTier, known: _Known, listed: dict[str, int | None], parsed: dict[str, Key | None]
+        self, tier: OpenTier, known: _Known, listed: Mapping[str, int | None], parsed: dict[str, Key | None]
     ) -> bool:
         """Make what was listed what is known. Whether anything has changed."""
+        if listed == known.names:
+            return False
         names = {name: nbytes for name, nbytes in listed.items() if nbytes is not None}
         if names == known.names:
             return False

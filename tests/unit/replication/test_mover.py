@@ -14,7 +14,9 @@ from tiercheck.errors import CapacityExceeded, Corruption, DeadlineExceeded, Job
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey, parse
+from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.watermark import Retention
 from tiercheck.replication.records import marker_record
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
@@ -291,11 +293,7 @@ async def test_a_slow_tier_holds_up_none_of_the_others(tmp_path: Path) -> None:
             assert str(ShardKey.differential(1, 1, 2, 0)) in await held(hierarchy)
 
 
-async def test_a_generation_that_opens_between_two_commits_stops_the_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiercheck.replication.observer.FENCE_S", 0.0)
-
+async def test_a_generation_that_opens_between_two_commits_stops_the_second(tmp_path: Path) -> None:
     class Superseding(FaultyDriver):
         async def put(self, key: str, payload: Payload, *, mode: PutMode = PutMode.OVERWRITE) -> ObjectInfo:
             info = await super().put(key, payload, mode=mode)
@@ -481,3 +479,34 @@ async def test_what_another_job_wrote_under_this_generations_number_is_neither_c
     await mover.cycle()
     assert str(CommitKey(1, 4)) not in await held(plain)
     assert "another job" in mover.status.errors["nvme"]
+
+
+async def test_a_look_that_finds_nothing_new_decides_nothing(
+    plain: OpenHierarchy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many ranks on a node, what it costs to look in vain is what an idle agent costs."""
+    asked: list[str] = []
+
+    def counted(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def count(*arguments: object, **options: object) -> object:
+            asked.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, count)
+
+    counted(Retention, "reclaimable")
+    counted(Retention, "refusals")
+    counted(Placement, "transfers")
+    mover = mover_of(plain)
+    await capture(plain, base(0), record(1), record(2))
+    assert await mover.cycle()
+    assert set(asked) == {"reclaimable", "refusals", "transfers"}
+    asked.clear()
+    for _ in range(3):
+        assert await mover.cycle()
+    assert asked == []
+    await capture(plain, record(3), record(4))
+    await mover.cycle()
+    assert str(ShardKey.differential(1, 3, 4, 0)) in await held(plain)

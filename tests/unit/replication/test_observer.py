@@ -216,8 +216,7 @@ async def test_what_has_opened_is_asked_again_of_the_durable_tier_after_each_com
         assert observer.seen().newest_generation == 2
 
 
-async def test_what_has_opened_is_asked_of_the_tier_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercheck.replication.observer.FENCE_S", 0.0)
+async def test_what_has_opened_is_asked_of_the_tier_itself() -> None:
     async with shared().open() as hierarchy:
         observer = observer_of(hierarchy)
         await observer.look()

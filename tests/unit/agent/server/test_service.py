@@ -50,7 +50,7 @@ Removing = Callable[[str, str], None]
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test can sit out."""
-    monkeypatch.setattr("tiercheck.replication.mover.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("tiercheck.replication.mover.LOOK_AGAIN", Backoff(0.05, 0.05))
     monkeypatch.setattr("tiercheck.replication.backoff.RETRY", Backoff(0.01, 0.02))
     monkeypatch.setattr("tiercheck.tiers.wrappers.lazy_open.OPEN_S", 0.1)
     monkeypatch.setattr("tiercheck.agent.jobs.replicator.TICK_S", 0.05)

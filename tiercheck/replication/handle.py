@@ -1,0 +1,68 @@
+"""A rank's mover as others see it: what it says of itself, and what it can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tiercheck.errors import JobConflict
+from tiercheck.policy.recovery.spans import Span
+
+__all__ = ["MoverHandle", "MoverStatus"]
+
+
+@dataclass(frozen=True)
+class MoverStatus:
+    """What the mover last saw and did."""
+
+    watermark: int | None = None
+    """The newest base version committed in the tier that survives most."""
+    undrained_bases: int = 0
+    """Bases of this rank that the durable tier still lacks."""
+    idle: bool = False
+    """Nothing was left to do at the last look."""
+    copied_bytes: int = 0
+    copied_objects: int = 0
+    deleted_objects: int = 0
+    errors: dict[str, str] = field(default_factory=dict)
+    """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
+    slow_views_s: dict[str, float] = field(default_factory=dict)
+    """Per tier whose last listing began over a minute ago: how many seconds ago."""
+    has_room: bool = True
+    """The first tier may take another base."""
+    reach: tuple[Span, ...] = ()
+    """Where no tier is shared: what this rank can come to, whichever of its copies are lost."""
+    base_needed_after: int | None = None
+    """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
+    this process's memory is lost, until a base newer than this version is captured."""
+    refused_decisions: int = 0
+    """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
+
+
+class MoverHandle(Protocol):
+    """A rank's mover, as its trainer sees it: in the trainer's own process, or in the node agent's."""
+
+    @property
+    def status(self) -> MoverStatus: ...
+
+    @property
+    def conflict(self) -> JobConflict | None:
+        """Why the mover has stopped for good: a newer generation has opened."""
+        ...
+
+    def nudge(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def cycle(self, *, closing: bool = False) -> bool: ...
+
+    async def make_room(self) -> None: ...
+
+    async def agree(self, mark: int) -> None:
+        """The ranks agree on this mark (:mod:`tiercheck.policy.recovery.agreement`). :attr:`status` is fresh after
+        that."""
+        ...
+
+    async def room_for_base(self, deadline_s: float) -> None: ...
+
+    async def drain(self, deadline_s: float, *, closing: bool) -> None: ...

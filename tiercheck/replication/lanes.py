@@ -1,0 +1,31 @@
+"""A tier's lanes: actions of some kinds, one after the other, while those of other lanes go on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tiercheck.hierarchy import OpenTier
+from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING
+
+__all__ = ["RECORDING", "Lane"]
+
+RECORDING = "recording"
+COMMITS = (REPORTING, COMMITTING)
+"""Reports come before a commit, so that a rank that sees a commit sees what was reported before."""
+MOVES = (RECORDING, MARKING, DELETING, COPYING)
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Actions of some kinds for one tier: one after the other, while other lanes go on."""
+
+    tier: OpenTier
+    kinds: tuple[str, ...]
+    nudged: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def of(cls, tier: OpenTier, *, commits: bool) -> list[Lane]:
+        """``commits``: this rank may have to commit what lies in the tier."""
+        return [cls(tier, MOVES), cls(tier, COMMITS)] if commits else [cls(tier, MOVES + COMMITS)]
