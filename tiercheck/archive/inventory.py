@@ -141,9 +141,13 @@ class Inventory:
             raise RecoveryError(f"there is no generation {generation} here whose record can be read: there are {known}")
         return Lineage.of(branch for branch in self.branches.values() if branch.generation <= generation)
 
-    def readable(self, lineage: Lineage | None = None) -> dict[int, tuple[RecoveryPoint, ...]]:
-        """By version, each rank's way to it."""
-        lineage = self.lineage() if lineage is None else lineage
+    @cached_property
+    def readable(self) -> Mapping[int, tuple[RecoveryPoint, ...]]:
+        """By version of the newest generation's past, each rank's way to it."""
+        return self.readable_of(self.lineage())
+
+    def readable_of(self, lineage: Lineage) -> Mapping[int, tuple[RecoveryPoint, ...]]:
+        """The same of another past."""
         found: dict[int, tuple[RecoveryPoint, ...]] = {}
         for world_size, generations in segments(lineage):
             ways = [
@@ -159,11 +163,11 @@ class Inventory:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The versions that can be read, oldest first."""
-        return spans_of(self.readable())
+        return spans_of(self.readable)
 
     def at(self, version: int | None = None, *, generation: int | None = None) -> Recoverable:
         """How all ranks come to ``version``, by default the newest. Errors: ``RecoveryError``."""
-        ways = self.readable(self.lineage(generation))
+        ways = self.readable if generation is None else self.readable_of(self.lineage(generation))
         if not ways:
             raise RecoveryError(f"no version can be read of what lies in {self._places}: {self._why()}")
         chosen = max(ways) if version is None else version

@@ -63,8 +63,8 @@ async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progr
     most a chunk is in memory (:data:`tiercheck.archive.shards.CHUNK_NBYTES`), if the tier reads ranges."""
     work = _Work(hierarchy, inventory, progress)
     await asyncio.gather(*(work.tier(tier) for tier in hierarchy.tiers))
-    before = inventory.readable()
-    after = inventory.less(work.bad).readable()
+    before = inventory.readable
+    after = inventory.less(work.bad).readable
     return Verified(
         objects=work.objects,
         nbytes=work.done_nbytes,
