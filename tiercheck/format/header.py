@@ -369,7 +369,8 @@ def read_metadata(text: str) -> tuple[dict[str, str], int]:
 
 
 def interpret(strings: dict[str, str]) -> tuple[ShardMetadata, dict[str, str], dict[str, str]]:
-    """The shard's metadata, and the checksum and the logical dtype by tensor name."""
+    """The shard's metadata, and the checksum and the logical dtype by tensor name. Strings that this release does not
+    know are ignored: a later one may add some."""
     notes: dict[str, str] = {}
     checksums: dict[str, str] = {}
     dtypes: dict[str, str] = {}
@@ -380,9 +381,8 @@ def interpret(strings: dict[str, str]) -> tuple[ShardMetadata, dict[str, str], d
         target = families.get(family, fields) if separator else fields
         target[rest if separator and target is not fields else name] = value
     expected = {"format", "xxh3_64", "stream", "token", *_NUMBERS}
-    if fields.keys() != expected:
-        wrong = sorted(fields.keys() ^ expected)
-        raise ValueError(f"its metadata lacks or does not know {wrong[0][:80]!r}")
+    if missing := sorted(expected - fields.keys()):
+        raise ValueError(f"its metadata lacks {missing[0]!r}")
     for value in (fields[name] for name in _NUMBERS):
         if not re.fullmatch(_INTEGER, value):
             raise ValueError(f"its metadata has {value[:80]!r} for a number")
