@@ -32,6 +32,7 @@ SLOW = settings(max_examples=4, stateful_step_count=25, suppress_health_check=li
 
 class TestSftp(FileTierTests):
     listed = 300  # a server tells of some 100 names at a time
+    kill_nbytes = 2 << 20  # eight parts
 
     @pytest.fixture(autouse=True)
     def directory(self, sshd: Sshd) -> Iterator[None]:
@@ -70,7 +71,9 @@ def azure_url(server: Azurite, container: ContainerClient, options: str = "") ->
 
 
 class TestAzure(TierDriverTests):
-    listed = 300  # a page has 5,000 names, more than any test puts
+    listed = 100  # a page has 5,000 names, more than any test puts
+    overwrites = 12
+    kill_nbytes = 2 << 20  # eight parts
 
     @pytest.fixture(autouse=True)
     def container(self, azurite: Azurite) -> Iterator[None]:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.servers.s3_place import Place, driver, place
+from tests.servers.s3_place import PART, Place, driver, place
 from tests.servers.s3_proxy import Answer, Fault, Request, Reset, S3Proxy, is_operation
 from tests.servers.seaweed import s3_server
 from tiercheck.errors import (
@@ -26,9 +26,8 @@ from tiercheck.errors import (
     Unauthorized,
     Unsupported,
 )
-from tiercheck.testing.driver_kit.writers import WriterTests
-from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.s3 import S3Driver
+from tiercheck.tiers.s3.client import EXPECT_BYTES_MIN
 from tiercheck.tiers.s3.payload import Body
 from tiercheck.types import ByteRange, PutMode
 
@@ -36,7 +35,6 @@ __all__ = ["driver", "place", "s3_server"]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
 
-PART = 5 << 20
 LARGE = random.Random(3).randbytes(3 * PART + 7)
 
 
@@ -405,7 +403,7 @@ class TestConditionalPutsOfLargeObjects:
     async def test_a_condition_that_fails_is_told_before_the_body_is_sent(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        sent = 0
+        content, sent = LARGE * (EXPECT_BYTES_MIN // len(LARGE) + 1), 0
 
         def counting(self: Body, nbytes: int = -1) -> bytes:
             nonlocal sent
@@ -415,14 +413,14 @@ class TestConditionalPutsOfLargeObjects:
 
         read = Body.read
         async with place.driver() as driver:
-            await driver.put("large", [LARGE], mode=PutMode.CREATE)
+            await driver.put("large", [content], mode=PutMode.CREATE)
             monkeypatch.setattr(Body, "read", counting)
             place.proxy.hasty = "PutObject"
             for _ in range(3):
                 with pytest.raises(AlreadyExists):
-                    await driver.put("large", [LARGE], mode=PutMode.CREATE)
+                    await driver.put("large", [content], mode=PutMode.CREATE)
             assert (sent, driver.retries) == (0, 0)
-            assert await driver.get("large") == LARGE
+            assert await driver.get("large") == content
 
     async def test_more_than_one_request_holds_is_refused(self, place: Place, driver: S3Driver) -> None:
         """5 GiB and a byte, of one small buffer put in again and again."""
@@ -499,37 +497,23 @@ class TestSweep:
                 await driver.delete(["a/b"])
 
 
-class TestWithoutConditions(WriterTests):
-    """A server that ignores conditions: said so once the driver is open, and refused from then on."""
-
-    large_nbytes = 6 << 20
-
-    @pytest.fixture(autouse=True)
-    def behind_a_proxy(self, place: Place) -> None:
-        self.place = place
-        place.proxy.ignore_conditions()
-
-    async def make_driver(self) -> TierDriver:
-        return self.place.driver()
-
-    async def second_client(self, driver: TierDriver) -> TierDriver:
-        return await self.make_driver()
-
-    async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
-        return self.place.raw(key)
-
-    async def raw_put(self, driver: TierDriver, key: str, content: bytes) -> None:
-        raise NotImplementedError("no test of writers needs it")
-
-    def crash_before_publish(self, driver: TierDriver) -> None:
-        return None
-
-    async def test_it_is_found_out(self) -> None:
-        async with self.place.driver() as driver:
-            assert not driver.capabilities.conditional_put
-            with pytest.raises(Unsupported):
-                await driver.put("a", [b"x"], mode=PutMode.CREATE)
-            assert self.place.raw("a") is None
-        self.place.proxy.clear()
-        async with self.place.driver() as driver:
-            assert driver.capabilities.conditional_put
+async def test_a_server_that_ignores_conditions_is_found_out(place: Place) -> None:
+    """Said so once the driver is open, and refused from then on; all else is as ever."""
+    place.proxy.ignore_conditions()
+    async with place.driver() as driver:
+        assert not driver.capabilities.conditional_put
+        with pytest.raises(Unsupported):
+            await driver.put("a", [b"x"], mode=PutMode.CREATE)
+        assert place.raw("a") is None
+        first = await driver.put("a", [b"first"])
+        with pytest.raises(Unsupported):
+            await driver.put("a", [b"x"], mode=PutMode.UPDATE(first.etag))
+        assert place.raw("a") == b"first"
+        place.proxy.lose_answer(on="PutObject")
+        second = await driver.put("a", [b"second"])
+        assert await driver.stat("a") == second
+        await driver.put("a", [LARGE])
+        assert await driver.get("a") == LARGE
+    place.proxy.clear()
+    async with place.driver() as driver:
+        assert driver.capabilities.conditional_put

@@ -12,7 +12,10 @@ from tests.servers.seaweed import Seaweed
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.s3 import S3Driver
 
-__all__ = ["Place", "driver", "place"]
+__all__ = ["PART", "Place", "driver", "place"]
+
+PART = 256 << 10
+"""Less than S3 takes, and this server does not mind: an object of a few parts is soon sent, again and again."""
 
 
 class Place:
@@ -22,7 +25,7 @@ class Place:
         self.server, self.proxy, self.prefix = server, proxy, secrets.token_hex(6)
 
     def driver(self, **options: object) -> S3Driver:
-        chosen = {"part": "5MiB", "parts_in_flight": 3, "timeout": "20s", "deadline": "20s", **options}
+        chosen = {"part": f"{PART}B", "parts_in_flight": 3, "timeout": "20s", "deadline": "20s", **options}
         query = "&".join(f"{name}={value}" for name, value in chosen.items())
         location = f"{self.server.bucket}/{self.prefix}"
         made = make_driver(f"s3://{location}?endpoint_url={self.proxy.endpoint_url}&{query}")
@@ -46,6 +49,7 @@ class Place:
 def place(s3_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tiercheck.tiers.s3.settings.PART_BYTES_MIN", PART)
     with S3Proxy(s3_server) as proxy:
         yield Place(s3_server, proxy)
 

@@ -128,6 +128,8 @@ class TestAzure(ServerTests):
     variable = AZ
     part = "1MiB"
     large_nbytes = 5 << 19  # three parts, the last one short
+    kill_nbytes = 4 << 20
+    listed = 100  # a page has 5,000 names, more than any test puts
 
     async def test_wrong_credentials_are_unauthorized(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bm90IHRoZSBrZXk=")
