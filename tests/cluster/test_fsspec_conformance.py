@@ -15,15 +15,13 @@ from azure.storage.blob import BlobServiceClient, ContainerClient
 from hypothesis import HealthCheck, settings
 
 from tests.file_tiers import FileTierTests
-from tests.servers.azurite import Azurite, azurite
-from tests.servers.sshd import Sshd, sshd
+from tests.servers.azurite import Azurite
+from tests.servers.sshd import Sshd
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.testing.faults import Killed
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
-
-__all__ = ["azurite", "sshd"]
 
 pytestmark = pytest.mark.cluster
 

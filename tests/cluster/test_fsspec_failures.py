@@ -20,7 +20,7 @@ from urllib.parse import quote
 import pytest
 from azure.storage.blob import BlobServiceClient
 
-from tests.servers.azurite import Azurite, azurite
+from tests.servers.azurite import Azurite
 from tests.servers.process import free_port
 from tests.servers.sshd import Sshd
 from tiercheck.errors import CapacityExceeded, NotFound, TierError, Transient, Unauthorized, Unsupported
@@ -29,8 +29,6 @@ from tiercheck.tiers.fsspec import renaming
 from tiercheck.tiers.fsspec.backends import Backend
 from tiercheck.tiers.fsspec.workers import Ticket
 from tiercheck.tiers.registry import make_driver
-
-__all__ = ["azurite"]
 
 pytestmark = pytest.mark.cluster
 

@@ -10,12 +10,10 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.servers.seaweed import Seaweed, s3_server
+from tests.servers.seaweed import Seaweed
 from tiercheck.testing.conformance import TierDriverTests
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
-
-__all__ = ["s3_server"]
 
 pytestmark = pytest.mark.cluster
 

@@ -13,7 +13,6 @@ import pytest
 
 from tests.servers.s3_place import PART, Place, driver, place
 from tests.servers.s3_proxy import Answer, Fault, Request, Reset, S3Proxy, is_operation
-from tests.servers.seaweed import s3_server
 from tiercheck.errors import (
     AlreadyExists,
     CapacityExceeded,
@@ -31,7 +30,7 @@ from tiercheck.tiers.s3.client import EXPECT_BYTES_MIN
 from tiercheck.tiers.s3.payload import Body
 from tiercheck.types import ByteRange, PutMode
 
-__all__ = ["driver", "place", "s3_server"]
+__all__ = ["driver", "place"]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.seaweed import Seaweed, s3_server
-
-__all__ = ["s3_server"]
+from tests.servers.seaweed import Seaweed
 
 pytestmark = pytest.mark.cluster
 

@@ -8,12 +8,11 @@ import pytest
 
 from tests.servers.process import free_port
 from tests.servers.s3_place import Place, place
-from tests.servers.seaweed import s3_server
 from tiercheck.errors import ConfigurationError, TierError, Transient, Unauthorized
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
-__all__ = ["place", "s3_server"]
+__all__ = ["place"]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
 

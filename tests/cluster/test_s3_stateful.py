@@ -9,12 +9,10 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.servers.seaweed import Seaweed, s3_server
+from tests.servers.seaweed import Seaweed
 from tiercheck.testing.stateful import DriverMachine
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
-
-__all__ = ["s3_server"]
 
 pytestmark = pytest.mark.cluster
 

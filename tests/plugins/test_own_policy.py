@@ -57,7 +57,7 @@ def place(node: Node) -> Iterator[Node]:
 
 
 def test_an_agent_obeys_a_policy_that_was_installed_from_outside(outside: Outside, place: Node) -> None:
-    """And goes on with it in the next generation; it refuses one that is found where the trainer runs and not with it."""
+    """And goes on with it in the next generation; it refuses one that is found where the trainer runs alone."""
     elsewhere = outside.folder / "elsewhere"
     info = elsewhere / "own-1.0.dist-info"
     info.mkdir(parents=True)

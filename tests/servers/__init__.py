@@ -1,1 +1,1 @@
-"""Real servers and file systems for the tests: each module starts one on loopback and takes it down again."""
+"""Real servers and file systems for the tests: each worker starts one on loopback and takes it down again."""

@@ -19,13 +19,14 @@ ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 
 
 class Azurite(ServerProcess):
-    """``with Azurite(folder) as server``."""
+    """``with Azurite(folder) as server``. ``keeps``: on the disk; else in its memory, which is soon lost and faster."""
 
     name = "Azurite"
     ready_s_max = 60.0
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keeps: bool = True) -> None:
         super().__init__(folder)
+        self._keeps = keeps
         self.port = free_port()
         self._program = need("azurite-blob", package="azurite (npm)")
 
@@ -38,7 +39,8 @@ class Azurite(ServerProcess):
 
     def command(self) -> Sequence[str | Path]:
         flags = ["--silent", "--disableTelemetry", "--skipApiVersionCheck", "--blobHost", "127.0.0.1"]
-        return [self._program, *flags, "--blobPort", str(self.port), "--location", self.folder / "data"]
+        where = ["--location", self.folder / "data"] if self._keeps else ["--inMemoryPersistence"]
+        return [self._program, *flags, "--blobPort", str(self.port), *where]
 
     def is_ready(self) -> bool:
         """Whether it takes connections."""
@@ -46,7 +48,7 @@ class Azurite(ServerProcess):
         return True
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    with Azurite(tmp_path_factory.mktemp("azurite")) as server:
+    with Azurite(tmp_path_factory.mktemp("azurite"), keeps=False) as server:
         yield server

@@ -100,7 +100,7 @@ class Sshd(ServerProcess):
         super().kill()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     with Sshd(tmp_path_factory.mktemp("sshd")) as server:
         yield server
