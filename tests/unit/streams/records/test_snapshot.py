@@ -347,7 +347,9 @@ def test_every_flipped_byte_is_noticed() -> None:
     optimizer.step()
     content = snapshot_bytes(stream, 1)
     whole = advanced(base, parse(content), tier="here")
-    for position in range(len(content)):
+    # The last object, the host state, has two thirds of the bytes under one checksum: of its middle, every 16th.
+    middle = range(4096, len(content) - 64)
+    for position in (each for each in range(len(content)) if each not in middle or each % 16 == 0):
         damaged = bytearray(content)
         damaged[position] ^= 0x10
         try:
