@@ -60,8 +60,8 @@ class ProcessLock:
                 f"rank {rank} of another job on this node (process {holder}) is using {url}; end it, or give this "
                 "job a tier of its own"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        # Of one length each time: a file that was truncated is written to the disk when it is closed.
+        os.pwrite(descriptor, f"{os.getpid():<31}\n".encode(), 0)
 
     def release(self) -> None:
         """Unlock the tiers. Idempotent."""
