@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,14 @@ from tiercheck.errors import DeadlineExceeded, GroupError, RecoveryError, SaveEr
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey, Stream
-from tiercheck.opening.agreement import Agreement
+from tiercheck.opening.agreement import Agreement, clear_tiers
+from tiercheck.recovery.past import Past
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.restorer import Restored
+from tiercheck.recovery.survey import Survey
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.runtime.front import ThreadScheduler, run
-from tiercheck.runtime.group import BlockingGroup, SimulatedGroup
+from tiercheck.runtime.group import BlockingGroup, SimulatedGroup, SingleProcess
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Moment, Point
 from tiercheck.tiers.registry import make_driver
 
@@ -259,6 +265,27 @@ def test_what_lies_in_a_tier_that_was_away_at_the_survey_is_not_deleted(tmp_path
     assert same_version(ranks(second_life)) == 6
     assert {key for key in shards(job.others[1]) if key.rank == 1} >= before
     assert (1, 0) not in job.bases(job.memories[1], 1)
+
+
+async def test_a_tier_that_was_away_when_the_rank_looked_is_not_cleared(tmp_path: Path) -> None:
+    """Nothing was recovered, so that no shard is needed any more; of what lies in that tier nobody knows."""
+    old = str(ShardKey.base(1, 4, 0))
+    hierarchy = Hierarchy.of(memory(), f"nvme://{tmp_path}/own?survives=node").open()
+    async with hierarchy:
+        for tier in hierarchy.tiers:
+            await tier.driver.put(old, [b"x"])
+        past = Past.of([Survey(away=((1, "it is away"),))], hierarchy.roles, "")
+        alone = Ranks(BlockingGroup(SingleProcess()), AtOnce(), DEADLINE_S)
+        await clear_tiers(alone, hierarchy, Restored(None, past), generation=2)
+        left = [[info.key async for info in tier.driver.list()] for tier in hierarchy.tiers]
+    assert left == [[], [old]]
+
+
+class AtOnce:
+    """A scheduler that calls in the loop of the test, and waits as long as it takes."""
+
+    async def call(self, work: Coroutine[Any, Any, object], what: str, deadline_s: float) -> object:
+        return await work
 
 
 class Told:
