@@ -7,8 +7,8 @@ is told as gone. Several tiers are one view.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -42,6 +42,17 @@ def open(url: str, *more_urls: str, deadline_s: float = DEADLINE_S) -> Archive: 
     Errors: ``ConfigurationError`` for a URL that is none; ``TierError`` if no tier can be opened.
     """
     return Archive(url, *more_urls, deadline_s=deadline_s)
+
+
+@contextmanager
+def needing_torch() -> Iterator[None]:
+    """Imports what listing and verifying do without. Errors: ``ConfigurationError`` if torch is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigurationError("to look into versions needs torch: pip install 'tiercheck[torch]'") from error
 
 
 class Archive:
@@ -111,7 +122,8 @@ class Archive:
 
     def show(self, version: int | None = None, *, rank: int = 0, generation: int | None = None) -> Contents:
         """What a rank has of a version: tensors, host state, and who wrote it. Errors: ``RecoveryError``."""
-        from tiercheck.archive.contents import read_contents  # brings torch, which listing does without
+        with needing_torch():
+            from tiercheck.archive.contents import read_contents
 
         chosen = self.inventory.at(version, generation=generation)
         return self._call(read_contents(self._hierarchy, self.inventory, chosen, rank))
@@ -131,7 +143,8 @@ class Archive:
         Errors: ``RecoveryError``; ``ConfigurationError`` if steps must be replayed of an optimizer that is neither
         torch's nor registered; ``TierError``.
         """
-        from tiercheck.archive.rebuild import rebuild
+        with needing_torch():
+            from tiercheck.archive.rebuild import rebuild
 
         chosen = self.inventory.at(version, generation=generation)
         scheduler = self._running()
@@ -167,7 +180,8 @@ class Archive:
         The target gets its name when it is whole. Errors: as :meth:`rebuild`; ``ConfigurationError`` if the target is
         there already, unless ``overwrite``; ``TierError`` for what the target's file system refuses.
         """
-        from tiercheck.archive.export.write import Format, Source, export
+        with needing_torch():
+            from tiercheck.archive.export.write import Format, Source, export
 
         try:
             chosen_format = Format(format)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,23 @@ def test_verify_fails_where_a_version_is_lost_and_only_there(left: Left, finishe
     assert f"lost: version {LAST}; the newest that can be read is {LAST - 1}" in text
     assert told("verify", left.url, f"nvme://{finished.root}")["lost"] == []
     assert "nothing is lost" in printed("verify", left.url, f"nvme://{finished.root}")
+
+
+def test_listing_and_verifying_need_no_torch(finished: Left) -> None:
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from typer.testing import CliRunner
+from tiercheck.cli import commands, main
+for command in ("ls", "plan", "verify"):
+    done = CliRunner().invoke(commands.app, [command, {finished.url!r}, "--json"])
+    assert done.exit_code == 0, done.output
+sys.argv = ["tiercheck", "show", {finished.url!r}]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: to look into versions needs torch: pip install 'tiercheck[torch]'\n"
 
 
 def test_export_writes_the_model_and_says_how_true_it_is(finished: Left, tmp_path: Path) -> None:
