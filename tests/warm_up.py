@@ -1,7 +1,7 @@
 """What every worker of a test run would otherwise compile for itself is compiled once, before the workers start.
 
 ``make pytest`` runs it on a fresh clone and after the kernels have changed. It compiles Numba's kernels, and the
-bytecode of the tests with pytest's rewritten assertions. What fails here fails again in a test, which reports it.
+bytecode of the tests with pytest's rewritten assertions. What cannot be collected is reported by the run that follows.
 """
 
 from __future__ import annotations

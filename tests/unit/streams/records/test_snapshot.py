@@ -357,6 +357,7 @@ def test_every_flipped_byte_is_noticed() -> None:
         except Corruption:
             continue
         # Padding between tensors belongs to nothing.
+        assert content[position] == 0, f"the byte at {position}"
         assert all(torch.equal(state.masters[name], tensor) for name, tensor in whole.masters.items())
 
 
