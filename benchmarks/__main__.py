@@ -1,4 +1,4 @@
-"""``python -m benchmarks tiers``, ``soak``, ``kernels`` and ``fidelity``."""
+"""``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity`` and ``scale``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from benchmarks import measure
 from benchmarks.fidelity import command as fidelity
 from benchmarks.kernels import command as kernels
+from benchmarks.scale import command as scale
 from benchmarks.soak import command as soak
 
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     soak.add_command(commands.add_parser("soak", help="races under faults, and an account of what was lost"))
     kernels.add_command(commands.add_parser("kernels", help="what the kernels reach, against what the machine allows"))
     fidelity.add_command(commands.add_parser("fidelity", help="what a recovery by each codec restores"))
+    scale.add_command(commands.add_parser("scale", help="what each step costs one rank of so many"))
     chosen = parser.parse_args(arguments)
     # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
