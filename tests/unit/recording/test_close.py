@@ -110,6 +110,9 @@ def test_a_loop_that_cannot_be_stopped_says_so(monkeypatch: pytest.MonkeyPatch) 
         loop.close()
     finally:
         hung.set()
+        loop._loop.call_soon_threadsafe(loop._loop.stop)
+        loop._thread.join(10)
+    assert not loop._thread.is_alive()
     assert future.cancelled() or future.done()
 
 
