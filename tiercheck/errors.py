@@ -6,7 +6,7 @@
     ├── ConfigurationError        the caller's set-up is wrong; nothing was changed
     │   ├── UnsupportedSetup      a training set-up that cannot be saved whole, refused at attach
     │   ├── UnknownRequest        an agent of another release does not know what it was asked
-    │   └── Mismatch              the checkpoint belongs to another model, form of state or world size
+    │   └── Mismatch              the checkpoint belongs to another model or form of state
     ├── TierError                 a driver could not do what was asked (carries ``tier`` and ``key``)
     │   ├── NotFound              no object under this key
     │   ├── AlreadyExists         CREATE met an object
@@ -69,8 +69,7 @@ class UnsupportedSetup(ConfigurationError):
 
 
 class Mismatch(ConfigurationError):
-    """The checkpoint was written by another model or at another world size, or has another form than this job's
-    state."""
+    """The checkpoint was written by another model, or has another form than this job's state."""
 
 
 class UnknownRequest(ConfigurationError):

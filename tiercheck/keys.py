@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -284,10 +285,12 @@ def captured_prefix(rank: int, generation: int) -> str:
     return f"{rank_prefix(rank)}g{generation:06d}/"
 
 
-def own_prefixes(rank: int, *, coordinator: bool) -> tuple[str, ...]:
+def own_prefixes(rank: int, *, coordinator: bool, departed: Iterable[int] = ()) -> tuple[str, ...]:
     """What a rank lists in a tier that all ranks share, in this order: its markers (the ``coordinator``: everybody's),
-    what concerns the job, and what the rank itself has captured."""
-    return (MARKERS if coordinator else f"{MARKERS}r{rank:05d}/", JOB, rank_prefix(rank))
+    what concerns the job, what the rank itself has captured, and what those that ``departed`` have left to it."""
+    owned = (rank, *departed)
+    markers = (MARKERS,) if coordinator else tuple(f"{MARKERS}r{each:05d}/" for each in owned)
+    return (*markers, JOB, *map(rank_prefix, owned))
 
 
 def parse(text: str) -> Key | None:

@@ -197,7 +197,7 @@ async def _recovery(world: int) -> list[Cost]:
         different = {each: msgspec.msgpack.decode(each, type=Told) for each, _ in answers}
         all_told, all_others = [different[each] for each, _ in answers], [beside for _, beside in answers]
         merged = Past(all_told, all_others, found.lineages, hierarchy.roles, "here")
-        merged.check(world)
+        merged.check()
         assert merged.version() == 2 * BASE_EVERY - 1
         merging = Cost("a recovery: where to meet", world, "a rank", 0, 0, 0, 0, time.process_time() - began)
         branch = Branch(PAST + 1, PAST, 2 * BASE_EVERY - 1, world, TOKEN)

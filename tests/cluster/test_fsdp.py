@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fsdp_worker import CASES, FAILED_AT
+from tests.cluster.fsdp_worker import CASES, FAILED_AT, LAST
 from tests.forks import Forks
 from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
 
@@ -66,8 +66,12 @@ def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(reports: dict
         assert report["differing as assembled"] == {case: [] for case in CASES}
 
 
-def test_another_number_of_ranks_and_another_mesh_are_refused(reports: dict[str, list[Any]]) -> None:
+def test_other_ranks_replay_steps_unless_those_need_all_ranks(reports: dict[str, list[Any]]) -> None:
     for report in reports["fewer"]:
-        assert "is of 4 ranks, this job has 3: resume with 4 ranks, or use another place" in report["refused"]
+        version, fidelity, note = report["other ranks"]
+        assert (version, fidelity) == (LAST, "exact")
+        assert "saved by 4 ranks" in note
     for report in reports["resume"]:
-        assert "is of a training set-up fsdp-2x2, this job has fsdp-4: resume with the same one" in report["other mesh"]
+        _, fidelity, note = report["other mesh"]
+        assert fidelity == "exact"
+        assert "no steps were replayed, and the version is that of a base" in note

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.container import (
     PackedObject,
     Shard,
@@ -27,7 +28,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import gradient_name, host_name
-from tiercheck.streams.state import MakeRuns, Rebuilt
+from tiercheck.streams.state import Conversion, MakeRuns, Rebuilt
 from tiercheck.types import Fidelity
 
 __all__ = ["NumberState"]
@@ -74,6 +75,12 @@ class NumberState:
 
     def reader(self) -> NumberReader:
         return NumberReader(self)
+
+    def layout(self) -> str:
+        return ""
+
+    def conversion(self) -> Conversion:
+        raise UnsupportedSetup("numbers are of one rank")
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{"lr": float(LEARNING_RATE)}]

@@ -47,7 +47,7 @@ class Surveys(Movers):
         while True:
             self.ask_absent(found, best)
             if not checked:
-                found.past.check(self.world)
+                found.past.check()
                 checked = True
             version = found.past.version()
             if version is None:

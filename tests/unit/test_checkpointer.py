@@ -28,7 +28,6 @@ from tiercheck.errors import (
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
-from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity
@@ -183,18 +182,6 @@ def test_another_optimizer_is_refused(hierarchy: Hierarchy) -> None:
     interrupted(hierarchy)
     with pytest.raises(Mismatch, match=r"AdamW, this job has .*SGD"):
         Job(optimizer_factory=OPTIMIZERS["sgd"]).attach(hierarchy)
-
-
-def test_another_world_size_is_refused(hierarchy: Hierarchy) -> None:
-    interrupted(hierarchy)
-
-    class OfTwo(SimulatedGroup):
-        def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
-            return [message, message]
-
-    job = Job()
-    with pytest.raises(Mismatch, match="of 1 ranks, this job has 2"):
-        attach(job.model, job.optimizer, hierarchy, group=OfTwo(0, SimulatedGroup.of(2)[0]._room))
 
 
 def test_two_jobs_under_one_name(hierarchy: Hierarchy, name: str) -> None:

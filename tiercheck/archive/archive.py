@@ -117,7 +117,7 @@ class Archive:
         without ``version`` also if a recovery would refuse what lies here.
         """
         if version is None and generation is None and self.inventory.branches:
-            self.inventory.past.check(len(self.inventory.past.told))
+            self.inventory.past.check()
         return self.inventory.at(version, generation=generation)
 
     def show(self, version: int | None = None, *, rank: int = 0, generation: int | None = None) -> Contents:

@@ -37,11 +37,14 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     Collective, after all ranks have recovered; or when there was no version that all could come to, and the job begins
     anew. Returns the mark that the generation begins with.
 
-    A tier that cannot be cleared just now is left as it is, and so is one that was away at the survey. Errors:
-    ``RecoveryError``; ``GroupError``.
+    If the version was converted from another layout, nothing goes yet: the ranks need each other's shards until this
+    generation has a base. A tier that cannot be cleared just now is left as it is, and so is one that was away at the
+    survey. Errors: ``RecoveryError``; ``GroupError``.
     """
+    if restored.converted:
+        return NO_MARK
     roles, past, sound = hierarchy.roles, restored.past, restored.sound
-    lineage, owned = past.lineage, past.owned
+    lineage, owned = past.own_lineage, past.owned
     answers = await ranks.gather("what each rank can come to", lambda: Reach.of(sound, roles, lineage), kind=Reach)
     known = anew(answers, restored.recovery.version if restored.recovery else None)
     absent = {tier for tier, _ in past.told[ranks.rank].away}

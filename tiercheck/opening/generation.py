@@ -10,7 +10,7 @@ from typing import Any
 from tiercheck import schema
 from tiercheck.errors import GroupError, RecoveryError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
-from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch, Layout
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.restorer import Restored
 from tiercheck.replication.generation import (
@@ -29,9 +29,12 @@ NUMBERS_TRIED = 16
 """Numbers for a generation, one after the other, until one is free in every tier."""
 
 
-async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restored, token: Callable[[], str]) -> Branch:
+async def open_on_all_ranks(
+    ranks: Ranks, tiers: OpenHierarchy, restored: Restored, layout: Layout, token: Callable[[], str]
+) -> Branch:
     """The generation that begins with what was restored, recorded in every rank's tiers; later in those that cannot be
-    written to just now, if each rank's memory has served the recovery. ``token`` draws its name.
+    written to just now, if each rank's memory has served the recovery. ``layout``: under which it saves; ``token``
+    draws its name.
 
     Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied.
     """
@@ -39,7 +42,7 @@ async def open_on_all_ranks(ranks: Ranks, tiers: OpenHierarchy, restored: Restor
     past = restored.past.worth_telling(restored.parent)
     for _ in range(NUMBERS_TRIED):
         # Rank 0's is taken.
-        proposal = Branch(taken + 1, restored.parent, restored.version, ranks.world_size, token())
+        proposal = Branch(taken + 1, restored.parent, restored.version, layout.world_size, token(), layout.digest)
         proposals = await ranks.gather("choosing the generation", partial(schema.plain, proposal))
         branch = schema.read(Branch, proposals[0])
 

@@ -18,6 +18,7 @@ from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
 from tiercheck.agent.client.node_agent import FindAgent, NodeAgent
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, GroupError
+from tiercheck.format.container import checksum_of
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.opening.admission import Demand, prepare_memory, refuse_gaps, room_at_the_end
 from tiercheck.opening.agreement import Agreement, clear_tiers
@@ -33,7 +34,7 @@ from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.policy.policies import Policies
-from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
@@ -140,15 +141,16 @@ class _Startup:
     async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
-        state = await ranks.together("looking at what is to be saved", self.look)
+        state, holding = await ranks.exchange("looking at what is to be saved", self.look)
+        layout = Layout(ranks.world_size, checksum_of("\n".join(holding).encode()))
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
         restart = config.on_nothing_left == "restart"
-        restorer = Restorer(opened.tiers, self.trained, ranks, restart=restart)
+        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart=restart)
         restored = await restorer.restore()
         taking = "taking over what was restored"
         recovery = await ranks.together(taking, lambda: take_over(restored, state.stream, caveats))
-        branch = await open_on_all_ranks(ranks, opened.tiers, restored, self.runtime.token)
+        branch = await open_on_all_ranks(ranks, opened.tiers, restored, layout, self.runtime.token)
         start = _Start(recovery, branch, Lineage.of([*restored.past.branches, branch]))
         try:
             state.stream.token = branch.token
@@ -182,11 +184,12 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self) -> _State:
-        """All that may refuse without a tier: the codec, and the state's being storable."""
+    async def look(self) -> tuple[_State, str]:
+        """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
+        this one holds."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
-        return _State(stream, given)
+        return _State(stream, given), self.trained.layout()
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
@@ -320,9 +323,10 @@ class _Startup:
 
 async def take_over(restored: Restored, stream: StateStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:
     """Give the stream the residuals. Returns the recovery: approximate, if an uninterrupted run would go on
-    otherwise."""
+    otherwise. Under another layout every run does, and the fidelity is that of the state alone."""
     recovery = restored.recovery
     if recovery is not None and recovery.version > 0 and (why := caveats()):
-        recovery = replace(recovery, fidelity=Fidelity.APPROXIMATE, notes=(*recovery.notes, *why))
+        fidelity = recovery.fidelity if restored.converted else Fidelity.APPROXIMATE
+        recovery = replace(recovery, fidelity=fidelity, notes=(*recovery.notes, *why))
     stream.load(restored.residuals)
     return recovery

@@ -154,8 +154,11 @@ class _Needed:
         seen, shared = self.seen, self.role.shared
         match key:
             case ShardKey() if key.rank != seen.rank:
-                if shared or key.generation >= seen.generation:
+                departed = key.rank >= seen.world_size
+                if key.generation >= seen.generation or (shared and not departed):
                     return f"which is rank {key.rank}'s"
+                if shared and not self.whole:
+                    return "before this generation has a committed base there"
             case ShardKey() | MarkerKey() | CommitKey() if shared and not self.whole:
                 if not self._is_orphaned(key):
                     return "before this generation has a committed base there"

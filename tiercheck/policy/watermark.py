@@ -8,7 +8,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
-  its own; and what other ranks have left in this node's memory, or in its neighbour's;
+  its own; what other ranks have left in this node's memory, or in its neighbour's; and in shared tiers what ranks left
+  that the job has no more: each of the present ones deletes that of a few;
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
@@ -36,6 +37,7 @@ from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement, Transfer
 from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
+from tiercheck.policy.recovery.relayout import left_to
 
 __all__ = ["BASES_IN_VOLATILE_TIERS", "LINEAGE_RECORDS_KEPT", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
 
@@ -148,7 +150,7 @@ class Retention:
         if way is None:
             return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
         # Each tier is judged by itself: the others may be lost with a node.
-        way = Readable.of(seen.own(role)).ways(seen.lineage).get(way.last, way)
+        way = Readable.of(seen.own(role)).ways(seen.lineage.readable).get(way.last, way)
         anchor = ShardKey.base(way.generation, way.anchor, seen.rank)
         oldest = min([anchor, *seen.contents[role.index].bases(seen.rank)[-BASES_IN_VOLATILE_TIERS:]])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= (oldest.generation, oldest.last)]
@@ -171,16 +173,19 @@ class Retention:
             return []
         kept, _ = self._kept(seen, role)
         oldest, newest = kept.oldest, commits[-1]
+        owned = [seen.rank, *left_to(seen.rank, seen.world_size, seen.lineage)]
         gone = [
             base
-            for base in contents.bases(seen.rank)
+            for rank in owned
+            for base in contents.bases(rank)
             if CommitKey.of(base) not in kept.bases
             and (base.generation, base.first) < (newest.generation, newest.version)
         ]
         common = {commit.generation: commit.version for commit in _led_to(seen, contents)}
         passed = [
             key
-            for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
+            for rank in owned
+            for key in (*contents.differentials(rank), *contents.snapshots(rank))
             if (
                 (key.generation, key.last) <= (oldest.generation, oldest.version)
                 or (key.stream is Stream.SNAPSHOT and key.last < common.get(key.generation, -1))
@@ -325,5 +330,7 @@ def _commits_of(shards: Iterable[ShardKey], contents: Contents) -> list[Key]:
 
 
 def _markers_done(seen: Observation, contents: Contents) -> list[Key]:
-    """This rank's markers of what is committed, or is not there any more."""
-    return [key for key in contents.markers(seen.rank) if key.commit in contents or key.shard not in contents]
+    """This rank's markers of what is committed, or is not there any more; and those that departed ranks left to it."""
+    own = [key for key in contents.markers(seen.rank) if key.commit in contents or key.shard not in contents]
+    departed = left_to(seen.rank, seen.world_size, seen.lineage)
+    return [*own, *(key for rank in departed for key in contents.markers(rank))]

@@ -17,7 +17,7 @@ from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.keys import LineageKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import admitted, meeting
-from tiercheck.policy.recovery.lineage import Branch, Lineage, bearing, strangers, worth_telling
+from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
 from tiercheck.policy.recovery.spans import Span, contain
 from tiercheck.recovery.survey import Survey
 from tiercheck.recovery.told import Other, Told, packed_others, unpacked_others
@@ -47,7 +47,7 @@ class OwnedCopies(Container[Copy]):
 class Past:
     """``told``: by each rank, in rank order; ranks that tell the same share one value. ``others``: by rank, what
     :func:`packed_others` gives. ``lineages``: the branches that each digest stands for. ``tiers``: the hierarchy's
-    roles. ``places``: where it is, in words."""
+    roles. ``places``: where it is, in words. ``layout``: of this job, by default that of the newest generation."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Past:
         lineages: Mapping[int, Iterable[Branch]],
         tiers: Sequence[Role],
         places: str,
+        layout: Layout | None = None,
     ) -> None:
         self.told = tuple(told)
         self._different = list({id(each): each for each in told}.values())
@@ -63,6 +64,7 @@ class Past:
         self._lineages = {digest: tuple(branches) for digest, branches in lineages.items()}
         self._tiers = tiers
         self._places = places
+        self._layout = layout
 
     @classmethod
     def of(cls, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> Past:
@@ -77,7 +79,7 @@ class Past:
     def after(self, later: Mapping[int, Told]) -> Past:
         """With what some ranks tell now."""
         told = [later.get(rank, each) for rank, each in enumerate(self.told)]
-        return Past(told, self._packed_others, self._lineages, self._tiers, self._places)
+        return Past(told, self._packed_others, self._lineages, self._tiers, self._places, self._layout)
 
     # What was found
 
@@ -115,6 +117,20 @@ class Past:
             return list(self.branches)
         return worth_telling(self.branches, parent, self._captured_anywhere)
 
+    @cached_property
+    def own_lineage(self) -> Lineage:
+        """What of it each rank can read as its own."""
+        return self._own(self.lineage)
+
+    def _own(self, lineage: Lineage) -> Lineage:
+        return lineage.readable if self._layout is None else lineage.under(self._layout)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Those under which versions were saved, from the newest on, and this job's own."""
+        found, own = self.lineage.layouts, self._layout
+        return found if own is None or any(own.is_like(each) for each in found) else (*found, own)
+
     @property
     def taken(self) -> int:
         """The highest number that any generation has, had, or was to have."""
@@ -150,7 +166,7 @@ class Past:
         return self._version(self.lineage)
 
     def _version(self, lineage: Lineage) -> int | None:
-        return meeting((each.reach for each in self._different), lineage)
+        return meeting((each.reach for each in self._different), self._own(lineage))
 
     def generation(self, version: int) -> int:
         """The newest generation by whose shards some rank can come to the version."""
@@ -159,7 +175,7 @@ class Past:
                 generation
                 for reach in {each.reach for each in self._different}
                 for generation, spans in reach
-                if contain(spans, version) and self.lineage.admits(generation, version)
+                if contain(spans, version) and self.own_lineage.admits(generation, version)
             ),
             default=0,
         )
@@ -176,7 +192,7 @@ class Past:
         if version is None or self._is_cut_short(version):
             return False
         reaches = {each.in_first for each in self._different}
-        return all(contain(admitted(reach, self.lineage), version) for reach in reaches)
+        return all(contain(admitted(reach, self.own_lineage), version) for reach in reaches)
 
     def covers(self, version: int | None) -> bool:
         """Whether no tier that is away can hold a committed base that is newer than the version. A committed base was
@@ -190,9 +206,8 @@ class Past:
 
     # What is refused
 
-    def check(self, world_size: int) -> None:
-        """Errors: ``RecoveryError`` for two histories, and for versions whose lineage is lost; ``Mismatch`` for those
-        of another world size."""
+    def check(self) -> None:
+        """Errors: ``RecoveryError`` for two histories, and for versions whose lineage is lost."""
         self._check_numbers()
         if (newest := self.orphaned) is not None:
             raise RecoveryError(
@@ -202,12 +217,6 @@ class Past:
             )
         self._check_strangers()
         self._check_places()
-        last = self.lineage.branches.get(self.lineage.newest)
-        if last is not None and last.world_size != world_size:
-            raise Mismatch(
-                f"the checkpoint in {self._places} is of {last.world_size} ranks, this job has "
-                f"{world_size}: resume with {last.world_size} ranks, or use another place"
-            )
 
     @property
     def orphaned(self) -> int | None:
@@ -259,7 +268,7 @@ class Past:
         """Errors: ``Mismatch`` if whole copies that this job cannot use lead to a newer version than ``version``."""
         if not any(each.unusable for each in self._different):
             return
-        whole = meeting((each.whole or each.reach for each in self._different), self.lineage)
+        whole = meeting((each.whole or each.reach for each in self._different), self.own_lineage)
         if whole is None or (version is not None and version >= whole):
             return
         found: dict[str, list[str]] = defaultdict(list)
@@ -281,14 +290,14 @@ class Past:
             return  # check_nothing_is_lost(); what all ranks share serves ranks on any node
         if not any(each.others_last > reached for each in self._different):
             return
-        reaches = {id(each): admitted(each.reach, self.lineage)[-1][1] for each in self._different}
+        reaches = {id(each): admitted(each.reach, self.own_lineage)[-1][1] for each in self._different}
         apart, newest = False, [reaches[id(each)] for each in self.told]
         for others in self._others:
             for tier, rank, generation, last in others:
                 if rank < len(newest) and last > 0:
                     # Of its own place an owner knows more than others see.
                     apart |= last > reached and not contain(self.told[rank].own[tier], generation)
-                    if self.lineage.admits(generation, last):
+                    if self.own_lineage.admits(generation, last):
                         newest[rank] = max(newest[rank], last)
         if apart and min(newest) > reached:
             raise RecoveryError(
@@ -297,13 +306,14 @@ class Past:
                 f"where they were, or remove what is newer from {self._places} to go on from version {reached}"
             )
 
-    def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = ()) -> None:
+    def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = (), lacking: str = "") -> None:
         """The ranks cannot meet anywhere. That is fine if nothing was trained yet; else the user must say so.
-        ``failed``: this rank's copies that cannot be used, and why, for the message.
+        ``failed``: this rank's copies that cannot be used, and why, for the message; ``lacking``: what else tells of a
+        past.
 
         Errors: ``RecoveryError`` naming what was found where; with ``restart`` only if it may come back.
         """
-        evidence = self._evidence()
+        evidence = [*self._evidence(), *([lacking] if lacking else [])]
         if not evidence:
             if self.lineage.newest:
                 log.warning(

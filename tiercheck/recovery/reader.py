@@ -53,7 +53,8 @@ from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, batches, grouped, plan
 from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
 from tiercheck.replication.asking import asked_twice
-from tiercheck.streams.state import Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
+from tiercheck.streams.state import Rebuilt, Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
+from tiercheck.types import Fidelity
 
 __all__ = ["Lost", "OutOfReach", "Reader", "VerifiedPart"]
 
@@ -167,6 +168,20 @@ class Reader:
             self.copies.quarantine(anchor, self._unusable(anchor, why))
             self._base = None
         return bool(others)
+
+    def reached(self, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
+        """How true the state is that was rebuilt of the part, and why."""
+        fidelity, notes = self.state.reached(part.base, rebuilt)
+        if part.point.by_snapshot:
+            fidelity = Fidelity.APPROXIMATE
+            last, anchor = part.point.last, part.point.anchor
+            notes += (f"version {last} is base {anchor} and a snapshot of what had changed since",)
+        if rebuilt.residuals and part.point.last > part.point.anchor:
+            notes += (
+                f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
+                "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
+            )
+        return fidelity, notes
 
     async def verify(self, point: RecoveryPoint, own: Collection[Copy]) -> VerifiedPart | None:
         """Read and verify all that the rank needs to get to ``point``; ``None`` if some version has no good copy

@@ -24,12 +24,13 @@ from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
-from tiercheck.policy.recovery.lineage import Branch
+from tiercheck.policy.recovery.lineage import Branch, Layout
 from tiercheck.policy.recovery.plan import Availability, Held, availability, held
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reader import Lost, Reader, VerifiedPart
+from tiercheck.recovery.relayout import Relayout
 from tiercheck.recovery.survey import Survey, survey
 from tiercheck.recovery.told import Told, packed_others
 from tiercheck.streams.state import Rebuilt, TrainingState
@@ -124,6 +125,8 @@ class Restored:
     """This rank's copies, less those that were found damaged."""
     in_memory: bool = False
     """Every rank came to the version by what its first tier holds."""
+    converted: bool = False
+    """It was saved under another layout, so that ranks need each other's shards until this generation has a base."""
 
     @property
     def version(self) -> int:
@@ -162,6 +165,8 @@ class Restorer:
     hierarchy: OpenHierarchy
     state: TrainingState
     ranks: Ranks
+    layout: Layout | None = None
+    """Of this job; by default that of the newest generation."""
     restart: bool = False
     """Begin anew where versions were saved and none is left that all ranks can come to."""
     _past: Past | None = None
@@ -169,6 +174,10 @@ class Restorer:
     """What this rank has found, without the copies that failed."""
     _failed: set[Copy] = field(default_factory=set)
     """Copies that failed, and that the others have been told of."""
+    _unused: list[str] = field(default_factory=list)
+    """This rank's copies that could not be used, and why."""
+    _lacking: str = ""
+    """What tells of versions under another layout that cannot be come to."""
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
 
@@ -176,12 +185,48 @@ class Restorer:
         """Bring every rank to the newest version that all can reach. Collective.
 
         A tier that cannot be listed is done without where every rank has its way to the newest version in its memory;
-        else it is asked until the deadline. Errors, before anything was changed: ``Mismatch`` for another world size,
-        another model, or another form of its state; ``RecoveryError`` for two histories, for versions of which none can
+        else it is asked until the deadline. What was saved under another layout is converted
+        (:mod:`tiercheck.recovery.relayout`). Errors, before anything was changed: ``Mismatch`` for another model, or
+        another form of its state; ``RecoveryError`` for two histories, for versions of which none can
         be read by every rank, and for a tier that stays away and may hold something newer. ``GroupError``.
         """
         await self._look_around()
         began = self.ranks.scheduler.time()
+        for layout in self._found.layouts or (self._here,):
+            own = layout.is_like(self._here)
+            restored = await (self._restore_own(began) if own else self._convert(layout, began))
+            if restored is not None:
+                return restored
+        self._found.check_nothing_is_lost(restart=self.restart, failed=self._unused, lacking=self._lacking)
+        return Restored(None, self._found)
+
+    @property
+    def _here(self) -> Layout:
+        return self.layout or next(iter(self._found.layouts), Layout(self.ranks.world_size))
+
+    async def _convert(self, layout: Layout, began: float) -> Restored | None:
+        """Bring what was saved under another layout into this one; ``None`` if there is no version of it that all ranks
+        can come to."""
+        relayout = Relayout(self.hierarchy, self.state, self.ranks, self._found.lineage, layout)
+        converted = await relayout.restore()
+        if converted is None:
+            self._lacking = self._lacking or relayout.lacking
+            return None
+        recovery = Recovery(
+            point=converted.point,
+            sources=converted.sources,
+            quarantined=(*sorted(self._survey.set_aside), *converted.quarantined),
+            matrix=converted.matrix,
+            fidelity=converted.fidelity,
+            notes=converted.notes,
+            seconds=self.ranks.scheduler.time() - began,
+            read_bytes=converted.read_bytes,
+        )
+        residuals = converted.residuals
+        return Restored(recovery, self._found, parent=converted.parent, residuals=residuals, converted=True)
+
+    async def _restore_own(self, began: float) -> Restored | None:
+        """Of each rank, what the rank of its number saved; ``None`` if there is no version that all can come to."""
         rank, deadline_s = self.ranks.rank, self.ranks.deadline_s
         reader = Reader(self.hierarchy, rank, deadline_s, self.state.reader(), self._found.lineage)
         best: int | None = None
@@ -190,10 +235,10 @@ class Restorer:
             version = await self._version(best)
             self._found.check_form(version)
             if version is None:
-                self._found.check_nothing_is_lost(restart=self.restart, failed=reader.copies.told())
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
-                return Restored(None, self._found)
+                self._unused = reader.copies.told()
+                return None
             best = version if best is None else best
             part, matrix = await self._verify(reader, self._way(version))
             if part is None:
@@ -213,7 +258,7 @@ class Restorer:
 
     def _way(self, version: int) -> RecoveryPoint:
         """This rank's way to a version that all ranks can come to."""
-        return Readable.of(source.key for source in self._own).ways(self._found.lineage)[version]
+        return Readable.of(source.key for source in self._own).ways(self._found.own_lineage)[version]
 
     @property
     def _found(self) -> Past:
@@ -228,7 +273,7 @@ class Restorer:
         everywhere = range(len(self.hierarchy.tiers))
         self._past = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
         await self._version(None)
-        self._found.check(self.ranks.world_size)
+        self._found.check()
 
     async def _version(self, best: int | None) -> int | None:
         """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
@@ -274,7 +319,8 @@ class Restorer:
         read = {each: msgspec.msgpack.decode(each, type=Told) for each in set(told)}
         all_told = [read[each] for each in told]
         others = [answer.others for answer in answers]
-        return Past(all_told, others, await self._lineages(all_told), self.hierarchy.roles, self._places())
+        lineages = await self._lineages(all_told)
+        return Past(all_told, others, lineages, self.hierarchy.roles, self._places(), self.layout)
 
     def _told(self, unusable: Mapping[Copy, str] | None = None) -> Told:
         names = [tier.name for tier in self.hierarchy.tiers]
@@ -375,7 +421,7 @@ class Restorer:
         found: list[tuple[Fidelity, tuple[str, ...]]] = []
 
         def settle() -> str:
-            found.append(reached(reader, part, rebuilt))
+            found.append(reader.reached(part, rebuilt))
             self.state.refresh()
             try:
                 self.state.restore_host_state(rebuilt.host_state)
@@ -434,18 +480,3 @@ class Restorer:
 def behind(version: int | None, best: int | None) -> bool:
     """Whether the ranks could have met at a newer version."""
     return best is not None and (version is None or version < best)
-
-
-def reached(reader: Reader, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
-    """How true a rank's state is, and why."""
-    fidelity, notes = reader.state.reached(part.base, rebuilt)
-    if part.point.by_snapshot:
-        fidelity = Fidelity.APPROXIMATE
-        last, anchor = part.point.last, part.point.anchor
-        notes += (f"version {last} is base {anchor} and a snapshot of what had changed since",)
-    if rebuilt.residuals and part.point.last > part.point.anchor:
-        notes += (
-            f"error feedback has forgotten what it had left for later since version {part.point.anchor}: the "
-            "restored state is not affected, but what is trained from here on differs from an uninterrupted run",
-        )
-    return fidelity, notes

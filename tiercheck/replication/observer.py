@@ -28,6 +28,7 @@ from tiercheck.keys import LINEAGE, CommitKey, Key, LineageKey, ShardKey, own_pr
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.observation import Contents, Copy, Observation
 from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.policy.recovery.relayout import left_to
 from tiercheck.replication.backoff import Action, TierBackoff
 from tiercheck.runtime.backoff import Backoff
 
@@ -109,7 +110,8 @@ class Observer:
         self._world_size = world_size
         self._generation = generation
         self._lineage = lineage
-        self._own_prefixes = own_prefixes(rank, coordinator=rank == COORDINATOR)
+        departed = left_to(rank, world_size, lineage)
+        self._own_prefixes = own_prefixes(rank, coordinator=rank == COORDINATOR, departed=departed)
         self._known = [_Known(prefixes=self._own_prefixes if role.shared else ("",)) for role in hierarchy.roles]
         self._seen_state: object = None
         self._seen: Observation | None = None

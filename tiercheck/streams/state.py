@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tiercheck.errors import Corruption
+from tiercheck.errors import Corruption, Mismatch
 from tiercheck.format.container import Shard
+from tiercheck.format.index.assemble import Transfer
+from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.types import Fidelity
 
 __all__ = [
+    "Conversion",
     "MakeRuns",
     "Rebuilt",
     "Record",
@@ -225,6 +228,58 @@ class StateReader(Protocol):
         ...
 
 
+class Conversion(Protocol):
+    """What was saved under another layout, put together as this rank holds it. Only :meth:`finish` changes the live
+    state. What an old rank's base says of itself (``identity``) is opaque to the core."""
+
+    @property
+    def wanted(self) -> LogicalIndex:
+        """What this rank is to hold."""
+        ...
+
+    def read_identity(self, value: Any) -> Any:
+        """What a base says of the job that saved it, which is plain. Errors: ``ValueError``."""
+        ...
+
+    def refuse(self, identity: Any, places: str) -> None:
+        """Errors: ``Mismatch`` if steps of another optimizer were saved."""
+        ...
+
+    def other_model(self, differing: Sequence[str], identity: Any, places: str) -> Mismatch:
+        """The error for a checkpoint that lacks what this rank wants."""
+        ...
+
+    def begin(self, identity: Any) -> bool:
+        """Begin, or begin anew. Returns whether differentials can be replayed; if not, a base must do."""
+        ...
+
+    def reader(self) -> StateReader:
+        """For the shards of the next old rank."""
+        ...
+
+    def take(self, transfers: Sequence[Transfer], rebuilt: Rebuilt, *, own: bool) -> None:
+        """Copy what this rank wants of the old rank that the last reader has rebuilt. ``own``: it has this number."""
+        ...
+
+    def told(self) -> Any:
+        """What other ranks may lack, and this one has taken, as plain values."""
+        ...
+
+    def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
+        """Load it. ``told``: of all ranks. :meth:`TrainingState.refresh` follows."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything kept its bits."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was carried over, what was not, and why something is not exact."""
+        ...
+
+
 class TrainingState(Protocol):
     """One rank's training state."""
 
@@ -240,6 +295,14 @@ class TrainingState(Protocol):
         ...
 
     def reader(self) -> StateReader: ...
+
+    def layout(self) -> str:
+        """What this rank holds of the model, in a few characters: equal ones read each other's shards as they are."""
+        ...
+
+    def conversion(self) -> Conversion:
+        """Errors: ``UnsupportedSetup`` if nothing tells what the rank's tensors are pieces of."""
+        ...
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Per parameter group, its options as plain values."""

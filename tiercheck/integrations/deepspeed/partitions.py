@@ -267,6 +267,25 @@ class DeepSpeedProvider:
             "model_parallel_random": to_plain(dict(get_cuda_rng_tracker().get_states()), "model_parallel_random"),
         }
 
+    def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """Of another stage or number of ranks, and of loops that hold the scheduler themselves."""
+        found, engine = dict(state), self._engine
+        each = engine.gradient_accumulation_steps()
+        counted = {"global_steps": version, "global_samples": version * int(engine.train_batch_size())}
+        counters = {**counted, "micro_steps": version * each, "skipped_steps": 0, **state.get("counters", {})}
+        if counters["micro_steps"] % each:
+            counters["micro_steps"] = version * each
+        found["counters"] = counters
+        if "scheduler" not in state:
+            after_step = dict(state.get("after_step", {}))
+            if engine.lr_scheduler is not None and "scheduler" in after_step:
+                found["scheduler"] = self._scheduler.of_a_loop(after_step.pop("scheduler"))
+            found["after_step"] = after_step
+        scale = self._engine_state()["loss_scale"]
+        if scale.keys() != state.get("loss_scale", {}).keys():
+            found["loss_scale"] = scale
+        return found
+
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`host_state` returned, and finish the tail of the iteration it was taken in.
 

@@ -42,6 +42,10 @@ class EngineScheduler:
             self._after = (updates, position)
         return {"kind": _kind(scheduler), "state": state, "steps": inside}
 
+    def of_a_loop(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """As :meth:`state`, of what a loop of its own has saved of such a scheduler."""
+        return {"kind": _kind(self._engine.lr_scheduler), "state": state, "steps": False}
+
     def check(self, saved: Mapping[str, Any] | None) -> None:
         """Errors: ``Mismatch`` if the job has another scheduler than the checkpoint."""
         scheduler = self._engine.lr_scheduler

@@ -24,6 +24,9 @@ from tiercheck.streams.tensors.provider import (
 
 __all__ = ["ModuleProvider"]
 
+STEPS_SCHEDULER = "steps_scheduler"
+"""In a host state that was translated: the iteration had still to step its scheduler."""
+
 
 class ModuleProvider:
     """The state of a ``torch.nn.Module`` and its optimizer, on one process or under DDP.
@@ -159,9 +162,18 @@ class ModuleProvider:
     def refresh(self) -> None:
         """Nothing derives from the parameters of a plain module."""
 
+    def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """DeepSpeed's engine holds the scheduler, and steps it behind what a version may be saved with."""
+        if (engines := state.get("scheduler")) is None:
+            return dict(state)
+        after_step = {**state["after_step"], "scheduler": engines["state"]}
+        return {**state, "after_step": after_step, STEPS_SCHEDULER: engines["steps"]}
+
     def restore_host_state(self, state: Mapping[str, Any]) -> None:
         self.beside.restore(state)
         self._set_hyperparameters(state["options"])
+        if state.get(STEPS_SCHEDULER):
+            self.beside.step("scheduler")
         self.beside.restore_generators(state)
 
     def _optimizer_identity(self) -> OptimizerIdentity:

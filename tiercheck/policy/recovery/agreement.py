@@ -30,7 +30,7 @@ def needs_agreement(roles: Sequence[Role], world_size: int) -> bool:
 
 def reach(seen: Observation) -> tuple[Span, ...]:
     """The versions of the job's own past that this rank can reach, whichever of its copies are lost. Oldest first."""
-    return spans_of(held_twice({role.index: seen.own(role) for role in seen.roles}, seen.roles, seen.lineage))
+    return spans_of(held_twice({role.index: seen.own(role) for role in seen.roles}, seen.roles, seen.lineage.readable))
 
 
 def held_twice(held: Mapping[int, Iterable[ShardKey]], roles: Sequence[Role], lineage: Lineage) -> set[int]:
@@ -61,4 +61,5 @@ def way_to_mark(seen: Observation) -> RecoveryPoint | None:
         mark = agreed([reach(seen)])
     if mark is None or mark == NO_MARK:
         return None
-    return Readable.of(key for role in lasting(seen.roles) for key in seen.own(role)).ways(seen.lineage).get(mark)
+    held = (key for role in lasting(seen.roles) for key in seen.own(role))
+    return Readable.of(held).ways(seen.lineage.readable).get(mark)

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from tiercheck.schema import Count
 
-__all__ = ["Branch", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
+__all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
 
 
 @dataclass(frozen=True, order=True)
@@ -31,17 +31,38 @@ class Branch:
     world_size: Annotated[int, Meta(ge=1)]
     token: str
     """A random text of the job that opened the generation. Two jobs that race for one number have different tokens."""
+    layout: str = ""
+    """A digest of what each rank holds of the model. Ranks read as their own only what was saved under one layout.
+    Empty: not told."""
 
     def __post_init__(self) -> None:
         if not self.parent < self.generation:
             raise ValueError(f"the lineage record {self} contradicts itself")
 
 
+@dataclass(frozen=True, order=True)
+class Layout:
+    """How many ranks save the model, and what each of them holds of it."""
+
+    world_size: int
+    digest: str = ""
+    """As :attr:`Branch.layout`."""
+
+    @classmethod
+    def of(cls, branch: Branch) -> Layout:
+        return cls(branch.world_size, branch.layout)
+
+    def is_like(self, other: Layout) -> bool:
+        """Whether a rank of the one finds its own in what the rank of its number saved under the other."""
+        told = self.digest and other.digest
+        return self.world_size == other.world_size and (not told or self.digest == other.digest)
+
+
 @dataclass(frozen=True)
 class LineageRecord(Branch):
     """What lies under a generation's key: its branch, and those before it that were worth telling."""
 
-    past: tuple[tuple[int, int, int, int, str], ...] = ()
+    past: tuple[tuple[int, int, int, int, str, str], ...] = ()
     """The fields of each branch."""
 
     def __post_init__(self) -> None:
@@ -57,7 +78,7 @@ class LineageRecord(Branch):
 
     @property
     def branch(self) -> Branch:
-        return Branch(self.generation, self.parent, self.left_at, self.world_size, self.token)
+        return Branch(*_fields(self))
 
     @cached_property
     def told(self) -> tuple[Branch, ...]:
@@ -65,8 +86,8 @@ class LineageRecord(Branch):
         return tuple(Branch(*each) for each in self.past)
 
 
-def _fields(branch: Branch) -> tuple[int, int, int, int, str]:
-    return branch.generation, branch.parent, branch.left_at, branch.world_size, branch.token
+def _fields(branch: Branch) -> tuple[int, int, int, int, str, str]:
+    return branch.generation, branch.parent, branch.left_at, branch.world_size, branch.token, branch.layout
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,29 @@ class Lineage:
     def newest(self) -> int:
         """The newest generation; 0 if there is none."""
         return self.chain[0][0] if self.chain else 0
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Those of its generations, from the newest on."""
+        found: list[Layout] = []
+        for generation, _ in self.chain:
+            if generation not in self.branches:
+                continue
+            layout = Layout.of(self.branches[generation])
+            if not any(layout.is_like(each) for each in found):
+                found.append(layout)
+        return tuple(found)
+
+    def under(self, layout: Layout) -> Lineage:
+        """What of it was saved under the layout."""
+        branches = self.branches
+        chain = [(g, last) for g, last in self.chain if g not in branches or Layout.of(branches[g]).is_like(layout)]
+        return Lineage(tuple(chain), branches)
+
+    @property
+    def readable(self) -> Lineage:
+        """What the ranks of the newest generation have saved under its layout."""
+        return self.under(self.layouts[0]) if self.layouts else self
 
     def disowns(self, generation: int, token: str) -> str | None:
         """Why a shard of that generation with that token is no part of the job's past, whatever its version.

@@ -201,6 +201,10 @@ class Beside:
             here[name].load_state_dict(from_storable(saved[name]))
         self._new = tuple(sorted(here.keys() - saved.keys()))
 
+    def step(self, name: str) -> None:
+        """Step what was restored under this name, a scheduler."""
+        self._after[name].step()
+
     def caveats(self) -> list[str]:
         """What the state that was restored does not hold."""
         new = [f"the checkpoint holds no state of {name}, which begins as it is" for name in self._new]

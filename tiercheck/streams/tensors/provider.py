@@ -122,7 +122,7 @@ class Identity:
 
 
 class StateProvider(Protocol):
-    """One rank's training state. A class that names this one as its base inherits the defaults of five methods."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of six methods."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -197,6 +197,11 @@ class StateProvider(Protocol):
         """Rebuild what derives from the masters (low-precision copies, gathered parameters). Collective. By default
         nothing derives from them."""
         return
+
+    def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """What another provider's :meth:`host_state` said of this model at ``version``, by the names that this one
+        uses; other names are ignored. By default, what both call the same."""
+        return dict(state)
 
     @abstractmethod
     def restore_host_state(self, state: Mapping[str, Any]) -> None:

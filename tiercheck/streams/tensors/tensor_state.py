@@ -21,7 +21,7 @@ from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
-from tiercheck.streams.state import MakeRuns, Rebuilt, StateStream
+from tiercheck.streams.state import Conversion, MakeRuns, Rebuilt, StateStream
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.types import Fidelity
 
@@ -52,6 +52,15 @@ class TensorState:
 
     def reader(self) -> TensorReader:
         return TensorReader(self._provider, exact=self._config.exact_replay)
+
+    def layout(self) -> str:
+        identity = self._provider.identity()
+        return f"{identity.framework} {identity.model}"
+
+    def conversion(self) -> Conversion:
+        from tiercheck.streams.tensors.conversion import TensorConversion  # which needs the reader below
+
+        return TensorConversion(self._provider)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return self._provider.hyperparameters()

@@ -1,0 +1,258 @@
+"""What N ranks saved is resumed by M, bit for bit at the version of a differential, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.failing import Failing
+from tests.unit.runtime.test_group import on_all_ranks
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import Mismatch, RecoveryError, Unauthorized
+from tiercheck.format.index.logical import LogicalIndex, LogicalTensor, Padding, Range
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.integrations.torch import attach
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.runtime.group import SimulatedGroup
+from tiercheck.streams.tensors.provider import Identity
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers.base import Call, Operation
+
+CONFIG = CheckpointConfig(base_every=4, batch=2, deadline_s=30)
+FAILED_AT = 7
+
+
+def network(width: int) -> torch.nn.Module:
+    layers = torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width, affine=False), torch.nn.Linear(width, 2)
+    return torch.nn.Sequential(*layers)
+
+
+@dataclass
+class Job:
+    """Ranks as threads, each with a memory as if it were a node, and a directory that all see. As under DDP, every rank
+    trains the whole model on the same gradients."""
+
+    directory: Path
+    name: str
+    ranks_ever: int = 0
+
+    def run(self, ranks: int, last: int, *, closed: bool = False) -> list[Any]:
+        """A life up to version ``last``, ended as by a crash unless it is ``closed``. By rank: what it recovered, and
+        the bits of each version, the one recovered included."""
+        self.ranks_ever = max(self.ranks_ever, ranks)
+
+        def act(group: SimulatedGroup) -> Any:
+            torch.manual_seed(group.rank)
+            model = network(5)
+            groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters()}]
+            optimizer = torch.optim.AdamW(groups, lr=3e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+            tiers = f"memory://{self.name}-{{rank}}", f"nvme://{self.directory}/durable?survives=rack"
+            if last:
+                with torch.no_grad():
+                    for number, each in enumerate(model.parameters()):
+                        each.fill_(0.1 * number)
+            checkpointer: Checkpointer = attach(
+                model, optimizer, Hierarchy.of(*tiers), scheduler=scheduler, group=group, config=CONFIG
+            )
+            bits = {checkpointer.version: state(model, optimizer, scheduler)}
+            try:
+                while checkpointer.version < last:
+                    step(model, optimizer, checkpointer.version + 1)
+                    scheduler.step()
+                    checkpointer.end_iteration()
+                    bits[checkpointer.version] = state(model, optimizer, scheduler)
+                checkpointer.flush()
+                if closed:
+                    checkpointer.close()
+                return checkpointer.recovery, bits
+            finally:
+                checkpointer.abort()
+
+        return on_all_ranks(ranks, act)
+
+    def lose_memory(self) -> None:
+        for rank in range(self.ranks_ever):
+            MemoryDriver.forget(f"{self.name}-{rank}")
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
+    optimizer.zero_grad()
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(version))
+    model(batch).pow(2).sum().backward()
+    optimizer.step()
+
+
+def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    tensors = dict(model.state_dict())
+    for index, held in optimizer.state_dict()["state"].items():
+        tensors |= {f"{key} of {index}": torch.as_tensor(each) for key, each in held.items()}
+    found = {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in tensors.items()}
+    options = [{**group, "params": None} for group in optimizer.param_groups]
+    return {**found, "options": str(options), "schedule": str(scheduler.state_dict())}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path, f"relayout-{uuid.uuid4().hex}")
+    yield made
+    made.lose_memory()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+def test_another_number_of_ranks_resumes_at_the_same_bits(job: Job, before: int, after: int) -> None:
+    """And what ranks left that are no more goes, when the generation has committed bases of its own."""
+    saved = job.run(before, FAILED_AT)
+    job.lose_memory()
+    resumed = succeeded(job.run(after, 13, closed=True))
+    for rank, (recovery, bits) in enumerate(resumed):
+        assert (recovery.version, str(recovery.fidelity)) == (FAILED_AT, "exact")
+        assert bits[FAILED_AT] == saved[min(rank, before - 1)][1][FAILED_AT]
+    assert {path.parts[-3] for path in (job.directory / "durable").glob("r*/*/base/*")} == {"g000002"}
+    for recovery, bits in succeeded(job.run(before, 13)):
+        assert (recovery.version, bits[13]) == (13, resumed[0][1][13])
+
+
+class Part(ModuleProvider):
+    """A rank's part of one weight, flattened, and padding up to the same size on every rank."""
+
+    def __init__(self, group: SimulatedGroup, shape: tuple[int, ...] = (5, 4), name: str = "weight") -> None:
+        self.rank, each = group.rank, -(-math.prod(shape) // group.world_size)
+        self.first = min(math.prod(shape), group.rank * each)
+        self.held = min(each, math.prod(shape) - self.first)
+        self.shape, self.name = shape, name
+        self.part = torch.nn.Parameter(torch.full((each,), -1.0))
+        model = torch.nn.Module()
+        model.part = self.part
+        super().__init__(model, torch.optim.AdamW([self.part], lr=0.1))
+
+    def index(self) -> LogicalIndex:
+        weight = LogicalTensor(self.name, "F32", self.shape, trained=True)
+        pieces = Range(self.name, self.first, self.held), Padding(len(self.part) - self.held)
+        return LogicalIndex({self.name: weight}, {"master/part": pieces})
+
+    def identity(self) -> Identity:
+        return Identity.of("parts", self, self._optimizer_identity(), parameters=[str(self.index())])
+
+    def whole(self) -> list[float]:
+        """What this rank has of the weight, and of both moments."""
+        state = self.optimizer_state().get("part", {"exp_avg": self.part, "exp_avg_sq": self.part})
+        return torch.stack([self.part.detach(), state["exp_avg"], state["exp_avg_sq"]])[:, : self.held].T.tolist()
+
+
+def parts(
+    job: Job, ranks: int, last: int, *, flush: bool = True, trouble: Any = None, **options: Any
+) -> list[tuple[Any, dict[int, Any]]] | list[Exception]:
+    """As :meth:`Job.run`; of each version what the rank has of the weight."""
+    job.ranks_ever = max(job.ranks_ever, ranks)
+
+    def act(group: SimulatedGroup) -> Any:
+        provider = Part(group, **options)
+        durable = f"nvme://{job.directory}/durable?survives=rack"
+        wrap = None if trouble is None else lambda driver: Failing(driver, partial(trouble, group.rank))
+        tiers = Hierarchy.of(f"memory://{job.name}-{{rank}}", Tier(durable, wrap=wrap))
+        checkpointer = Checkpointer(provider, tiers, group=group, config=CONFIG)
+        held = {checkpointer.version: provider.whole()}
+        try:
+            while checkpointer.version < last:
+                version = checkpointer.version + 1
+                whole = torch.randn(20, generator=torch.Generator().manual_seed(version))
+                gradient = torch.zeros_like(provider.part)
+                gradient[: provider.held] = whole[provider.first : provider.first + provider.held]
+                checkpointer.capture(version, {"part": gradient})
+                provider.apply({"part": gradient}, provider.hyperparameters())
+                checkpointer.stepped(version)
+                checkpointer.complete(version)
+                held[version] = provider.whole()
+            if flush:
+                checkpointer.flush()
+            return checkpointer.recovery, held
+        finally:
+            checkpointer.abort()
+
+    return on_all_ranks(ranks, act)
+
+
+def succeeded(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def joined(outcomes: list[Any], version: int) -> list[list[float]]:
+    return [element for _, held in succeeded(outcomes) for element in held[version]]
+
+
+def test_pieces_come_from_whoever_has_them(job: Job) -> None:
+    saved = parts(job, 3, FAILED_AT)
+    job.lose_memory()
+    for ranks in (2, 4, 1):
+        resumed = parts(job, ranks, FAILED_AT)
+        assert joined(resumed, FAILED_AT) == joined(saved, FAILED_AT)
+        assert {(recovery.version, str(recovery.fidelity)) for recovery, _ in resumed} == {(FAILED_AT, "exact")}
+    assert "saved by 4 ranks under another layout; this rank took its part from 0, 1, 2, 3" in resumed[0][0].notes
+
+
+def test_what_a_lost_rank_alone_had_is_not_made_up(job: Job) -> None:
+    parts(job, 3, FAILED_AT)
+    job.lose_memory()
+    shutil.rmtree(job.directory / "durable" / "r00002")
+    for outcome in parts(job, 2, FAILED_AT):
+        assert isinstance(outcome, RecoveryError)
+        assert "3 ranks have saved up to version 7 under another layout" in str(outcome)
+        assert "no base was found of rank 2" in str(outcome)
+
+
+def test_another_model_is_refused_by_the_names_of_what_differs(job: Job) -> None:
+    parts(job, 3, FAILED_AT)
+    job.lose_memory()
+    for outcome in parts(job, 2, FAILED_AT, shape=(10, 2)):
+        assert isinstance(outcome, Mismatch)
+        assert "weight was (5, 4), and is (10, 2) here" in str(outcome)
+    for outcome in parts(job, 2, FAILED_AT, name="bias"):
+        assert isinstance(outcome, Mismatch)
+        assert "bias was not there, and is (5, 4) here" in str(outcome)
+    assert joined(parts(job, 3, FAILED_AT), FAILED_AT), "the tiers are as they were"
+
+
+def test_a_damaged_copy_moves_all_ranks_to_an_older_version(job: Job) -> None:
+    saved = parts(job, 3, FAILED_AT)
+    job.lose_memory()
+    for path in (job.directory / "durable" / "r00001").glob("g*/differential/*-000000000006.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    resumed = parts(job, 2, 4)
+    assert joined(resumed, 4) == joined(saved, 4)
+
+
+def test_a_start_that_fails_in_the_middle_loses_nothing(job: Job) -> None:
+    """Nor does a job that is killed before its first base is committed: what was saved before is there still."""
+    saved = parts(job, 3, FAILED_AT)
+    job.lose_memory()
+
+    def trouble(rank: int, call: Call) -> Exception | None:
+        writes = rank == 1 and call.operation is Operation.PUT and "lineage" in str(call.key)
+        return Unauthorized("read only") if writes else None
+
+    for outcome in parts(job, 2, FAILED_AT, trouble=trouble):
+        assert isinstance(outcome, Exception)
+    job.lose_memory()
+    held: Any = parts(job, 2, FAILED_AT + 1, flush=False)
+    assert joined(held, FAILED_AT) == joined(saved, FAILED_AT)
+    MemoryDriver.forget(f"{job.name}-1")
+    resumed = parts(job, 2, FAILED_AT)
+    assert joined(resumed, resumed[0][0].version) == joined(held, resumed[0][0].version)
+    assert joined(parts(job, 3, FAILED_AT), FAILED_AT) == joined(saved, FAILED_AT)

@@ -1,0 +1,468 @@
+"""Recovery under another layout: what N ranks saved is brought to M ranks, or to as many that hold other pieces.
+
+Those that saved are the *old* ranks, those that resume the *new* ones. Each new rank looks for the old ranks' shards:
+in the tiers inside its node for those of all ranks, in the tiers that all share for those of the old ranks that are
+dealt to it. For each old rank one new rank reads from a base what its tensors are pieces of, and tells the others. So
+each new rank knows which old ranks hold what it wants, and which versions it can come to. The newest one that every new
+rank can come to is the recovery point. If several old ranks hold the same pieces, one of them is enough.
+
+Then each new rank rebuilds the old ranks that it needs, one after the other, as their own recovery would
+(:mod:`tiercheck.recovery.reader`), and takes its pieces. The live state changes when every rank has all of its pieces.
+If a copy fails, the ranks decide again without it.
+
+Nothing is deleted here: what was saved under the old layout stays until the new generation has a committed base.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tiercheck import keys
+from tiercheck.errors import Corruption, Mismatch, RecoveryError, TierError
+from tiercheck.format.index.assemble import Assembly, Holdings, Missing, assemble
+from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.format.index.message import INDEX, read_index
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.keys import ShardKey, Stream, rank_prefix
+from tiercheck.policy.observation import Copy
+from tiercheck.policy.recovery.agreement import NO_MARK, agreed
+from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
+from tiercheck.policy.recovery.lineage import Layout, Lineage
+from tiercheck.policy.recovery.plan import Availability, held
+from tiercheck.policy.recovery.relayout import dealt, reachable, readers
+from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.reader import ANSWER_S, Lost, Reader
+from tiercheck.replication.asking import patiently
+from tiercheck.replication.shards import read_header, read_object
+from tiercheck.streams.state import Conversion, Rebuilt, TrainingState
+from tiercheck.types import Fidelity
+
+__all__ = ["Converted", "Relayout"]
+
+log = logging.getLogger(__name__)
+
+LATE_S = 5.0
+"""A rank that ends its waiting at the deadline has so long to tell the others why."""
+ROUNDS_MAX = 64
+"""Times the ranks decide again before they give up: each round some copy was found damaged."""
+UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+"""What optimizers and users' objects raise if a state is none of theirs."""
+IDENTITY = "identity"
+NAMED_MAX = 5
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What one rank has of the recovery."""
+
+    point: RecoveryPoint
+    """Of one of the old ranks that were read."""
+    parent: int
+    sources: tuple[tuple[str, str], ...]
+    quarantined: tuple[tuple[str, str, str], ...]
+    matrix: tuple[Availability, ...]
+    """Of the old ranks that were read."""
+    fidelity: Fidelity
+    notes: tuple[str, ...]
+    read_bytes: int
+    residuals: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """By old rank, the newest version that one new rank has found a way to: by the shared tiers, and by all of its
+    tiers together."""
+
+    shared: dict[int, int]
+    here: dict[int, int]
+    last: int
+    """The newest version of which there is anything."""
+
+
+@dataclass
+class _Round:
+    """What has come of the old ranks that were rebuilt."""
+
+    fidelity: Fidelity = Fidelity.EXACT
+    notes: dict[str, None] = field(default_factory=dict)
+    used: list[Copy] = field(default_factory=list)
+    read_bytes: int = 0
+
+
+class Relayout:
+    """Brings what was saved under one ``layout`` into the live state: call :meth:`restore`, once. Collective.
+
+    ``lineage``: the job's past, of all layouts. Each rank waits for tiers until the deadline, once for each step.
+    """
+
+    def __init__(
+        self, hierarchy: OpenHierarchy, state: TrainingState, ranks: Ranks, lineage: Lineage, layout: Layout
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._state = state
+        self._ranks = ranks
+        self._lineage = lineage.under(layout)
+        self._layout = layout
+        self._nbytes: dict[Copy, int] = {}
+        """The copies that were found, and their lengths."""
+        self._failed: dict[Copy, str] = {}
+        self._conversion: Conversion = state.conversion()
+        self._identities: dict[int, Any] = {}
+        self._indexes: dict[int, LogicalIndex] = {}
+        self._replays = True
+        self.lacking = ""
+        """After :meth:`restore`: that versions were saved, and what was not found of them, in words."""
+
+    async def restore(self) -> Converted | None:
+        """``None``: there is no version that all ranks can come to. The live state is as it was then.
+
+        Errors: ``Mismatch`` for another model or optimizer, and for shards that this job cannot use; ``RecoveryError``
+        for a tier that cannot be asked; ``GroupError``.
+        """
+        await self._look()
+        await self._learn()
+        self.lacking = self._what_lacks()
+        if not self._indexes:
+            return None
+        await self._check_model()
+        await self._look_for_the_needed()
+        widened = False
+        for _ in range(ROUNDS_MAX):
+            version = await self._version()
+            if version is None and not widened:
+                await self._look_for_all()
+                widened, version = True, await self._version()
+            if version is None:
+                return None
+            done = await self._read(version)
+            if done is not None:
+                return await self._settle(version, done)
+            if not widened:
+                await self._look_for_all()
+                widened = True
+        raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
+
+    # What there is
+
+    def _what_lacks(self) -> str:
+        size, last = self._layout.world_size, max(each.last for each in self._seen)
+        if last == 0:
+            return ""
+        said = f"{size} ranks have saved up to version {last} under another layout"
+        if missing := sorted(set(range(size)) - self._indexes.keys()):
+            named = ", ".join(map(str, missing[:NAMED_MAX])) + (", ..." if len(missing) > NAMED_MAX else "")
+            said += f", and no base was found of rank {named}"
+        return said
+
+    async def _look(self) -> None:
+        """Find the old ranks' shards, and who can read from whom."""
+        own = dealt(self._ranks.rank, self._ranks.world_size, self._layout.world_size)
+        shared = {tier.index for tier in self._hierarchy.tiers if tier.role.shared}
+
+        async def look() -> _Seen:
+            await self._find([prefixes(own) if tier.index in shared else ("",) for tier in self._hierarchy.tiers])
+            here = self._newest(range(len(self._hierarchy.tiers)))
+            return _Seen(self._newest(shared), here, max((copy.key.last for copy in self._nbytes), default=0))
+
+        doing = "looking for what other ranks have saved"
+        self._seen: list[_Seen] = await self._ranks.gather(doing, look, more_s=2 * LATE_S, kind=_Seen)
+
+    def _newest(self, tiers: Collection[int]) -> dict[int, int]:
+        """By old rank, the newest version to which what these tiers hold of it leads."""
+        held: dict[int, list[ShardKey]] = {}
+        for copy in self._nbytes:
+            if copy.tier in tiers:
+                held.setdefault(copy.key.rank, []).append(copy.key)
+        reach = {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
+        return {old: max(ways) for old, ways in reach.items() if ways}
+
+    def _visible(self) -> dict[int, int]:
+        """By old rank that this one can read, the newest version of it, as far as is known."""
+        found = dict(self._seen[self._ranks.rank].here)
+        for each in self._seen:
+            for old, version in each.shared.items():
+                found[old] = max(version, found.get(old, version))
+        return {old: version for old, version in found.items() if old in self._indexes}
+
+    async def _find(self, wanted: Sequence[Collection[str]]) -> None:
+        """``wanted``: prefixes to list, by tier. Errors: ``RecoveryError``."""
+        tiers = [(tier, each) for tier, each in zip(self._hierarchy.tiers, wanted, strict=True) if each]
+        deadline_s = self._ranks.deadline_s
+
+        async def find() -> list[dict[Copy, int] | TierError]:
+            listings = (
+                patiently(partial(self._listed, tier, each), tier, deadline_s, deadline_s, True) for tier, each in tiers
+            )
+            return await asyncio.gather(*listings)
+
+        finding = self._ranks.scheduler.call(find(), what="looking for shards", deadline_s=deadline_s + LATE_S)
+        for (tier, _), found in zip(tiers, await finding, strict=True):
+            if isinstance(found, TierError):
+                raise RecoveryError(
+                    f"tier {tier.name} could not be asked what it holds of the {self._layout.world_size} ranks that "
+                    f"saved: {found}. Start again when it answers"
+                )
+            self._nbytes |= found
+
+    async def _listed(self, tier: OpenTier, wanted: Collection[str]) -> dict[Copy, int]:
+        found: dict[Copy, int] = {}
+        async for info in tier.listed(wanted):
+            key = keys.parse(info.key)
+            if isinstance(key, ShardKey) and self._lineage.admits(key.generation, key.first):
+                found[Copy(tier.index, key)] = info.nbytes
+        return found
+
+    async def _learn(self) -> None:
+        """What the old ranks' tensors are pieces of, each read by one new rank and told to all."""
+        mine = [old for old, rank in readers([each.here for each in self._seen]).items() if rank == self._ranks.rank]
+
+        async def read_all() -> list[Any]:
+            return await asyncio.gather(*map(self._told_by, mine))
+
+        async def read() -> Any:
+            within_s = self._ranks.deadline_s
+            found = await self._ranks.scheduler.call(read_all(), what="reading indexes", deadline_s=within_s)
+            return {str(old): each for old, each in zip(mine, found, strict=True) if each is not None}
+
+        for answer in await self._ranks.gather("what the ranks that saved hold of the model", read, more_s=LATE_S):
+            for old, (identity, index) in answer.items():
+                self._identities[int(old)] = self._conversion.read_identity(identity)
+                self._indexes[int(old)] = read_index(index)
+
+    async def _told_by(self, old: int) -> Any:
+        """An old rank's identity and index, of the newest base of it that can be read."""
+        bases = [copy for copy in self._nbytes if copy.key.rank == old and copy.key.stream is Stream.BASE]
+        for copy in sorted(bases, key=lambda copy: (-copy.key.generation, -copy.key.first, copy.tier)):
+            tier = self._hierarchy.tiers[copy.tier]
+            try:
+                header = await read_header(tier, copy.key, self._nbytes[copy])
+                if reason := self._lineage.disowns(copy.key.generation, header.metadata.token):
+                    raise Corruption(reason, tier=tier.name, key=str(copy.key))
+                told = [await read_object(tier, copy.key, header, name) for name in (IDENTITY, INDEX)]
+                read_index(told[1])
+                self._conversion.read_identity(told[0])
+                return told
+            except (TierError, ValueError) as error:
+                log.warning("%s is not used from tier %s: %s", copy.key, tier.name, error)
+                self._failed[copy] = str(error)
+        return None
+
+    async def _check_model(self) -> None:
+        """Errors: ``Mismatch`` if the old ranks together have not what the new ones want, or have more."""
+        places = ", ".join(tier.driver.url for tier in self._hierarchy.tiers)
+        first = self._identities[min(self._identities)]
+        whole = len(self._indexes) == self._layout.world_size
+        holdings = self._holdings(self._indexes)
+        saved = sorted(holdings.tensors, key=lambda tensor: tensor.key)
+
+        def check() -> list[Any]:
+            self._conversion.refuse(first, places)
+            wanted = self._conversion.wanted
+            missing = assemble(wanted, holdings, rank=self._ranks.rank).missing
+            found = [each for each in missing if whole or each.shape is not None]
+            differing = dict.fromkeys(difference(each, wanted, holdings) for each in found)
+            here = {tensor.key for tensor in wanted.tensors.values()}
+            said = str(self._conversion.other_model(list(differing), first, places)) if differing else ""
+            return [said, bytes(tensor.key in here for tensor in saved)]
+
+        answers = await self._ranks.gather("comparing the model with what was saved", check)
+        for said, _ in answers:
+            if said:
+                raise Mismatch(said)
+        claimed = [each for _, each in answers]
+        if lost := [tensor.name for tensor, *on in zip(saved, *claimed, strict=True) if not any(on)]:
+            said = [f"{name} was saved, and is not there here" for name in lost]
+            raise self._conversion.other_model(said, first, places)
+        self._replays = self._conversion.begin(first)
+
+    def _holdings(self, olds: Collection[int]) -> Holdings:
+        try:
+            return Holdings({old: self._indexes[old] for old in olds})
+        except ValueError as error:
+            raise Mismatch(f"what was saved is not of one model: {error}") from error
+
+    async def _look_for_the_needed(self) -> None:
+        """What the shared tiers hold of the old ranks that this one needs, beside those that were dealt to it."""
+
+        visible = self._visible()
+        newest: Collection[int] = visible
+        for version in sorted(set(visible.values()), reverse=True):
+            newest = {old for old, reached in visible.items() if reached >= version}
+            if self._suffices(newest):
+                break
+
+        async def look() -> None:
+            plan = assemble(self._conversion.wanted, self._holdings(newest), rank=self._ranks.rank)
+            needed = {*plan.ranks, *({self._ranks.rank} & visible.keys())}
+            await self._find([prefixes(needed) if tier.role.shared else () for tier in self._hierarchy.tiers])
+
+        await self._ranks.gather("looking for what this rank needs", look, more_s=2 * LATE_S)
+
+    async def _look_for_all(self) -> None:
+        """What the shared tiers hold of every old rank: another copy of what has failed may be there."""
+
+        async def look() -> None:
+            olds = self._visible()
+            await self._find([prefixes(olds) if tier.role.shared else () for tier in self._hierarchy.tiers])
+
+        await self._ranks.gather("looking for other copies", look, more_s=2 * LATE_S)
+
+    # Where to meet
+
+    def _ways(self) -> dict[int, dict[int, RecoveryPoint]]:
+        """By old rank, the ways that can be read here."""
+        held: dict[int, list[ShardKey]] = {}
+        for copy in self._nbytes.keys() - self._failed.keys():
+            if copy.key.rank in self._indexes and (self._replays or copy.key.stream is Stream.BASE):
+                held.setdefault(copy.key.rank, []).append(copy.key)
+        return {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
+
+    def _suffices(self, olds: Collection[int]) -> bool:
+        plan = assemble(self._conversion.wanted, self._holdings(olds), rank=self._ranks.rank)
+        return not plan.missing
+
+    async def _version(self) -> int | None:
+        """The newest version that every rank can come to."""
+
+        def reach() -> tuple[Span, ...]:
+            return spans_of(reachable(self._ways(), self._suffices))
+
+        version = agreed(await self._ranks.gather("where to meet", reach, kind=tuple[Span, ...]))
+        return None if version == NO_MARK else version
+
+    # Reading
+
+    async def _read(self, version: int) -> tuple[dict[int, RecoveryPoint], _Round] | None:
+        """Rebuild the old ranks that are needed and take their pieces; ``None`` if some rank could not."""
+        points = {old: ways[version] for old, ways in self._ways().items() if version in ways}
+        plan = assemble(self._conversion.wanted, self._holdings(points), rank=self._ranks.rank)
+        own = {self._ranks.rank} & points.keys()
+        needed = {old: points[old] for old in sorted({*plan.ranks, *own} or {min(points)})}
+        came = _Round()
+
+        async def read() -> bool:
+            self._conversion.begin(self._identities[min(self._identities)])
+            for old, point in needed.items():
+                if not await self._rebuilt(old, point, plan, came):
+                    return False
+            return True
+
+        answers = await self._ranks.gather(
+            f"reading version {version}", read, more_s=LATE_S + self._ranks.deadline_s * 2 * len(needed)
+        )
+        return (needed, came) if all(answers) else None
+
+    async def _rebuilt(self, old: int, point: RecoveryPoint, plan: Assembly, came: _Round) -> bool:
+        """Whether the old rank's state could be read. Errors: ``Mismatch``; ``RecoveryError``."""
+        scheduler, deadline_s = self._ranks.scheduler, self._ranks.deadline_s
+        state = self._conversion.reader()
+        reader = Reader(self._hierarchy, old, deadline_s, state, self._lineage)
+        own = {copy for copy in self._nbytes.keys() - self._failed.keys() if copy.key.rank == old}
+        reading = reader.verify(point, own)
+        part = await scheduler.call(reading, what="reading the checkpoint", deadline_s=deadline_s + ANSWER_S)
+        rebuilt: Rebuilt | None = None
+        if part is not None:
+
+            def make(threads: int) -> AsyncGenerator[Any, None]:
+                return reader.runs(part, own, threads=threads)
+
+            try:
+                rebuilt = await state.rebuild(part.base, part.start, make, scheduler)
+                self._conversion.take(
+                    [each for each in plan.transfers if each.rank == old], rebuilt, own=old == self._ranks.rank
+                )
+            except Lost as error:
+                log.warning("%s", error)
+            except UNFIT as error:
+                raise RecoveryError(
+                    f"{part.plan.anchor.key} and what follows it cannot be rebuilt: {type(error).__name__}: {error}"
+                ) from error
+        if reader.copies.unusable:
+            source, why = min(reader.copies.unusable.items())
+            raise Mismatch(f"{source.key} was saved whole, and this job cannot use it: {why}")
+        self._failed |= reader.quarantined
+        if part is None or rebuilt is None:
+            return False
+        fidelity, notes = reader.reached(part, rebuilt)
+        came.fidelity = Fidelity.worst(came.fidelity, fidelity)
+        came.notes |= dict.fromkeys(notes)
+        came.used += reader.used
+        came.read_bytes += reader.read_bytes
+        return True
+
+    # The end
+
+    async def _settle(self, version: int, done: tuple[dict[int, RecoveryPoint], _Round]) -> Converted:
+        """Load what was taken. All ranks have all of their pieces."""
+        needed, came = done
+        generation = max(point.generation for point in needed.values())
+        taken = await self._ranks.gather("what was taken", lambda: [generation, self._conversion.told()])
+        ends: list[Rebuilt] = []
+
+        def settle() -> str:
+            try:
+                ends.append(self._conversion.finish([told for _, told in taken], version))
+                self._state.refresh()
+                self._state.restore_host_state(ends[0].host_state)
+            except UNFIT as error:
+                raise RecoveryError(
+                    f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was "
+                    f"attached: {type(error).__name__}: {error}"
+                ) from error
+            exact = Fidelity.EXACT if self._conversion.exact else Fidelity.APPROXIMATE
+            return str(Fidelity.worst(came.fidelity, exact))
+
+        answers = [Fidelity(each) for each in await self._ranks.gather("the end of the recovery", settle)]
+        fidelity = Fidelity.worst(*answers)
+        notes = (self._said(needed), *came.notes, *self._conversion.notes)
+        if fidelity is not answers[self._ranks.rank]:
+            notes += (f"rank {answers.index(fidelity)} reached {fidelity}; this rank alone would be better",)
+        names = [tier.name for tier in self._hierarchy.tiers]
+        sound = self._nbytes.keys() - self._failed.keys()
+        rows = [
+            Availability(((old, old),), name, *what)
+            for old, point in needed.items()
+            for name, what in zip(names, held(point, old, len(names), sound), strict=True)
+        ]
+        return Converted(
+            point=needed.get(self._ranks.rank, next(iter(needed.values()))),
+            parent=max(each for each, _ in taken),
+            sources=tuple((str(source.key), names[source.tier]) for source in came.used),
+            quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(self._failed.items())),
+            matrix=tuple(rows),
+            fidelity=fidelity,
+            notes=notes,
+            read_bytes=came.read_bytes,
+            residuals=ends[0].residuals,
+        )
+
+    def _said(self, needed: Collection[int]) -> str:
+        named = ", ".join(map(str, list(needed)[:NAMED_MAX])) + (", ..." if len(needed) > NAMED_MAX else "")
+        said = f"saved by {self._layout.world_size} ranks under another layout; this rank took its part from {named}"
+        if not self._replays:
+            said += (
+                "; its optimizer is not one whose steps can be replayed apart from the job (torch's, or registered in "
+                "the entry-point group tiercheck.optimizers; under FSDP2 registered ones alone), so that no steps were "
+                "replayed, and the version is that of a base"
+            )
+        return said
+
+
+def difference(missing: Missing, wanted: LogicalIndex, holdings: Holdings) -> str:
+    """What a rank wants and nobody has, in words."""
+    tensor = wanted.tensors[missing.piece.tensor]
+    if missing.shape is not None:
+        return f"{tensor.name} was {missing.shape}, and is {tensor.shape} here"
+    if holdings.find(tensor) is None:
+        return f"{tensor.name} was not there, and is {tensor.shape} here"
+    return f"of {missing} nobody has anything"
+
+
+def prefixes(olds: Collection[int]) -> tuple[str, ...]:
+    return tuple(map(rank_prefix, sorted(olds)))

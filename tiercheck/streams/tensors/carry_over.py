@@ -1,0 +1,91 @@
+"""The host state of a version that was saved under another layout, as a provider puts it back.
+
+What concerns the job (the options of the parameter groups, schedulers, counters, averages) is carried over if both have
+it. What each rank has of its own (random generators, the place in its data) goes to the rank of the same number. Ranks
+beyond those that saved keep what their script has made. Notes tell which was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiercheck.errors import Mismatch
+from tiercheck.streams.tensors.provider import StateProvider
+
+__all__ = ["carried_over", "options_at_end"]
+
+OPTIONS = ("options", "hyperparameters")
+"""Where integrations keep the options of the parameter groups."""
+OF_EACH_RANK = ("random", "next", "stateful", "model_parallel_random")
+AFTER_STEP = "after_step"
+OUR_OWN = "tiercheck."
+"""How the names of what integrations themselves put among the user's objects begin."""
+
+
+def options_at_end(options: list[dict[str, Any]], host_state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per parameter group, its options at the end of the version: a scheduler may have moved them since the last step.
+    ``options``: as of that."""
+    for name in OPTIONS:
+        held = host_state.get(name)
+        if isinstance(held, list) and len(held) == len(options) and all(isinstance(each, dict) for each in held):
+            return held
+    return options
+
+
+def carried_over(
+    provider: StateProvider, saved: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]], version: int, own: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the provider puts back, and what there is to tell of it. ``options``: of its parameter groups.
+
+    Errors: ``Mismatch`` for an object of the user's whose state was saved, and which is not attached here.
+    """
+    live = provider.host_state()
+    found = provider.translated_host_state(saved, version)
+    state: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, here in live.items():
+        if key in OPTIONS:
+            state[key] = [dict(each) for each in options]
+        elif key in OF_EACH_RANK:
+            state[key] = found.get(key, here) if own else here
+        elif key == AFTER_STEP:
+            state[key], more = after_step(here, found.get(key, {}))
+            notes += more
+        elif key in found:
+            state[key] = found[key]
+        else:
+            state[key] = here
+            if here:
+                notes.append(f"{key} was not saved in a form that this job reads, and begins as it is")
+    if not own:
+        notes.append(
+            "no rank of this number saved: random generators and what batches are drawn from begin as the script made "
+            "them"
+        )
+    elif isinstance(here := live.get("stateful"), dict):
+        state["stateful"] = {name: found.get("stateful", {}).get(name, each) for name, each in here.items()}
+        refuse_lost(found.get("stateful", {}), live)
+    return {**{key: each for key, each in found.items() if key not in saved}, **state}, tuple(notes)
+
+
+def after_step(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Of what a loop changes after its step: each as it was saved, or as it is."""
+    new = [name for name in here if name not in saved and is_users(name)]
+    notes = [f"the state of {name} was not saved, and it begins as it is" for name in new]
+    refuse_lost(saved, {AFTER_STEP: here})
+    return {name: saved.get(name, each) for name, each in here.items()}, notes
+
+
+def is_users(name: str) -> bool:
+    return not name.startswith(OUR_OWN)
+
+
+def refuse_lost(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    here = {name for part in (AFTER_STEP, "stateful") for name in live.get(part, {})}
+    if missing := sorted(name for name in saved if name not in here and is_users(name)):
+        raise Mismatch(
+            f"the checkpoint holds the state of {', '.join(missing)}, which this job does not attach, so that it would "
+            f"be lost (attached: {', '.join(sorted(here)) or 'none'}): pass it under the same name, as scheduler=, "
+            "scaler=, or in after_step= or stateful="
+        )

@@ -1,0 +1,205 @@
+"""What was saved under another layout, put together as a provider's rank holds it.
+
+Each old rank that is needed is rebuilt by itself, under its own layout
+(:class:`~tiercheck.streams.tensors.stored.StoredReader`), and what this rank wants of it is copied into new tensors:
+masters, the optimizer's tensors and residuals that lie as their masters do, buffers and frozen parameters. So steps are
+replayed as they were taken, whatever the optimizer, and one old rank is in memory at a time. The live state changes in
+:meth:`TensorConversion.finish` alone.
+
+What belongs to a master as a whole, such as a count of steps, goes with any element of it. If elements of one master
+come from several that count otherwise, no value is right for all of them: the largest is taken, and the state is
+approximate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiercheck import schema
+from tiercheck.errors import ConfigurationError, Mismatch
+from tiercheck.format.index.assemble import Transfer
+from tiercheck.format.index.boxes import Copy, copy_elements
+from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, lies_as_master
+from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.state import Rebuilt, StateReader
+from tiercheck.streams.tensors.as_bytes import array_of
+from tiercheck.streams.tensors.carry_over import carried_over, options_at_end
+from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
+from tiercheck.streams.tensors.stored import StoredReader, StoredState, optimizer_class
+
+__all__ = ["TensorConversion"]
+
+NAMED_MAX = 3
+WHOLE_TENSORS = "fsdp"
+"""The framework under which an optimizer steps on whole tensors, each rank on its part. If it is not known to be
+element-wise, as those are that have a kernel, a rank's part of a step says nothing without the others'."""
+
+
+class TensorConversion:
+    """See :class:`~tiercheck.streams.state.Conversion`. Errors: ``UnsupportedSetup``, of the provider's index."""
+
+    def __init__(self, provider: StateProvider) -> None:
+        self._provider = provider
+        self._index = provider.index()
+        self._groups = provider.group_of()
+        self._reading: StoredReader | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        masters, extras = self._provider.masters(), extras_of(self._provider)
+        self._masters = {name: new_like(each) for name, each in masters.items()}
+        self._extras = {name: new_like(each) for name, each in extras.items()}
+        self._states: dict[str, dict[str, Any]] = {}
+        self._stateless: set[str] = set()
+        """Masters with elements of which no optimizer's state was saved."""
+        self._residuals: dict[str, torch.Tensor] = {}
+        self._options: dict[int, dict[str, Any]] = {}
+        """By parameter group, its options at the end of the version."""
+        self._host_state: Mapping[str, Any] | None = None
+        self._own = False
+        """The host state is that of the old rank of this number."""
+        self._inexact: dict[str, None] = {}
+        self._notes: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> LogicalIndex:
+        return self._index
+
+    def read_identity(self, value: Any) -> Identity:
+        return schema.read(Identity, value)
+
+    def refuse(self, identity: Identity, places: str) -> None:
+        before, now = identity.optimizer.kind, self._provider.identity().optimizer.kind
+        if before != now:
+            raise Mismatch(
+                f"the checkpoint in {places} is of an optimizer {before}, this job has {now}: "
+                "resume with the same one, or use another place"
+            )
+
+    def other_model(self, differing: Sequence[str], identity: Identity, places: str) -> Mismatch:
+        said = "; ".join([*differing[:NAMED_MAX], *([f"and {len(differing) - NAMED_MAX} more"] * (len(differing) > 3))])
+        here = self._provider.identity()
+        return Mismatch(
+            f"the checkpoint in {places} is of another model: {said} ({identity.model_summary} against "
+            f"{here.model_summary}); resume with the same one, or use another place"
+        )
+
+    def begin(self, identity: Identity) -> bool:
+        self._begin()
+        kind = identity.optimizer.kind
+        if find_optimizer(kind) is None and identity.framework.startswith(WHOLE_TENSORS):
+            return False
+        try:
+            optimizer_class(kind)
+        except ConfigurationError:
+            return False
+        return True
+
+    def reader(self) -> StateReader:
+        self._reading = StoredReader()
+        return self._reading
+
+    def take(self, transfers: Sequence[Transfer], rebuilt: Rebuilt, *, own: bool) -> None:
+        if self._reading is None:
+            raise ValueError("a state is taken after it was rebuilt")
+        state, self._reading = self._reading.state, None
+        options = options_at_end(state.hyperparameters(), rebuilt.host_state)
+        pairs: dict[tuple[str, str], list[Copy]] = {}
+        for each in transfers:
+            pairs.setdefault((each.source, each.target), []).append(each.copy)
+        for (source, target), copies in pairs.items():
+            self._take_tensor(state, source, target, copies)
+            if source.startswith(MASTER) and target.startswith(MASTER):
+                before, name = source.removeprefix(MASTER), target.removeprefix(MASTER)
+                self._take_state(state, before, name, copies)
+                self._take_residual(rebuilt.residuals.get(before), name, copies)
+                self._options.setdefault(self._groups[name], options[state.group_of()[before]])
+        if self._host_state is None or own:
+            self._host_state, self._own = rebuilt.host_state, own
+
+    def _take_tensor(self, state: StoredState, source: str, target: str, copies: Sequence[Copy]) -> None:
+        found = held_of(source, state.masters(), state.buffers())
+        here = held_of(target, self._masters, self._extras)
+        self._copy(copies, found, here, target)
+
+    def _take_state(self, state: StoredState, before: str, name: str, copies: Sequence[Copy]) -> None:
+        saved, master = state.optimizer_state().get(before, {}), state.masters()[before]
+        if not saved:
+            self._stateless.add(name)
+            return
+        held = self._states.setdefault(name, {})
+        for key, value in saved.items():
+            if isinstance(value, torch.Tensor) and lies_as_master(key, tuple(value.shape), tuple(master.shape)):
+                if key not in held:
+                    dtype = self._masters[name].dtype if value.dtype == master.dtype else value.dtype
+                    held[key] = torch.zeros(self._masters[name].shape, dtype=dtype)
+                self._copy(copies, value, held[key], f"the optimizer's {key} of {name}")
+            elif key not in held:
+                held[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            elif not same(held[key], value):
+                self._inexact[f"{name} is one tensor here, and were several whose optimizer's {key!r} differed"] = None
+                held[key] = larger(held[key], value)
+
+    def _take_residual(self, residual: torch.Tensor | None, name: str, copies: Sequence[Copy]) -> None:
+        if residual is not None:
+            here = self._residuals.setdefault(name, torch.zeros(self._masters[name].numel(), dtype=residual.dtype))
+            self._copy(copies, residual, here, f"the residual of {name}")
+
+    def _copy(self, copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor, what: str) -> None:
+        if source.dtype != target.dtype:
+            if torch.promote_types(source.dtype, target.dtype) != target.dtype:
+                self._inexact[f"{what} was {source.dtype}, and is rounded to {target.dtype}"] = None
+            source = source.to(target.dtype)
+        copy_elements(copies, array_of(source).reshape(-1), array_of(target).reshape(-1))
+
+    def told(self) -> Any:
+        return {str(group): options for group, options in self._options.items()}
+
+    def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
+        elsewhere = {int(group): options for each in reversed(told) for group, options in each.items()}
+        found = {**elsewhere, **self._options}
+        options = [{**here, **found.get(group, {})} for group, here in enumerate(self._provider.hyperparameters())]
+        for name in sorted(self._stateless & self._states.keys()):
+            self._inexact[f"{name} is one tensor here, and the optimizer had a state of only a part of it"] = None
+        host_state, self._notes = carried_over(
+            self._provider, self._host_state or {}, options=options, version=version, own=self._own
+        )
+        self._provider.load(
+            masters=self._masters, optimizer_state=self._states, extras=self._extras, hyperparameters=options
+        )
+        return Rebuilt(host_state, residuals=self._residuals)
+
+    @property
+    def exact(self) -> bool:
+        return not self._inexact
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*self._inexact, *self._notes)
+
+
+def new_like(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, of zeros: what no piece covers is padding."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def held_of(stored: str, masters: Mapping[str, torch.Tensor], extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if stored.startswith(MASTER):
+        return masters[stored.removeprefix(MASTER)]
+    return extras[stored.removeprefix(EXTRA)]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def larger(one: Any, other: Any) -> Any:
+    try:
+        return max(one, other)
+    except (TypeError, ValueError, RuntimeError):
+        return one
