@@ -33,7 +33,6 @@ import pytest
 __all__ = ["Forks", "Server", "forks", "join", "pytest_configure", "pytest_configure_node"]
 
 ROOT = Path(__file__).parents[1]
-START_S_MAX = 120.0
 PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
     "numba",

@@ -22,32 +22,44 @@ class Tier(dict[Key, object]):
         self._contents = Contents.of((key, 1) for key in self)
         self._changed: dict[Key, int | None] = {}
         self._listed: dict[tuple[str, ...], Contents] = {}
+        self._branches: dict[int, Branch] | None = None
         self.damaged: set[Key] = set()
         """Objects that a look shows, and that nobody can read."""
 
     def __setitem__(self, key: Key, value: object) -> None:
         super().__setitem__(key, value)
-        self._changed[key] = 1
+        self._note(key, 1)
         self.damaged.discard(key)
 
     def __delitem__(self, key: Key) -> None:
         super().__delitem__(key)
-        self._changed[key] = None
+        self._note(key, None)
         self.damaged.discard(key)
 
     def clear(self) -> None:
         super().clear()
-        self._contents, self._changed, self._listed = Contents(), {}, {}
+        self._contents, self._changed, self._listed, self._branches = Contents(), {}, {}, None
         self.damaged.clear()
+
+    def _note(self, key: Key, nbytes: int | None) -> None:
+        self._changed[key] = nbytes
+        if isinstance(key, LineageKey):
+            self._branches = None
 
     @property
     def branches(self) -> dict[int, Branch]:
         """What the lineage records tell, as a reader finds it: it reads those of which no newer one tells."""
+        if self._branches is None:
+            self._branches = self._read_branches()
+        return self._branches
+
+    def _read_branches(self) -> dict[int, Branch]:
         told: dict[int, Branch] = {}
-        for key in sorted((key for key in self if isinstance(key, LineageKey)), reverse=True):
-            record = self[key]
+        generations = sorted((key.generation for key in self if isinstance(key, LineageKey)), reverse=True)
+        for generation in generations:
+            record = self[LineageKey(generation)]
             assert isinstance(record, LineageRecord)
-            for branch in (record.branch, *record.told) if key.generation not in told else ():
+            for branch in (record.branch, *record.told) if generation not in told else ():
                 told.setdefault(branch.generation, branch)
         return told
 
