@@ -95,7 +95,10 @@ def superseded_at_opening(
         based = [way for way in parts if ShardKey.base(way.generation, way.anchor, rank) in whole]
         ways = [*parts, *_ways(whole, lineage, versions, based)]
         here = [source for source in held if source.tier == role.index and source.key.rank == rank]
-        gone += [source for source in here if not any(_leads_to(way, source.key, lineage) for way in ways)]
+        # Admission has counted two bases that stay: a damaged one takes the room of none.
+        useless = {source for source in here if source.key.stream is Stream.BASE and source.key not in whole}
+        leading = {source for source in here if any(_leads_to(way, source.key, lineage) for way in ways)}
+        gone += [source for source in here if source in useless or source not in leading]
     inside = {role.index for role in roles if not role.shared}
     return sorted(source for source in gone if source.tier in inside)
 

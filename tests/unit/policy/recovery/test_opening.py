@@ -53,3 +53,11 @@ def test_a_damaged_base_takes_the_room_of_no_sound_one() -> None:
     sound = {(0, ShardKey.base(2, 2, 0)), (0, ShardKey.base(2, 5, 0)), (1, ShardKey.base(2, 7, 0))}
     sound |= differentials(2, 3, 7)
     assert of_rank_0(sound, {damaged}, [7, 4]) == {Copy(*damaged)}
+
+
+def test_a_damaged_base_goes_though_versions_after_it_stay() -> None:
+    """Version 8 was captured on this rank alone. It follows the base, which was read from the neighbour."""
+    damaged = (0, ShardKey.base(2, 7, 0))
+    sound = {(0, ShardKey.base(2, 2, 0)), (0, ShardKey.base(2, 5, 0)), (1, ShardKey.base(2, 7, 0))}
+    sound |= differentials(2, 3, 8)
+    assert of_rank_0(sound, {damaged}, [7, 4]) == {Copy(*damaged)}
