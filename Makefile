@@ -78,11 +78,11 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 	@touch $@
 
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
-	$(PYTEST) -n $(PYTEST_WORKERS) tests --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) -n $(PYTEST_WORKERS) --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 cluster: $(COMPILED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
-	$(PYTEST) -n $(CLUSTER_WORKERS) tests/cluster tests/plugins -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
-	$(BIN)/pytest tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) -n $(CLUSTER_WORKERS) -o testpaths="tests/cluster tests/plugins" -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(BIN)/pytest -o testpaths=tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)
