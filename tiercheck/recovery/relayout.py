@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from tiercheck import keys
-from tiercheck.errors import Corruption, Mismatch, RecoveryError, TierError
+from tiercheck.errors import Corruption, Mismatch, NotFound, RecoveryError, TierError
 from tiercheck.format.index.assemble import Assembly, Holdings, Missing, assemble
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import INDEX, read_index
@@ -226,7 +226,7 @@ class Relayout:
             return await asyncio.gather(*map(self._told_by, mine))
 
         async def read() -> Any:
-            within_s = self._ranks.deadline_s
+            within_s = self._ranks.deadline_s + ANSWER_S
             found = await self._ranks.scheduler.call(read_all(), what="reading indexes", deadline_s=within_s)
             return {str(old): each for old, each in zip(mine, found, strict=True) if each is not None}
 
@@ -238,20 +238,34 @@ class Relayout:
     async def _told_by(self, old: int) -> Any:
         """An old rank's identity and index, of the newest base of it that can be read."""
         bases = [copy for copy in self._nbytes if copy.key.rank == old and copy.key.stream is Stream.BASE]
+        retry_s = self._ranks.deadline_s / 2
+        trouble: TierError | None = None
         for copy in sorted(bases, key=lambda copy: (-copy.key.generation, -copy.key.first, copy.tier)):
             tier = self._hierarchy.tiers[copy.tier]
-            try:
-                header = await read_header(tier, copy.key, self._nbytes[copy])
-                if reason := self._lineage.disowns(copy.key.generation, header.metadata.token):
-                    raise Corruption(reason, tier=tier.name, key=str(copy.key))
-                told = [await read_object(tier, copy.key, header, name) for name in (IDENTITY, INDEX)]
-                read_index(told[1])
-                self._conversion.read_identity(told[0])
+            told = await patiently(partial(self._told_in, tier, copy), tier, retry_s, retry_s, False)
+            if not isinstance(told, TierError):
                 return told
-            except (TierError, ValueError) as error:
-                log.warning("%s is not used from tier %s: %s", copy.key, tier.name, error)
-                self._failed[copy] = str(error)
+            log.warning("%s is not used from tier %s: %s", copy.key, tier.name, told)
+            if isinstance(told, Corruption | NotFound):
+                self._failed[copy] = str(told)
+            else:
+                trouble = trouble or told
+        if trouble is not None:  # the copy may be whole
+            raise RecoveryError(f"what rank {old} has saved cannot be read: {trouble}. Start again when it can")
         return None
+
+    async def _told_in(self, tier: OpenTier, copy: Copy) -> list[Any]:
+        """Errors: ``Corruption``; ``NotFound``; ``TierError``."""
+        header = await read_header(tier, copy.key, self._nbytes[copy])
+        if reason := self._lineage.disowns(copy.key.generation, header.metadata.token):
+            raise Corruption(reason, tier=tier.name, key=str(copy.key))
+        told = [await read_object(tier, copy.key, header, name) for name in (IDENTITY, INDEX)]
+        try:
+            self._conversion.read_identity(told[0])
+            read_index(told[1])
+        except ValueError as error:
+            raise Corruption(f"it is ill formed: {error}", tier=tier.name, key=str(copy.key)) from error
+        return told
 
     async def _check_model(self) -> None:
         """Errors: ``Mismatch`` if the old ranks together have not what the new ones want, or have more."""
@@ -353,9 +367,9 @@ class Relayout:
                     return False
             return True
 
-        answers = await self._ranks.gather(
-            f"reading version {version}", read, more_s=LATE_S + self._ranks.deadline_s * 2 * len(needed)
-        )
+        most = max(await self._ranks.gather("how many each rank reads", lambda: len(needed)))
+        more_s = LATE_S + 2 * self._ranks.deadline_s * most
+        answers = await self._ranks.gather(f"reading version {version}", read, more_s=more_s)
         return (needed, came) if all(answers) else None
 
     async def _rebuilt(self, old: int, point: RecoveryPoint, plan: Assembly, came: _Round) -> bool:
@@ -383,7 +397,7 @@ class Relayout:
                 raise RecoveryError(
                     f"{part.plan.anchor.key} and what follows it cannot be rebuilt: {type(error).__name__}: {error}"
                 ) from error
-        if reader.copies.unusable:
+        if rebuilt is None and reader.copies.unusable:
             source, why = min(reader.copies.unusable.items())
             raise Mismatch(f"{source.key} was saved whole, and this job cannot use it: {why}")
         self._failed |= reader.quarantined

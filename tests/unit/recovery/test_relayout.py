@@ -256,3 +256,17 @@ def test_a_start_that_fails_in_the_middle_loses_nothing(job: Job) -> None:
     resumed = parts(job, 2, FAILED_AT)
     assert joined(resumed, resumed[0][0].version) == joined(held, resumed[0][0].version)
     assert joined(parts(job, 3, FAILED_AT), FAILED_AT) == joined(saved, FAILED_AT)
+
+
+def test_an_error_that_may_pass_is_no_loss(job: Job) -> None:
+    """The start is refused, and not taken back to a version that can be read."""
+    parts(job, 3, FAILED_AT)
+    job.lose_memory()
+
+    def trouble(rank: int, call: Call) -> Exception | None:
+        reads = call.operation is Operation.GET and str(call.key).startswith("r00002/")
+        return Unauthorized("403") if reads else None
+
+    for outcome in parts(job, 2, FAILED_AT, trouble=trouble):
+        assert isinstance(outcome, RecoveryError)
+        assert "what rank 2 has saved cannot be read: 403" in str(outcome)
