@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ from rich.text import Text
 
 from tiercheck.cli.as_json import contents_object, exported_object, listing_object, plan_object, verified_object
 from tiercheck.cli.tiers import JSON, URLS, plain_table
+from tiercheck.keys import Stream
 from tiercheck.types import bytes_text, shown
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ GENERATION = Annotated[int | None, typer.Option(help="As of this generation, wha
 DEADLINE = Annotated[float, typer.Option(help="Seconds that a tier may keep silent.", min=0.001)]
 DEADLINE_S = 60.0
 RANKS_NAMED_MAX = 8
-SOURCES_NAMED_MAX = 24
+RANKS_SHOWN_MAX = 24
 
 
 def ls(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> None:
@@ -179,13 +181,17 @@ def show_listing(console: Console, archive: Archive) -> None:
     show_problems(console, archive.problems)
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def generation_text(generation: Generation) -> str:
     said = f"generation {generation.number}"
     branch = generation.branch
     if branch is None:
         return f"{said}: its record is missing or damaged, so that nobody knows what it belongs to"
     begun = f"from version {branch.left_at} of generation {branch.parent}" if branch.parent else "from the beginning"
-    said += f", {branch.world_size} {'rank' if branch.world_size == 1 else 'ranks'}, {begun}"
+    said += f", {counted(branch.world_size, 'rank')}, {begun}"
     if not generation.counts:
         return f"{said} (no part of the newest generation's past)"
     return said if generation.until is None else f"{said} (counts up to version {generation.until})"
@@ -232,27 +238,24 @@ def ranks_text(held: Held, world_size: int | None) -> str:
 
 def show_plan(console: Console, archive: Archive, chosen: Recoverable) -> None:
     inventory = archive.inventory
-    table = plain_table("rank", "object", "tier", "bytes")
-    table.columns[1].overflow = "fold"
-    total = count = 0
-    for rank, plan in enumerate(chosen.plans):
-        for index, source in enumerate(plan.sources):
-            nbytes = inventory.nbytes(source)
-            total, count = total + nbytes, count + 1
-            if count <= SOURCES_NAMED_MAX:
-                row = ("" if index else str(rank), str(source.key), inventory.tiers[source.tier].name)
-                table.add_row(*row, bytes_text(nbytes))
-    point = chosen.points[0]
-    way = f"base {point.anchor}"
-    if point.by_snapshot:
-        way += " and a snapshot"
-    elif point.replayed:
-        way += f" and {point.replayed} differentials"
-    console.print(Text(f"Version {chosen.version}, of {chosen.world_size} ranks; rank 0 by {way}.", style="bold"))
+    table = plain_table("rank", "what", "version", "tier", "objects", "bytes")
+    sizes = [inventory.nbytes(source) for plan in chosen.plans for source in plan.sources]
+    for rank, plan in enumerate(chosen.plans[:RANKS_SHOWN_MAX]):
+        told = str(rank)
+        for (stream, tier), group in groupby(plan.sources, key=lambda source: (source.key.stream, source.tier)):
+            sources = list(group)
+            first, last = sources[0].key.first, sources[-1].key.last
+            versions = str(last) if stream is not Stream.DIFFERENTIAL or first == last else f"{first}..{last}"
+            nbytes = sum(map(inventory.nbytes, sources))
+            table.add_row(
+                told, stream, versions, inventory.tiers[tier].name, str(len(sources)), bytes_text(nbytes)
+            )
+            told = ""
+    console.print(Text(f"Version {chosen.version}, of {counted(chosen.world_size, 'rank')}", style="bold"))
     console.print(table)
-    if count > SOURCES_NAMED_MAX:
-        console.print(Text(f"  and {count - SOURCES_NAMED_MAX} objects more (--json lists them)"))
-    console.print(Text(f"{bytes_text(total)} in {count} objects"))
+    if chosen.world_size > RANKS_SHOWN_MAX:
+        console.print(Text(f"  and {chosen.world_size - RANKS_SHOWN_MAX} ranks more (--json lists every object)"))
+    console.print(Text(f"{bytes_text(sum(sizes))} in {counted(len(sizes), 'object')}"))
     show_problems(console, archive.problems)
 
 

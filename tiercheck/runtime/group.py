@@ -139,9 +139,9 @@ class TorchGroup:
         import torch
         import torch.distributed as dist
 
-        whole = torch.empty(self.world_size * len(tensor), dtype=tensor.dtype)
-        dist.all_gather_into_tensor(whole, tensor, group=self._group)
-        return whole.numpy().reshape(self.world_size, len(tensor))
+        whole = torch.empty((self.world_size, len(tensor)), dtype=tensor.dtype)
+        dist.all_gather(list(whole), tensor, group=self._group)
+        return whole.numpy()
 
     def _await_all(self, what: str, deadline_s: float) -> None:
         """Wait until every rank is here: rank 0 hears from each, so it can tell who is missing."""

@@ -55,7 +55,11 @@ def test_plan_tells_what_is_read_from_where(finished: Left) -> None:
     assert found["bytes"] == sum(source["bytes"] for source in sources)
     assert all((finished.root / source["object"]).stat().st_size == source["bytes"] for source in sources)
     assert [row["ranks"] for row in found["matrix"]] == [[[0, 1]]]
-    assert f"Version {LAST}, of {WORLD} ranks" in printed("plan", finished.url)
+    text = printed("plan", finished.url)
+    assert f"Version {LAST}, of {WORLD} ranks" in text
+    rows = [line.split() for line in printed("plan", finished.url, "--version", "6", "--generation", "1").splitlines()]
+    assert [row[:3] for row in rows if row[:1] == ["1"]] == [["1", "base", "4"]]
+    assert [row[:2] for row in rows if row[:1] == ["differential"]] == [["differential", "5..6"]] * WORLD
     assert told("plan", finished.url, "--version", "5", "--generation", "1")["ranks"][0]["anchor"] == 4
 
 
