@@ -247,9 +247,7 @@ def show_plan(console: Console, archive: Archive, chosen: Recoverable) -> None:
             first, last = sources[0].key.first, sources[-1].key.last
             versions = str(last) if stream is not Stream.DIFFERENTIAL or first == last else f"{first}..{last}"
             nbytes = sum(map(inventory.nbytes, sources))
-            table.add_row(
-                told, stream, versions, inventory.tiers[tier].name, str(len(sources)), bytes_text(nbytes)
-            )
+            table.add_row(told, stream, versions, inventory.tiers[tier].name, str(len(sources)), bytes_text(nbytes))
             told = ""
     console.print(Text(f"Version {chosen.version}, of {counted(chosen.world_size, 'rank')}", style="bold"))
     console.print(table)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tiercheck.agent.client.node_agent import NodeAgent
@@ -16,11 +17,31 @@ from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks, gather
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.runtime.runtime import Lock
+from tiercheck.runtime.runtime import Lock, Scheduler
 
-__all__ = ["OpenedJob", "Resources"]
+__all__ = ["MoverLife", "OpenedJob", "Resources"]
 
 log = logging.getLogger(__name__)
+
+
+class MoverLife:
+    """The mover at work on the scheduler's loop. It is stopped before its tiers are closed, so that it meets no closed
+    one."""
+
+    def __init__(self, mover: MoverHandle, scheduler: Scheduler) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self.ended: Future[None] = scheduler.start(self._run(mover))
+        """Done when the mover has stopped."""
+
+    async def _run(self, mover: MoverHandle) -> None:
+        self._task = asyncio.current_task()
+        await mover.run()
+
+    async def stop(self) -> None:
+        """Have it end, and wait for that. On the loop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
 
 
 @dataclass
@@ -34,7 +55,7 @@ class Resources:
     process_lock: Lock | None = None
     tiers: OpenHierarchy | None = None
     recorder: Recorder | None = None
-    mover_life: concurrent.futures.Future[None] | None = None
+    mover_life: MoverLife | None = None
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Run before anything else is given back."""
     given_back: bool = False
@@ -61,10 +82,10 @@ class Resources:
     async def _let_go(self) -> None:
         if self.recorder is not None:
             await self.recorder.close()
-        if self.mover_life is not None:
-            self.mover_life.cancel()
         try:
             try:
+                if self.mover_life is not None:
+                    await self.ranks.call(self.mover_life.stop(), "stopping the mover")
                 if self.agent is not None:
                     await self.agent.end()
                 if self.tiers is not None:
@@ -91,8 +112,7 @@ class OpenedJob:
     """``None``: the tiers held nothing."""
     recorder: Recorder
     mover: MoverHandle
-    mover_life: concurrent.futures.Future[None]
-    """Done when the mover has stopped."""
+    mover_life: MoverLife
     agent: NodeAgent | None
     """``None``: the mover runs in this process."""
     resources: Resources
@@ -103,8 +123,8 @@ class OpenedJob:
         self._check_open()
         if self.mover.conflict is not None:
             raise self.mover.conflict
-        if self.mover_life.done():
-            error = self.mover_life.exception()
+        if self.mover_life.ended.done():
+            error = self.mover_life.ended.exception()
             raise SaveError(f"the mover has stopped: {error}" if error else "the mover has stopped") from error
         return self.recorder
 

@@ -31,7 +31,7 @@ from tiercheck.opening.announcement import (
     too_little_room,
 )
 from tiercheck.opening.generation import open_on_all_ranks, take_back
-from tiercheck.opening.job import OpenedJob, Resources
+from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
@@ -164,7 +164,7 @@ class _Startup:
             await take_back(ranks, opened.tiers, branch)
             raise
         await self.hand_over(agent, recording.agreement, mark)
-        mover_life = self.held.mover_life = ranks.scheduler.start(recording.mover.run())
+        mover_life = self.held.mover_life = MoverLife(recording.mover, ranks.scheduler)
         if ranks.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
             log.info("%s", begun(recovery, read, opened.tiers, branch.generation, opened.demand.base_nbytes))

@@ -247,7 +247,7 @@ def test_a_mover_that_has_ended_says_why_at_the_next_step(monkeypatch: pytest.Mo
     checkpointer = training.attach(Hierarchy.of(memory()))
     monkeypatch.setattr("tiercheck.replication.mover.to_commit", lambda seen, tier: [][0])
     with pytest.raises(SaveError):
-        checkpointer._job.mover_life.result(timeout=20)
+        checkpointer._job.mover_life.ended.result(timeout=20)
     with pytest.raises(SaveError, match="has ended the mover: IndexError"):
         training.step(1)
     assert "IndexError" in checkpointer.stats.mover.errors["mover"]
