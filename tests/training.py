@@ -44,13 +44,25 @@ class Training:
         after_step: dict[str, Any] | None = None,
         group: Group | None = None,
         policies: Policies | None = None,
+        version: int | None = None,
+        generation: int | None = None,
+        fresh: bool = False,
         **config: Any,
     ) -> Checkpointer:
         beside = {"scheduler": scheduler, "scaler": scaler, "stateful": stateful, "after_step": after_step}
         # A fresh clone compiles its kernels within the first wait.
         settings = CheckpointConfig(**{"deadline_s": 30.0, **config})
         self.checkpointer = attach(
-            self.model, self.optimizer, hierarchy, **beside, group=group, config=settings, policies=policies
+            self.model,
+            self.optimizer,
+            hierarchy,
+            **beside,
+            group=group,
+            config=settings,
+            policies=policies,
+            version=version,
+            generation=generation,
+            fresh=fresh,
         )
         return self.checkpointer
 

@@ -27,6 +27,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.stats import Stats
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.runtime.front import of_this_process, run
@@ -42,9 +43,9 @@ class Checkpointer:
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
     (:attr:`recovery`) and opens a new generation. If it fails on one rank it fails on all, nothing is left open, and
-    the tiers hold what they held before. ``caveats``: asked after a recovery, why what follows it would differ from an
-    uninterrupted run; it is approximate then. Errors: ``ConfigurationError``, ``Mismatch``, ``RecoveryError``,
-    ``JobConflict``, ``TierError``, ``GroupError``.
+    the tiers hold what they held before. ``request``: another version to begin with. ``caveats``: asked after a
+    recovery, why what follows it would differ from an uninterrupted run; it is approximate then. Errors:
+    ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class Checkpointer:
         group: Group | None = None,
         config: CheckpointConfig | None = None,
         policies: Policies | None = None,
+        request: Request | None = None,
         caveats: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
             raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
         if config is not None and not isinstance(config, CheckpointConfig):
             raise ConfigurationError(f"config= must be a CheckpointConfig, not {type(config).__name__}")
+        if request is not None and not isinstance(request, Request):
+            raise ConfigurationError(f"request= must be a Request, not {type(request).__name__}")
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
@@ -72,6 +76,7 @@ class Checkpointer:
             find_agent=AgentSession.of,
             config=self.config,
             policies=policies,
+            request=request,
             caveats=caveats,
         )
         self._job = run(opening)

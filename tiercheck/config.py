@@ -66,6 +66,10 @@ class CheckpointConfig:
     its first base has left it. ``refuse``: raise ``RecoveryError``, which says what was found in which tier.
     ``restart``: begin anew at version 0, as a new lineage, and log that as an error. ``restart`` still refuses while a
     tier is away, or while every rank's versions lie somewhere."""
+    keep_left_behind: bool = True
+    """What a start with ``version=`` or ``fresh=`` leaves behind stays in the tiers that all ranks share. ``False``
+    gives it up, and what earlier starts have left behind as well: it is deleted once there is a newer committed
+    base."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a

@@ -102,8 +102,10 @@ class Node:
         shutil.rmtree(self.folder)
 
 
-async def open_generation(hierarchy: OpenHierarchy, generation: int = 1, parent: int = 0, left_at: int = 0) -> None:
-    branch = Branch(generation, parent, left_at, 1, TOKEN)
+async def open_generation(
+    hierarchy: OpenHierarchy, generation: int = 1, parent: int = 0, left_at: int = 0, kept: tuple[int, ...] = ()
+) -> None:
+    branch = Branch(generation, parent, left_at, 1, TOKEN, kept=kept)
     for tier in hierarchy.tiers:
         await tier.driver.put(str(LineageKey(generation)), [seal(LineageKey(generation), branch)])
 

@@ -8,7 +8,7 @@ copies in whatever tiers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,14 +19,12 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, plan
-from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.policy.recovery.spans import Span, spans_of, spans_text
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.survey import Survey
 from tiercheck.types import Survives
 
 __all__ = ["Generation", "Held", "Inventory", "Recoverable", "Stored"]
-
-SPANS_NAMED_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,8 @@ class Generation:
     """Whether it belongs to the past of the newest generation."""
     until: int | None
     """The last of its versions that counts; ``None``: all of them do."""
+    kept_to: int | None
+    """If it was left behind on purpose, and is kept: the newest version that can be read as of it."""
     stored: tuple[Stored, ...]
 
 
@@ -197,6 +197,7 @@ class Inventory:
                 self.branches.get(number),
                 number in limits,
                 limits.get(number),
+                max(self.readable_of(self.lineage(number)), default=None) if number in lineage.kept else None,
                 self._stored(number, by_generation.get(number, [])),
             )
             for number in sorted({*by_generation, *self.branches})
@@ -275,10 +276,3 @@ def segments(lineage: Lineage) -> list[tuple[int, frozenset[int]]]:
             found.append((world_size, set()))
         found[-1][1].add(generation)
     return [(world_size, frozenset(generations)) for world_size, generations in found]
-
-
-def spans_text(spans: Iterable[Span]) -> str:
-    """For people: ``0..7, 12``."""
-    said = [str(first) if first == last else f"{first}..{last}" for first, last in spans]
-    dropped = len(said) - SPANS_NAMED_MAX
-    return ", ".join(([f"({dropped} older ranges)"] if dropped > 0 else []) + said[-SPANS_NAMED_MAX:]) or "none"

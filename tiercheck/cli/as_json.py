@@ -46,6 +46,7 @@ def generation_object(generation: Generation) -> dict[str, Any]:
         "world_size": branch and branch.world_size,
         "counts": generation.counts,
         "until": generation.until,
+        "kept_to": generation.kept_to,
         "stored": [
             {
                 "kind": str(stored.stream),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ from rich.text import Text
 from tiercheck.cli.as_json import contents_object, exported_object, listing_object, plan_object, verified_object
 from tiercheck.cli.tiers import JSON, URLS, plain_table
 from tiercheck.keys import Stream
+from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.types import bytes_text, shown
 
 if TYPE_CHECKING:
@@ -192,9 +193,13 @@ def generation_text(generation: Generation) -> str:
         return f"{said}: its record is missing or damaged, so that nobody knows what it belongs to"
     begun = f"from version {branch.left_at} of generation {branch.parent}" if branch.parent else "from the beginning"
     said += f", {counted(branch.world_size, 'rank')}, {begun}"
-    if not generation.counts:
-        return f"{said} (no part of the newest generation's past)"
-    return said if generation.until is None else f"{said} (counts up to version {generation.until})"
+    notes = [] if generation.counts else ["no part of the newest generation's past"]
+    if generation.until is not None:
+        notes.append(f"counts up to version {generation.until}")
+    if generation.kept_to is not None:
+        to = f"version={generation.kept_to}, generation={generation.number}"
+        notes.append(f"what was left behind is kept: attach(..., {to}) returns to it")
+    return f"{said} ({'; '.join(notes)})" if notes else said
 
 
 def stored_table(generation: Generation, now_s: float) -> Table:
@@ -308,12 +313,6 @@ def show_verified(console: Console, archive: Archive, found: Verified) -> None:
 def show_problems(console: Console, problems: Iterable[str]) -> None:
     for problem in problems:
         console.print(Text(problem, style="yellow"))
-
-
-def spans_text(spans: Iterable[Any]) -> str:
-    from tiercheck.archive.inventory import spans_text
-
-    return spans_text(spans)
 
 
 def age_text(seconds: float) -> str:

@@ -15,6 +15,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.request import Request
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
@@ -83,6 +84,7 @@ def attach_hooks(
     group: Group,
     config: CheckpointConfig | None,
     policies: Policies | None = None,
+    request: Request | None = None,
 ) -> Checkpointer:
     """A checkpointer, and the hooks that ``hook`` makes, which serve it. Collective.
 
@@ -100,7 +102,13 @@ def attach_hooks(
         run(gather(BlockingGroup(group), "looking at the model and its optimizer", look, deadline_s=deadline_s))
         hooks = made[0]
         checkpointer = Checkpointer(
-            hooks.provider, hierarchy, group=group, config=config, policies=policies, caveats=hooks.caveats
+            hooks.provider,
+            hierarchy,
+            group=group,
+            config=config,
+            policies=policies,
+            request=request,
+            caveats=hooks.caveats,
         )
         try:
             hooks.serve(checkpointer)

@@ -8,16 +8,21 @@ from typing import Any
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.policies import KeepLast, RetentionPolicy
+from tiercheck.policy.recovery.request import Request, Turn
+from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.recovery.restorer import Recovery
 from tiercheck.types import Fidelity, Survives, Usage, bytes_text
 
 __all__ = [
     "begun",
     "doubtful_tiers",
+    "given_up",
     "nothing_outlives_a_node",
     "overruled_options",
+    "repeated",
     "retention_without_effect",
     "too_little_room",
+    "turned",
 ]
 
 
@@ -36,6 +41,42 @@ def begun(
     return (
         f"resumed after version {recovery.version}, {recovery.fidelity}{why}: base {recovery.point.anchor} of "
         f"generation {recovery.point.generation} and what follows it, from {', '.join(read_from)}; {goes_on}"
+    )
+
+
+def turned(turn: Turn, tiers: OpenHierarchy) -> str:
+    """What a request that was carried out leaves behind, and how to return to it."""
+    if not turn.behind:
+        return f"{turn.request} was asked for, and is carried out: nothing is left behind"
+    said = [f"{turn.request} was asked for, and is carried out: versions {spans_text(turn.behind)} are left behind"]
+    if turn.staying:
+        places = ", ".join(tier.name for tier in tiers.tiers if tier.role.shared)
+        newest = turn.staying[-1][1]
+        said.append(
+            f"{spans_text(turn.staying)} of them stay in {places} until a start with keep_left_behind=False, and "
+            f"version={newest}, generation={turn.newest} returns to them"
+        )
+    if turn.behind != turn.staying:
+        said.append("what lies in tiers inside the nodes alone makes room")
+    return "; ".join(said)
+
+
+def repeated(request: Request, recovery: Recovery | None) -> str | None:
+    """A request that an earlier start has carried out."""
+    if not request or recovery is None:
+        return None
+    return (
+        f"{request} was carried out by an earlier start, and the job goes on from its newest version, "
+        f"{recovery.version}: to do it once more, start once without it"
+    )
+
+
+def given_up(kept: Sequence[int]) -> str:
+    """``kept``: the generations that stayed until now."""
+    named = ", ".join(map(str, kept))
+    return (
+        f"what was left behind of generations {named} is given up (keep_left_behind=False): it is deleted once this "
+        "generation has a committed base"
     )
 
 

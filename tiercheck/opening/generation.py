@@ -30,11 +30,18 @@ NUMBERS_TRIED = 16
 
 
 async def open_on_all_ranks(
-    ranks: Ranks, tiers: OpenHierarchy, restored: Restored, layout: Layout, token: Callable[[], str]
+    ranks: Ranks,
+    tiers: OpenHierarchy,
+    restored: Restored,
+    layout: Layout,
+    token: Callable[[], str],
+    *,
+    asked: str = "",
+    kept: tuple[int, ...] = (),
 ) -> Branch:
     """The generation that begins with what was restored, recorded in every rank's tiers; later in those that cannot be
     written to just now, if each rank's memory has served the recovery. ``layout``: under which it saves; ``token``
-    draws its name.
+    draws its name; ``asked`` and ``kept``: as of :class:`Branch`.
 
     Errors: ``JobConflict``; ``TierError``; ``RecoveryError`` if one number after the other is occupied.
     """
@@ -42,7 +49,8 @@ async def open_on_all_ranks(
     past = restored.past.worth_telling(restored.parent)
     for _ in range(NUMBERS_TRIED):
         # Rank 0's is taken.
-        proposal = Branch(taken + 1, restored.parent, restored.version, layout.world_size, token(), layout.digest)
+        size, digest = layout.world_size, layout.digest
+        proposal = Branch(taken + 1, restored.parent, restored.version, size, token(), digest, asked, kept)
         proposals = await ranks.gather("choosing the generation", partial(schema.plain, proposal))
         branch = schema.read(Branch, proposals[0])
 

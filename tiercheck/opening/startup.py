@@ -25,16 +25,20 @@ from tiercheck.opening.agreement import Agreement, clear_tiers
 from tiercheck.opening.announcement import (
     begun,
     doubtful_tiers,
+    given_up,
     nothing_outlives_a_node,
     overruled_options,
+    repeated,
     retention_without_effect,
     too_little_room,
+    turned,
 )
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
+from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
@@ -64,9 +68,11 @@ async def open_job(
     find_agent: FindAgent,
     config: CheckpointConfig,
     policies: Policies | None = None,
+    request: Request | None = None,
     caveats: Callable[[], Sequence[str]],
 ) -> OpenedJob:
-    """Restore the newest version that every rank can reach, and begin to record what follows it. Collective.
+    """Restore the newest version that every rank can reach, or the one that is asked for, and begin to record what
+    follows it. Collective.
 
     If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` and the runtime's scheduler
     included. ``find_agent`` is called if the node's agent moves the data. Other arguments and errors: as of
@@ -76,7 +82,8 @@ async def open_job(
     held = Resources(ranks)
     try:
         config, settled = settle_policies(config, policies)
-        return await _Startup(state, config, settled, ranks, runtime, find_agent, held).open(hierarchy, caveats)
+        startup = _Startup(state, config, settled, request or Request(), ranks, runtime, find_agent, held)
+        return await startup.open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
         raise
@@ -133,6 +140,7 @@ class _Startup:
     trained: TrainingState
     config: CheckpointConfig
     policies: JobPolicies
+    request: Request
     ranks: Ranks
     runtime: Runtime
     find_agent: FindAgent
@@ -141,16 +149,20 @@ class _Startup:
     async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
-        state, holding = await ranks.exchange("looking at what is to be saved", self.look)
-        layout = Layout(ranks.world_size, checksum_of("\n".join(holding).encode()))
+        state, told = await ranks.exchange("looking at what is to be saved", self.look)
+        refuse_different([asked for _, asked in told])
+        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _ in told).encode()))
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
-        restart = config.on_nothing_left == "restart"
-        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart=restart)
+        restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
+        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart=restart, request=asked, keeps=keeps)
         restored = await restorer.restore()
+        turn = restored.turn
+        kept = turn.kept if turn else restored.past.kept if keeps else ()
         taking = "taking over what was restored"
         recovery = await ranks.together(taking, lambda: take_over(restored, state.stream, caveats))
-        branch = await open_on_all_ranks(ranks, opened.tiers, restored, layout, self.runtime.token)
+        token = self.runtime.token
+        branch = await open_on_all_ranks(ranks, opened.tiers, restored, layout, token, asked=str(asked), kept=kept)
         start = _Start(recovery, branch, Lineage.of([*restored.past.branches, branch]))
         try:
             state.stream.token = branch.token
@@ -168,6 +180,10 @@ class _Startup:
         if ranks.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
             log.info("%s", begun(recovery, read, opened.tiers, branch.generation, opened.demand.base_nbytes))
+            if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
+                log.warning("%s", said)
+            if not turn and not keeps and restored.past.kept:
+                log.warning("%s", given_up(restored.past.kept))
         for caution in recording.cautions:
             log.warning("%s", caution)
         return OpenedJob(
@@ -184,12 +200,12 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self) -> tuple[_State, str]:
+    async def look(self) -> tuple[_State, tuple[str, str]]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
-        this one holds."""
+        this one holds, and what it asks for."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
-        return _State(stream, given), self.trained.layout()
+        return _State(stream, given), (self.trained.layout(), str(self.request))
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
@@ -319,6 +335,14 @@ class _Startup:
         if agreement is not None:
             agreement.mark = mark
             await self.ranks.gather("telling the movers what is whole", agreement.begin)
+
+
+def refuse_different(asked: Sequence[str]) -> None:
+    """Errors: ``ConfigurationError`` unless all ranks ask for the same."""
+    for rank, each in enumerate(asked):
+        if each != asked[0]:
+            ours, first = each or "nothing", asked[0] or "nothing"
+            raise ConfigurationError(f"rank {rank} asks for {ours}, and rank 0 for {first}: all must ask for the same")
 
 
 async def take_over(restored: Restored, stream: StateStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:

@@ -153,6 +153,8 @@ class _Needed:
         """Why the object may not be deleted; ``None``: it may."""
         seen, shared = self.seen, self.role.shared
         match key:
+            case ShardKey() | CommitKey() if shared and key.generation in seen.lineage.kept:
+                return "which was left behind on purpose, and stays until a start says otherwise"
             case ShardKey() if key.rank != seen.rank:
                 departed = key.rank >= seen.world_size
                 if key.generation >= seen.generation or (shared and not departed):

@@ -10,6 +10,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
   its own; what other ranks have left in this node's memory, or in its neighbour's; and in shared tiers what ranks left
   that the job has no more: each of the present ones deletes that of a few;
+- what a user's request has left behind (:mod:`tiercheck.policy.recovery.request`) goes from the tiers inside the nodes
+  alone, until a start says that it may go from the others;
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
@@ -73,7 +75,8 @@ class Retention:
         for role in seen.roles:
             records = _records_passed(seen, role) if settled else []
             if role.shared:
-                gone[role.index] = [*self._shared(seen, role), *(records if seen.rank == COORDINATOR else ())]
+                shared = [key for key in self._shared(seen, role) if not _is_kept(seen, key)]
+                gone[role.index] = [*shared, *(records if seen.rank == COORDINATOR else ())]
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
             gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ()), *records]
@@ -105,7 +108,8 @@ class Retention:
         """Whether the first tier may take another base: no more than two of its bases must stay. ``reclaimable``: what
         may go from it, if that is known."""
         gone = self.reclaimable(seen)[0] if reclaimable is None else reclaimable
-        staying = [base for base in seen.contents[0].bases(seen.rank) if base not in gone]
+        bases = seen.contents[0].bases(seen.rank)
+        staying = [base for base in bases if base not in gone and base.generation not in seen.lineage.kept]
         return len(staying) <= BASES_IN_VOLATILE_TIERS
 
     def _volatile(self, seen: Observation, role: Role, mark: CommitKey | None) -> list[Key]:
@@ -263,6 +267,11 @@ class _Kept:
             elif max(key.first, anchor.version + 1) <= min(key.last, version):
                 return True
         return False
+
+
+def _is_kept(seen: Observation, key: Key) -> bool:
+    """Whether the object speaks of a version that a user's request has left behind."""
+    return isinstance(key, ShardKey | CommitKey | MetricKey) and key.generation in seen.lineage.kept
 
 
 def _own_commits(seen: Observation, contents: Contents) -> list[CommitKey]:

@@ -16,9 +16,9 @@ from functools import cached_property
 from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.keys import LineageKey
 from tiercheck.policy.observation import Copy, Role
-from tiercheck.policy.recovery.consensus import admitted, meeting
+from tiercheck.policy.recovery.consensus import Reachable, admitted, common, meeting
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
-from tiercheck.policy.recovery.spans import Span, contain
+from tiercheck.policy.recovery.spans import Span, contain, joined
 from tiercheck.recovery.survey import Survey
 from tiercheck.recovery.told import Other, Told, packed_others, unpacked_others
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 NAMED_MAX = 3
 """Objects that an error names."""
 RANKS_NAMED_MAX = 16
+AWAY_NAMED_MAX = 8
 
 
 class OwnedCopies(Container[Copy]):
@@ -47,7 +48,8 @@ class OwnedCopies(Container[Copy]):
 class Past:
     """``told``: by each rank, in rank order; ranks that tell the same share one value. ``others``: by rank, what
     :func:`packed_others` gives. ``lineages``: the branches that each digest stands for. ``tiers``: the hierarchy's
-    roles. ``places``: where it is, in words. ``layout``: of this job, by default that of the newest generation."""
+    roles. ``places``: where it is, in words. ``layout``: of this job, by default that of the newest generation.
+    ``counts``: what counts of it, if a request says so."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Past:
         tiers: Sequence[Role],
         places: str,
         layout: Layout | None = None,
+        counts: Lineage | None = None,
     ) -> None:
         self.told = tuple(told)
         self._different = list({id(each): each for each in told}.values())
@@ -65,6 +68,7 @@ class Past:
         self._tiers = tiers
         self._places = places
         self._layout = layout
+        self._counts = counts
 
     @classmethod
     def of(cls, surveys: Sequence[Survey], tiers: Sequence[Role], places: str) -> Past:
@@ -79,7 +83,11 @@ class Past:
     def after(self, later: Mapping[int, Told]) -> Past:
         """With what some ranks tell now."""
         told = [later.get(rank, each) for rank, each in enumerate(self.told)]
-        return Past(told, self._packed_others, self._lineages, self._tiers, self._places, self._layout)
+        return Past(told, self._packed_others, self._lineages, self._tiers, self._places, self._layout, self._counts)
+
+    def up_to(self, counts: Lineage) -> Past:
+        """With this lineage instead of the newest."""
+        return Past(self.told, self._packed_others, self._lineages, self._tiers, self._places, self._layout, counts)
 
     # What was found
 
@@ -94,6 +102,8 @@ class Past:
 
     @cached_property
     def lineage(self) -> Lineage:
+        if self._counts is not None:
+            return self._counts
         # A tier that is away may hold shards of any generation.
         return Lineage.of(self.branches) if self.away else self._bearing
 
@@ -109,6 +119,47 @@ class Past:
     @cached_property
     def _bearing(self) -> Lineage:
         return Lineage.of(bearing(self.branches, self._captured_anywhere))
+
+    def as_of(self, generation: int) -> Lineage:
+        """The chain that ends in the generation, whatever came later. Empty if nobody tells of it."""
+        told = [branch for branch in self.branches if branch.generation <= generation]
+        return Lineage.of(told if told and told[-1].generation == generation else ())
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The generations that earlier requests have left behind, as far as anything of them may be left."""
+        kept = self.lineage.kept
+        return tuple(sorted(kept if self.away else kept & self._captured_anywhere))
+
+    @property
+    def newest_of(self) -> dict[int, int]:
+        """By generation, the newest version that some rank can come to."""
+        found: dict[int, int] = {}
+        for each in self._different:
+            for generation, spans in each.reach:
+                found[generation] = max(spans[-1][1], found.get(generation, 0))
+        return found
+
+    def versions(self, lineage: Lineage | None = None) -> tuple[Span, ...]:
+        """Those that every rank can come to, oldest first."""
+        counts = self._own(self.lineage if lineage is None else lineage)
+        return common((each.reach for each in self._different), counts)
+
+    def left(self, ranks: Iterable[Reachable] | None = None) -> tuple[Span, ...]:
+        """The versions that count, and that the ranks can come to. If they were saved under several layouts: that some
+        rank has its own part of. ``ranks``: what each can reach, by default by all of its tiers."""
+        reaches = [each.reach for each in self._different] if ranks is None else list(ranks)
+        if len(self.layouts) < 2:
+            return common(reaches, self.lineage)
+        return joined(span for reach in set(reaches) for span in admitted(reach, self.lineage))
+
+    @property
+    def only_begun(self) -> bool:
+        """Whether the newest generation began at version 0, and nothing was trained in it."""
+        newest = self.lineage.branches.get(self.lineage.newest)
+        if newest is None or newest.parent or newest.left_at or newest != self.branches[-1]:
+            return False
+        return max(each.newest_trained for each in self._different) == (newest.generation, 0)
 
     def worth_telling(self, parent: int) -> list[Branch]:
         """What the record of a generation with this parent tells of the past. Of a tier that is away nobody knows what
@@ -314,10 +365,11 @@ class Past:
         Errors: ``RecoveryError`` naming what was found where; with ``restart`` only if it may come back.
         """
         evidence = [*self._evidence(), *([lacking] if lacking else [])]
-        if not evidence:
+        if not evidence or (self.only_begun and not lacking):
             if self.lineage.newest:
                 log.warning(
-                    "generation %d was opened here, and nothing that it captured is left: this job begins at version 0",
+                    "generation %d was opened here, and nothing that was trained in it is left: this job begins at "
+                    "version 0",
                     self.lineage.newest,
                 )
             return
@@ -370,6 +422,18 @@ class Past:
     def _place(self, tier: int, rank: int) -> str:
         name = self._tiers[tier].name
         return name if self._tiers[tier].shared else f"{name} of rank {rank}"
+
+    @property
+    def done_without(self) -> tuple[str, ...]:
+        """What tiers were done without."""
+        away = self.away
+        notes = [
+            f"tier {tier} of rank {rank} could not be asked what it holds ({error}): the recovery needed nothing of "
+            "it, and what is captured from here on is brought there when it answers"
+            for rank, tier, error in away[:AWAY_NAMED_MAX]
+        ]
+        more = [f"so it is with {len(away) - len(notes)} more tiers of other ranks"] if len(away) > len(notes) else []
+        return (*notes, *more)
 
     def cannot_ask(self, version: int | None) -> RecoveryError:
         """The error for tiers that are away and may hold something newer."""

@@ -26,6 +26,7 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Layout
 from tiercheck.policy.recovery.plan import Availability, Held, availability, held
+from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
@@ -33,6 +34,7 @@ from tiercheck.recovery.reader import Lost, Reader, VerifiedPart
 from tiercheck.recovery.relayout import Relayout
 from tiercheck.recovery.survey import Survey, survey
 from tiercheck.recovery.told import Told, packed_others
+from tiercheck.recovery.turning import is_to_turn, turn, unreachable
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
@@ -46,7 +48,6 @@ ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
-AWAY_NAMED_MAX = 8
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
 
@@ -118,6 +119,8 @@ class Restored:
     """What all ranks have found, less the copies that were found damaged."""
     parent: int = 0
     """The generation of the version that was recovered: the newest one of any rank's; 0 for none."""
+    turn: Turn | None = None
+    """What was asked for, if it was carried out."""
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
     (:mod:`tiercheck.streams.records.gradient_encoder`)."""
@@ -169,6 +172,10 @@ class Restorer:
     """Of this job; by default that of the newest generation."""
     restart: bool = False
     """Begin anew where versions were saved and none is left that all ranks can come to."""
+    request: Request = field(default_factory=Request)
+    """The same on every rank."""
+    keeps: bool = True
+    """What requests leave behind stays in the tiers that all ranks share."""
     _past: Past | None = None
     _survey: Survey = field(default_factory=Survey)
     """What this rank has found, without the copies that failed."""
@@ -180,6 +187,7 @@ class Restorer:
     """What tells of versions under another layout that cannot be come to."""
     _asked: bool = False
     """Tiers that are away were asked until the deadline."""
+    _turn: Turn | None = None
 
     async def restore(self) -> Restored:
         """Bring every rank to the newest version that all can reach. Collective.
@@ -188,11 +196,15 @@ class Restorer:
         else it is asked until the deadline. What was saved under another layout is converted
         (:mod:`tiercheck.recovery.relayout`). Errors, before anything was changed: ``Mismatch`` for another model, or
         another form of its state; ``RecoveryError`` for two histories, for versions of which none can
-        be read by every rank, and for a tier that stays away and may hold something newer. ``GroupError``.
+        be read by every rank, and for a tier that stays away and may hold something newer; with a ``request`` also for
+        a version that not every rank can come to, and for any tier that stays away. ``GroupError``.
         """
         await self._look_around()
+        if self._turn is not None and self.request.fresh:
+            return Restored(None, self._found, turn=self._turn)
         began = self.ranks.scheduler.time()
-        for layout in self._found.layouts or (self._here,):
+        # A request is for a version of this job's own layout.
+        for layout in (self._here,) if self._turn else self._found.layouts or (self._here,):
             own = layout.is_like(self._here)
             restored = await (self._restore_own(began) if own else self._convert(layout, began))
             if restored is not None:
@@ -234,6 +246,8 @@ class Restorer:
         for _ in range(ROUNDS_MAX):
             version = await self._version(best)
             self._found.check_form(version)
+            if self._turn is not None and version != self.request.version:
+                raise unreachable(self._found, self.request)
             if version is None:
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")
@@ -250,9 +264,10 @@ class Restorer:
                     self._report(reader, part, await self._settle(reader, part, rebuilt), matrix, began),
                     self._found,
                     parent=self._found.generation(version),
+                    turn=self._turn,
                     residuals=rebuilt.residuals,
                     sound=self._own - reader.quarantined.keys(),
-                    in_memory=self._found.in_memory(version),
+                    in_memory=self._turn is None and self._found.in_memory(version),
                 )
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 
@@ -272,8 +287,21 @@ class Restorer:
         soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
         everywhere = range(len(self.hierarchy.tiers))
         self._past = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
+        if is_to_turn(self._found, self.request):
+            await self._turn_back()
+            return
         await self._version(None)
         self._found.check()
+
+    async def _turn_back(self) -> None:
+        """Have that count which was asked for. Nothing may be missed that is left behind. Collective."""
+        if self._found.away:
+            await self._ask_absent()
+        if self._found.away:
+            raise self._found.cannot_ask(self._found.version())
+        roles = self.hierarchy.roles
+        self._turn = await turn(self._found, self.request, self.ranks, self._own, roles, keeps=self.keeps)
+        self._past = self._found.up_to(self._turn.lineage)
 
     async def _version(self, best: int | None) -> int | None:
         """Where the ranks can meet, once every tier has been asked that is needed to know. ``best``: where they could
@@ -448,7 +476,7 @@ class Restorer:
         began: float,
     ) -> Recovery:
         fidelity, notes = fidelity_and_notes
-        for note in self._absent() if self.ranks.rank == 0 else ():
+        for note in self._found.done_without if self.ranks.rank == 0 else ():
             log.warning("%s", note)
         names = [tier.name for tier in self.hierarchy.tiers]
         return Recovery(
@@ -460,21 +488,10 @@ class Restorer:
             ),
             matrix=matrix,
             fidelity=fidelity,
-            notes=notes + self._absent(),
+            notes=notes + self._found.done_without,
             seconds=self.ranks.scheduler.time() - began,
             read_bytes=reader.read_bytes,
         )
-
-    def _absent(self) -> tuple[str, ...]:
-        """What tiers were done without."""
-        away = self._found.away
-        notes = [
-            f"tier {tier} of rank {rank} could not be asked what it holds ({error}): the recovery needed nothing of "
-            "it, and what is captured from here on is brought there when it answers"
-            for rank, tier, error in away[:AWAY_NAMED_MAX]
-        ]
-        more = [f"so it is with {len(away) - len(notes)} more tiers of other ranks"] if len(away) > len(notes) else []
-        return (*notes, *more)
 
 
 def behind(version: int | None, best: int | None) -> bool:

@@ -49,6 +49,8 @@ class Told:
     """The newest generation of any shard here; 0 if there is none."""
     newest_base: int
     """The newest base of that generation of which a shard tells; -1 if there is none."""
+    newest_trained: tuple[int, int]
+    """The newest generation of any shard, damaged ones among them, and its newest version; (0, -1) if there is none."""
     last: tuple[int, ...]
     """By tier, the newest version of any shard of its own, damaged ones among them; -1 if there is none."""
     sound: int
@@ -90,6 +92,9 @@ class Told:
             taken=survey.taken,
             newest=newest,
             newest_base=max((key.first - (key.stream is Stream.SNAPSHOT) for key in bases), default=NOTHING),
+            newest_trained=max(
+                ((each.key.generation, each.key.last) for each in (*own, *survey.others)), default=(0, NOTHING)
+            ),
             last=tuple(_last(each.key for each in own if each.tier == tier) for tier in places),
             sound=_last(source.key for source in survey.sources),
             away=tuple((tier, error[:ERROR_CHARACTERS_MAX]) for tier, error in survey.away),

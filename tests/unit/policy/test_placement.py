@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from tiercheck import keys
-from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey
+from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, MetricKey, ShardKey
 from tiercheck.policy.commit import superseded, to_commit, to_mark
+from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepEvery, KeepLast
@@ -357,3 +358,25 @@ def test_what_other_ranks_left_stays_while_they_may_need_it() -> None:
     assert left_behind(mark=25) == set(), "the neighbour's only copies of the other rank"
     newer = [ShardKey.differential(2, 26, 26, rank) for rank in (0, 1)]
     assert left_behind(*newer, mark=26) == set(before), "every rank comes to 26 by what this generation captured"
+
+
+def test_what_a_request_left_behind_stays_in_a_shared_tier_and_takes_no_room_in_memory() -> None:
+    """Generation 2 went back from 45 to 22 on purpose. Without that, nothing of generation 1 would stay."""
+    left: list[Key] = [*committed(20), *committed(40), batch(21, 25), batch(41, 45), MetricKey(1, 40, "loss", 0.5)]
+    own: list[Key] = [base(each, generation=2) for each in (22, 40, 60)]
+    commits: list[Key] = [CommitKey(2, 22), CommitKey(2, 40), CommitKey(2, 60)]
+
+    def gone(kept: tuple[int, ...]) -> list[Key]:
+        lineage = Lineage.of([Branch(1, 0, 0, 1, "a"), Branch(2, 1, 22, 1, "b", asked="version=22", kept=kept)])
+        contents = (Contents.of((key, 1) for key in own), Contents.of((key, 1) for key in [*left, *own, *commits]))
+        observation = Observation((MEMORY, DURABLE), contents, 0, 1, 2, lineage)
+        deleted = Retention().reclaimable(observation)
+        _, refusals = checked_deletions(observation, {1: list(left)}, "Evil()")
+        assert any("left behind on purpose" in str(each) for each in refusals) is bool(kept)
+        one = Contents.of((key, 1) for key in [*left, *own, *commits])
+        alone = Observation((Role(0, "nvme", Survives.RACK),), (one,), 0, 1, 2, lineage)
+        assert Retention().has_room(alone), "what is kept takes none of the room for bases"
+        return deleted[1]
+
+    assert set(left) <= set(gone(()))
+    assert set(gone((1,))) == {CommitKey(2, 22), base(22, generation=2)}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, TorchGroup
 from tiercheck.streams.tensors.beside import Beside, End
 
@@ -50,6 +52,7 @@ except ModuleNotFoundError as error:
 __all__ = ["attach"]
 
 BLOCK = "tiercheck"
+REQUEST = [each.name for each in fields(Request)]
 
 
 def attach(
@@ -61,20 +64,26 @@ def attach(
     config: CheckpointConfig | None = None,
     policies: Policies | None = None,
     group: Group | None = None,
+    version: int | None = None,
+    generation: int | None = None,
+    fresh: bool = False,
 ) -> Checkpointer:
     """Restore the newest version into the engine, then save every one that follows. Collective.
 
     Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (fastest first,
     each a URL, or an object with the fields ``url``, ``name`` and ``codec`` of a :class:`~tiercheck.hierarchy.Tier`),
-    ``must_survive``, and the fields of :class:`CheckpointConfig`. ``stateful`` and ``after_step`` are as for
-    :func:`tiercheck.integrations.torch.attach`: data loaders, averages, counters. Errors: ``UnsupportedSetup`` for an
-    engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose ranks share parameters (tensor
-    parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
+    ``must_survive``, ``version``, ``generation`` and ``fresh``, and the fields of :class:`CheckpointConfig`.
+    ``stateful`` and ``after_step`` are as for :func:`tiercheck.integrations.torch.attach`: data loaders, averages,
+    counters; so are ``version``, ``generation`` and ``fresh``, of which the arguments count before the block. Errors:
+    ``UnsupportedSetup`` for an engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose
+    ranks share parameters (tensor parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
     """
+    request = Request(version, generation, fresh)
     if hierarchy is None:
         if config is not None:
             raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
-        hierarchy, config = read_block(engine.config)
+        hierarchy, config, in_block = _read(engine.config)
+        request = request or in_block
 
     def hook() -> _Hooks:
         beside = Beside(after_step, stateful)
@@ -84,7 +93,7 @@ def attach(
             refuse_ranks_that_share_parameters(engine)
         return _Hooks(provider, engine, in_step=stateful is None and after_step is None)
 
-    return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies)
+    return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies, request)
 
 
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
@@ -92,6 +101,12 @@ def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Check
 
     Errors: ``ConfigurationError`` if the block is missing, or has an unknown key or a wrong type.
     """
+    hierarchy, options, _ = _read(config)
+    return hierarchy, options
+
+
+def _read(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig, Request]:
+    """As :func:`read_block`, and what the block asks for."""
     if not isinstance(config, Mapping):
         config = json.loads(Path(config).read_text())
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
@@ -108,7 +123,8 @@ def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Check
     if not isinstance(must_survive, str):
         raise ConfigurationError(f'"must_survive" in the "{BLOCK}" block must be a string, not {must_survive!r}')
     hierarchy = Hierarchy.of(*map(_tier_of, tiers), must_survive=must_survive)
-    return hierarchy, CheckpointConfig.from_mapping(options)
+    request = Request(**{name: options.pop(name) for name in REQUEST if name in options})
+    return hierarchy, CheckpointConfig.from_mapping(options), request
 
 
 def _tier_of(given: object) -> Tier:

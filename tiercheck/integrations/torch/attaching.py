@@ -37,6 +37,7 @@ from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.policy.policies import Policies
+from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
 from tiercheck.streams.tensors.beside import Beside
 
@@ -55,6 +56,9 @@ def attach(
     config: CheckpointConfig | None = None,
     policies: Policies | None = None,
     group: Group | None = None,
+    version: int | None = None,
+    generation: int | None = None,
+    fresh: bool = False,
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
 
@@ -64,8 +68,13 @@ def attach(
     (A step that a ``GradScaler`` skips is no version: then choose the batch by ``checkpointer.version``, not by a
     counter.) ``after_step`` is what the loop changes after ``optimizer.step()``, such as an average or a best metric: a
     loop that calls ``end_iteration`` may pass that as ``stateful`` as well.
+
+    ``version`` goes back to an older version on purpose, ``generation`` says of which generation, and ``fresh`` begins
+    anew at version 0. Either is done once: a restart that asks for the same goes on from the newest version. What is
+    left behind stays in the tiers that all ranks share (``CheckpointConfig.keep_left_behind``).
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
+    request = Request(version, generation, fresh)
     distributed = dist.is_available() and dist.is_initialized()
     if group is None and not distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError(
@@ -85,7 +94,7 @@ def attach(
         provider = provider_for(model)(model, bare, beside=beside)
         return _Hooks(provider, model, bare, order, scheduler)
 
-    return attach_hooks(hook, hierarchy, ranks, config, policies)
+    return attach_hooks(hook, hierarchy, ranks, config, policies, request)
 
 
 def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:

@@ -17,7 +17,7 @@ from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.spans import Span, both, joined, spans_of
 
-__all__ = ["Reachable", "Readable", "RecoveryPoint", "admitted", "decide", "meeting"]
+__all__ = ["Reachable", "Readable", "RecoveryPoint", "admitted", "common", "decide", "meeting"]
 
 
 Reachable = tuple[tuple[int, tuple[Span, ...]], ...]
@@ -115,13 +115,19 @@ def admitted(reach: Reachable, lineage: Lineage) -> tuple[Span, ...]:
     return joined(found)
 
 
-def meeting(ranks: Iterable[Reachable], lineage: Lineage) -> int | None:
-    """The newest version that every rank can come to; ``None`` if there is none.
+def common(ranks: Iterable[Reachable], lineage: Lineage) -> tuple[Span, ...]:
+    """The versions that every rank can come to, oldest first.
 
     In the job's own past a version is one state, whatever generation wrote it.
     """
-    common = reduce(both, {admitted(reach, lineage) for reach in set(ranks)})  # most ranks reach the same versions
-    return common[-1][1] if common else None
+    each = {admitted(reach, lineage) for reach in set(ranks)}  # most ranks reach the same versions
+    return reduce(both, each)
+
+
+def meeting(ranks: Iterable[Reachable], lineage: Lineage) -> int | None:
+    """The newest version that every rank can come to; ``None`` if there is none."""
+    versions = common(ranks, lineage)
+    return versions[-1][1] if versions else None
 
 
 def decide(ranks: Sequence[Readable], lineage: Lineage) -> tuple[RecoveryPoint, ...] | None:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tiercheck.schema import Count
+from tiercheck.schema import Count, Generation
 
 __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
 
@@ -34,6 +34,10 @@ class Branch:
     layout: str = ""
     """A digest of what each rank holds of the model. Ranks read as their own only what was saved under one layout.
     Empty: not told."""
+    asked: str = ""
+    """What the user asked for at its start (:class:`tiercheck.policy.recovery.request.Request`)."""
+    kept: tuple[Generation, ...] = ()
+    """The generations that requests have left behind, and that stay all the same. Of some of them a part may count."""
 
     def __post_init__(self) -> None:
         if not self.parent < self.generation:
@@ -58,11 +62,15 @@ class Layout:
         return self.world_size == other.world_size and (not told or self.digest == other.digest)
 
 
+Fields = tuple[int, int, int, int, str, str, str, tuple[int, ...]]
+"""Of a branch, in their order."""
+
+
 @dataclass(frozen=True)
 class LineageRecord(Branch):
     """What lies under a generation's key: its branch, and those before it that were worth telling."""
 
-    past: tuple[tuple[int, int, int, int, str, str], ...] = ()
+    past: tuple[Fields, ...] = ()
     """The fields of each branch."""
 
     def __post_init__(self) -> None:
@@ -86,8 +94,9 @@ class LineageRecord(Branch):
         return tuple(Branch(*each) for each in self.past)
 
 
-def _fields(branch: Branch) -> tuple[int, int, int, int, str, str]:
-    return branch.generation, branch.parent, branch.left_at, branch.world_size, branch.token, branch.layout
+def _fields(branch: Branch) -> Fields:
+    each = branch
+    return each.generation, each.parent, each.left_at, each.world_size, each.token, each.layout, each.asked, each.kept
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Lineage:
 
     chain: tuple[tuple[int, int | None], ...]
     branches: Mapping[int, Branch] = field(default_factory=dict, compare=False, repr=False)
-    """The lineage records of the chain, by generation."""
+    """The lineage records of the chain, and of what is kept beside it, by generation."""
 
     @classmethod
     def of(cls, branches: Iterable[Branch]) -> Lineage:
@@ -111,7 +120,10 @@ class Lineage:
             # Across several restarts a limit can only fall: nothing after the earliest departure counts.
             limit = branch.left_at if limit is None else min(limit, branch.left_at)
             generation = branch.parent
-        return cls(tuple(chain), {generation: by_generation[generation] for generation, _ in chain})
+        told = {generation for generation, _ in chain}
+        if chain:
+            told |= by_generation.keys() & set(by_generation[chain[0][0]].kept)
+        return cls(tuple(chain), {generation: by_generation[generation] for generation in sorted(told)})
 
     @property
     def newest(self) -> int:
@@ -140,6 +152,17 @@ class Lineage:
     def readable(self) -> Lineage:
         """What the ranks of the newest generation have saved under its layout."""
         return self.under(self.layouts[0]) if self.layouts else self
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The generations that are no part of the past, or not wholly, and that stay: see :attr:`Branch.kept`."""
+        newest = self.branches.get(self.newest)
+        return frozenset(newest.kept) if newest else frozenset()
+
+    def until(self, version: int) -> Lineage:
+        """The past up to this version."""
+        chain = ((each, version if limit is None else min(limit, version)) for each, limit in self.chain)
+        return Lineage(tuple(chain), self.branches)
 
     def disowns(self, generation: int, token: str) -> str | None:
         """Why a shard of that generation with that token is no part of the job's past, whatever its version.

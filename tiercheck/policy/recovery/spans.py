@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Span", "both", "contain", "joined", "spans_of"]
+__all__ = ["Span", "both", "contain", "joined", "spans_of", "spans_text"]
+
+NAMED_MAX = 8
 
 Span = tuple[int, int]
 """The first and the last of a range of consecutive numbers."""
@@ -46,3 +48,10 @@ def contain(spans: Sequence[Span], number: int) -> bool:
     """Whether the number lies in one of these ascending ranges."""
     at = bisect_right(spans, number, key=lambda span: span[0]) - 1
     return at >= 0 and number <= spans[at][1]
+
+
+def spans_text(spans: Iterable[Span]) -> str:
+    """For people: ``0..7, 12``."""
+    said = [str(first) if first == last else f"{first}..{last}" for first, last in spans]
+    dropped = len(said) - NAMED_MAX
+    return ", ".join(([f"({dropped} older ranges)"] if dropped > 0 else []) + said[-NAMED_MAX:]) or "none"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.servers.agents import Node, base, capture, held, node, open_generation
+from tests.servers.agents import Node, base, capture, held, node, open_generation, record
 from tests.unit.agent.server.test_service import brisk, running, trainer, until
 from tiercheck.agent.client.client import AgentClient, connect_agent
 from tiercheck.agent.client.remote_mover import AGENT, RemoteMover
@@ -245,3 +245,20 @@ async def test_a_process_without_files_left_goes_on_later(node: Node, monkeypatc
         assert not life.done()
         life.cancel()
         await asyncio.wait([life])
+
+
+@pytest.mark.parametrize("kept", [(), (1,)])
+async def test_what_was_left_behind_on_purpose_stays(node: Node, kept: tuple[int, ...]) -> None:
+    first = node.shm()
+    async with running(node):
+        async with trainer(node, node.job(first)) as (mover, hierarchy, _):
+            await mover.register()
+            await capture(hierarchy, base(0), record(1), record(2))
+            await mover.drain(10, closing=True)
+        async with trainer(node, node.job(first, generation=2)) as (mover, hierarchy, _):
+            await open_generation(hierarchy, 2, parent=1, left_at=1, kept=kept)
+            await mover.register()
+            await capture(hierarchy, base(1, generation=2), base(5, generation=2))
+            await mover.drain(10, closing=True)
+            left = {key for key in map(str, (base(0), CommitKey(1, 0))) if key in await held(hierarchy)}
+            assert left == ({str(base(0)), str(CommitKey(1, 0))} if kept else set())

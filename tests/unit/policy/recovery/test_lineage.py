@@ -43,7 +43,7 @@ def test_what_is_told_leads_to_the_same_versions() -> None:
 def test_a_record_that_tells_of_a_newer_generation_contradicts_itself() -> None:
     assert LineageRecord.of(branch(2), [branch(1), branch(2), branch(3)]).told == (branch(1),)
     with pytest.raises(ValueError, match="tells of a newer one"):
-        LineageRecord(2, 1, 1, 1, "a", past=((3, 2, 1, 1, "b", ""),))
+        LineageRecord(2, 1, 1, 1, "a", past=((3, 2, 1, 1, "b", "", "", ()),))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

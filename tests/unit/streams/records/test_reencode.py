@@ -18,7 +18,7 @@ from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format import container, host_state
 from tiercheck.format.container import PackedObject, Shard, ShardMetadata, TensorEntry
 from tiercheck.hierarchy import Hierarchy, Tier
-from tiercheck.integrations.deepspeed import read_block
+from tiercheck.integrations.deepspeed import attaching, read_block
 from tiercheck.keys import ShardKey
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.streams.codecs import decode
@@ -293,3 +293,11 @@ def test_a_nomination_says_it_to_the_agent() -> None:
     assert read == job
     assert [tier.codec for tier in read.hierarchy.tiers] == ["", "exact+entropy"]
     assert [tier.codec for tier in read.hierarchy.open().tiers] == ["", "exact+entropy"]
+
+
+def test_the_block_of_deepspeed_says_where_to_begin() -> None:
+    block = {"tiers": ["shm://a"], "version": 6, "generation": 2, "keep_left_behind": False}
+    _, config, request = attaching._read({"tiercheck": block})
+    assert (str(request), config.keep_left_behind) == ("version=6, generation=2", False)
+    with pytest.raises(ConfigurationError, match="fresh begins at version 0"):
+        attaching._read({"tiercheck": {"tiers": ["shm://a"], "version": 6, "fresh": True}})
