@@ -85,7 +85,7 @@ class Resources:
         try:
             try:
                 if self.mover_life is not None:
-                    await self.ranks.call(self.mover_life.stop(), "stopping the mover")
+                    await self._stop(self.mover_life)
                 if self.agent is not None:
                     await self.agent.end()
                 if self.tiers is not None:
@@ -98,6 +98,13 @@ class Resources:
             if self.process_lock is not None:
                 self.process_lock.release()
             self.ranks.group.close()
+
+    async def _stop(self, mover: MoverLife) -> None:
+        """One that hangs in a tier keeps no other tier open."""
+        try:
+            await self.ranks.call(mover.stop(), "stopping the mover")
+        except TierCheckError as error:
+            log.warning("%s", error)
 
 
 @dataclass(frozen=True)

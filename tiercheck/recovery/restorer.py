@@ -181,6 +181,8 @@ class Restorer:
     """What this rank has found, without the copies that failed."""
     _failed: set[Copy] = field(default_factory=set)
     """Copies that failed, and that the others have been told of."""
+    _unusable: dict[Copy, str] = field(default_factory=dict)
+    """Those of them that are whole, and why this job cannot use them."""
     _unused: list[str] = field(default_factory=list)
     """This rank's copies that could not be used, and why."""
     _lacking: str = ""
@@ -350,9 +352,9 @@ class Restorer:
         lineages = await self._lineages(all_told)
         return Past(all_told, others, lineages, self.hierarchy.roles, self._places(), self.layout)
 
-    def _told(self, unusable: Mapping[Copy, str] | None = None) -> Told:
+    def _told(self) -> Told:
         names = [tier.name for tier in self.hierarchy.tiers]
-        return Told.of(self._survey, names, self.ranks.rank, self._failed, unusable)
+        return Told.of(self._survey, names, self.ranks.rank, self._failed, self._unusable)
 
     async def _lineages(self, told: Sequence[Told]) -> dict[int, Collection[Branch]]:
         """The branches behind every digest that some rank tells of. Collective, unless every rank knows all."""
@@ -435,7 +437,8 @@ class Restorer:
             if not reader.quarantined.keys() <= self._failed:
                 self._failed |= reader.quarantined.keys()
                 self._survey = replace(self._survey, sources=self._survey.sources - self._failed)
-                told = self._told(reader.copies.unusable)
+                self._unusable |= reader.copies.unusable
+                told = self._told()
             return _Attempt(succeeded, told, here)
 
         answers: list[_Attempt] = await self.ranks.gather(what, produce, more_s=ANSWER_S, kind=_Attempt)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import xxhash
@@ -98,7 +99,7 @@ class Survey:
 
 def lineage_digest(branches: Iterable[Branch]) -> int:
     """A number that stands for these branches; 0 if there are none."""
-    known = sorted(branches)
+    known = sorted(branches, key=attrgetter("generation", "token"))
     return xxhash.xxh3_64_intdigest(schema.pack(known)) or 1 if known else 0
 
 

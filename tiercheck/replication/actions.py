@@ -20,7 +20,7 @@ from tiercheck.format.header import HEADER_NBYTES_MAX
 from tiercheck.format.index.message import INDEX
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
-from tiercheck.policy.commit import CommitRecord
+from tiercheck.policy.commit import CommitRecord, to_commit
 from tiercheck.policy.placement import Transfer
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.replication.backoff import CONCERNS_THE_TIER, TIER_AWAY_AFTER, Action, SourceError, TierBackoff
@@ -196,6 +196,8 @@ class Actions:
         mode = PutMode.CREATE if tier.capabilities.conditional_put else PutMode.OVERWRITE
         content = seal(key, record)
         await self._fence(tier)
+        if key not in to_commit(self._observer.seen(), tier.index):
+            return  # a newer one is committed by now, and shards of this one may be on their way out
         try:
             await tier.driver.put(str(key), [content], mode=mode)
         except AlreadyExists:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,9 +129,7 @@ class Mover:
 
     def nudge(self) -> None:
         """Something changed: look soon instead of at the next regular look."""
-        self._nudged_at = asyncio.get_running_loop().time()
-        for lane in self._idle:
-            lane.nudged.set()
+        self._nudge(self._idle)
 
     async def run(self) -> None:
         """Look and act until cancelled, or until a newer generation opens (:attr:`conflict`).
@@ -190,13 +188,17 @@ class Mover:
         if not (await self._serve(*self._lanes[0], closing=False)).acted:
             await self.cycle()
 
+    def _nudge(self, lanes: Iterable[Lane]) -> None:
+        self._nudged_at = asyncio.get_running_loop().time()
+        for lane in lanes:
+            lane.nudged.set()
+
     async def _keep_serving(self, lane: Lane) -> None:
         in_vain, since = 0, None
         while True:
             outcome = await self._serve(lane, closing=False, nearby_since=since)
             if outcome.acted:
-                self.nudge()
-                lane.nudged.clear()
+                self._nudge(self._idle.keys() - {lane})
             in_vain += 1
             try:
                 async with asyncio.timeout(LOOK_AGAIN.pause_s(in_vain) if outcome.done else RETRY.first_s):
@@ -224,7 +226,7 @@ class Mover:
             while True:
                 await self._observer.refresh_nearby(nearby_since)
                 nearby_since = None
-                state = self._observer.state, closing
+                state = self._observer.state, frozenset(self._unrecorded), closing
                 if all(self._at_rest.get(lane) == state for lane in lanes):
                     self._seen()
                     if (slow := self._observer.slow_views_s) or self.status.slow_views_s:

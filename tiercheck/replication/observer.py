@@ -246,9 +246,9 @@ class Observer:
         known = self._known[tier.index]
         while not tier.capabilities.mappable:
             known.changed.clear()
-            before = known.contents, known.visible
+            before = known.contents, known.visible, known.unsure
             await self.refresh(tier)
-            if before != (known.contents, known.visible):
+            if before != (known.contents, known.visible, known.unsure):
                 changed()
             while (pause_s := known.next_at - _now()) > 0:
                 with suppress(TimeoutError):

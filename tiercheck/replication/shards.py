@@ -61,6 +61,8 @@ async def read(tier: OpenTier, key: ShardKey, where: ByteRange, nbytes: int) -> 
         if tier.capabilities.ranged_get:
             return await asked_twice(lambda: tier.driver.get(str(key), range=where))
         content = await asked_twice(lambda: tier.driver.get(str(key)))
+        if len(content) < where.stop:
+            raise ValueError(f"it has {len(content)}")
         return content[where.start : where.stop]
     except ValueError as error:
         raise Corruption(f"it is not the {nbytes} bytes any more that were listed: {error}", key=str(key)) from error

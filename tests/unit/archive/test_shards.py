@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -19,7 +20,8 @@ from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.streams.records.base import BaseCapture
-from tiercheck.types import ByteRange
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.types import ByteRange, Capabilities
 
 KEY = ShardKey.base(1, 0, 0)
 LONG, SHORT = "master/weight", "master/bias"
@@ -88,3 +90,23 @@ async def test_digests_of_another_tensor_are_refused(tier: OpenTier, blocks: obj
     header = await read_header(tier, KEY, len(content))
     with pytest.raises(Corruption, match=re.escape("blocks are none") + "|are those of another tensor"):
         await read_digests(tier, KEY, header)
+
+
+class OnlyWhole(MemoryDriver):
+    """A store that knows no ranges."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, ranged_get=False)
+
+
+async def test_a_part_of_what_was_cut_off_is_no_part(base: bytes) -> None:
+    header = parse(base)._header
+    extent = extent_of(header, LONG)
+    async with OnlyWhole(f"shards-{uuid.uuid4().hex}") as driver:
+        tier = OpenTier(0, "whole", driver)
+        await driver.put(str(KEY), [base])
+        digests = await read_digests(tier, KEY, header)
+        await driver.put(str(KEY), [base[: header.nbytes + extent.start + BLOCK_NBYTES]])
+        with pytest.raises(Corruption, match=f"not the {len(base)} bytes any more"):
+            await read_part(tier, KEY, header, extent, ByteRange(0, BLOCK_NBYTES + 1), digests)

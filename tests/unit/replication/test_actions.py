@@ -111,6 +111,24 @@ async def test_a_base_that_cannot_be_committed_holds_up_nothing_else(tmp_path: P
         assert mover.status.errors == {}, "a base that a newer one supersedes need not be committed"
 
 
+async def test_a_base_is_not_committed_once_a_newer_one_is(tmp_path: Path) -> None:
+    """Its shards may be on their way out, on other ranks too."""
+    hierarchy, drivers = picky(tmp_path)
+    async with hierarchy:
+        durable, mover = drivers[-1], mover_of(hierarchy)
+        durable.refused = only("put", [CommitKey(1, 0)], Transient("no answer"))
+        await capture(hierarchy, base(0))
+        await mover.cycle()
+        await capture(hierarchy, base(10))
+        await mover.cycle()
+        durable.refused = lambda call, key: None
+        assert mover.status.watermark == 10
+        await durable.put(str(base(0)), shard(base(0)))
+        await mover._actions.mark(hierarchy.tiers[-1], base(0))
+        await mover._actions.commit(hierarchy.tiers[-1], CommitKey(1, 0))
+        assert str(CommitKey(1, 0)) not in await held(hierarchy)
+
+
 @pytest.mark.parametrize("error", [CapacityExceeded("it does not fit"), Transient("no answer")], ids=repr)
 async def test_a_base_that_does_not_get_to_the_neighbour_keeps_no_differential_from_it(
     tmp_path: Path, error: TierError

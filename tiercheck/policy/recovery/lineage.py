@@ -20,6 +20,8 @@ from tiercheck.schema import Count, Generation
 
 __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
 
+ANCESTORS_TOLD = 256
+
 
 @dataclass(frozen=True, order=True)
 class Branch:
@@ -205,14 +207,18 @@ def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branc
 def worth_telling(branches: Collection[Branch], parent: int, captured: Collection[int]) -> list[Branch]:
     """The branches that a generation with this ``parent`` has to tell of: its ancestors, from the oldest one on of
     which some shard was found, and other futures of which one was found. ``captured``: the generations of all shards
-    that were found, by ranks that could look into all of their tiers."""
+    that were found, by ranks that could look into all of their tiers.
+
+    The last :data:`ANCESTORS_TOLD` ancestors are told in any case: a tier that was left out of the hierarchy for a
+    while may know the job by one of them.
+    """
     by_generation = {branch.generation: branch for branch in branches}
     ancestors: list[int] = []
     while parent in by_generation:
         ancestors.append(parent)
         parent = by_generation[parent].parent
     oldest = min(set(ancestors).intersection(captured), default=max(ancestors, default=0))
-    told = {each for each in ancestors if each >= oldest} | (by_generation.keys() & set(captured))
+    told = {each for each in ancestors if each >= oldest} | set(ancestors[:ANCESTORS_TOLD]) | (by_generation.keys() & set(captured))
     return [by_generation[generation] for generation in sorted(told)]
 
 
