@@ -14,8 +14,10 @@ import pytest
 
 from tests.failing import Failing
 from tests.unit.recovery.test_restorer import CONFIG, WORLD, Cluster, check, reference
+from tests.watched import rewritten
 from tiercheck.errors import (
     CapacityExceeded,
+    Mismatch,
     NotFound,
     NothingListens,
     RecoveryError,
@@ -442,6 +444,34 @@ def test_a_damaged_copy_in_memory_is_not_replaced_by_something_older_while_the_s
     outcome = cluster.run(10)
     check(outcome, reference, 7)
     assert len(outcome[1][0].quarantined) == 1
+
+
+def test_a_copy_of_no_use_is_not_forgotten_when_the_store_is_asked_again(
+    cluster: Cluster, trouble: Trouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is whole, in memory, and newer than what the store has: nothing older is restored in its place."""
+    cluster.run(7, flush_at=5)
+    for path in cluster.root.glob("r*/g000001/differential/00000000000[67]-*"):
+        path.unlink()
+    store = MemoryDriver(f"{cluster.memory}-1").store
+    (key,) = (key for key in store.objects if "r00001/g000001/differential/000000000006-" in key)
+
+    def unknown(name: str, value: Any) -> Any:
+        if name.endswith("/record"):
+            value["gradients"] = {master: {**each, "codec": "tomorrow"} for master, each in value["gradients"].items()}
+        return value
+
+    whole = store.objects[key]
+    content = memoryview(rewritten(bytearray(whole.content), objects=unknown))
+    store.objects[key] = replace(whole, content=content)
+    held = set(store.objects)
+    cluster.config = SOON
+    trouble.says = lambda call: None if "is not used from tier" in caplog.text else Transient("503 the store is down")
+    for outcome in cluster.run(10):
+        assert isinstance(outcome, Mismatch)
+        assert "there is no codec 'tomorrow'" in str(outcome)
+    assert trouble.raised
+    assert set(store.objects) == held
 
 
 @pytest.mark.parametrize("error", [CapacityExceeded("no space left"), Unauthorized("read-only")])
