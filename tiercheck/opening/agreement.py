@@ -37,16 +37,18 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     Collective, after all ranks have recovered; or when there was no version that all could come to, and the job begins
     anew. Returns the mark that the generation begins with.
 
-    If the version was converted from another layout, nothing goes yet: the ranks need each other's shards until this
-    generation has a base. A tier that cannot be cleared just now is left as it is, and so is one that was away at the
+    What was saved under another layout stays until this generation has a base that outlives the nodes: ranks need each
+    other's shards of it. A tier that cannot be cleared just now is left as it is, and so is one that was away at the
     survey. Errors: ``RecoveryError``; ``GroupError``.
     """
-    if restored.converted:
-        return NO_MARK
     roles, past, sound = hierarchy.roles, restored.past, restored.sound
     lineage, owned = past.own_lineage, past.owned
+    ancestors = {each for each, _ in past.as_of(restored.parent).chain}
+    others = ancestors - (set() if restored.converted else {each for each, _ in lineage.chain})
     answers = await ranks.gather("what each rank can come to", lambda: Reach.of(sound, roles, lineage), kind=Reach)
-    known = anew(answers, restored.recovery.version if restored.recovery else None)
+    # What was converted is of another layout, and other attempts to do so are none of its past.
+    reached = restored.recovery if not restored.converted else None
+    known = anew(answers, reached.version if reached else None)
     absent = {tier for tier, _ in past.told[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
     unsure = past.unsure
@@ -55,6 +57,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
         try:
             held = await visible(tier, generation)
             held = {source for source in held if source.key.rank == ranks.rank or source.key.rank not in unsure}
+            held = {source for source in held if source.key.generation not in others}
             gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned)
             if gone:
                 await tier.driver.delete([str(source.key) for source in gone])

@@ -183,6 +183,13 @@ class Past:
         return found if own is None or any(own.is_like(each) for each in found) else (*found, own)
 
     @property
+    def eras(self) -> tuple[tuple[Layout, Lineage], ...]:
+        """What was saved, in runs under one layout, from the newest on; and this job's layout, if none was saved under
+        it."""
+        found, own = self.lineage.eras, self._layout
+        return found if own is None or any(own.is_like(each) for each, _ in found) else (*found, (own, Lineage(())))
+
+    @property
     def taken(self) -> int:
         """The highest number that any generation has, had, or was to have."""
         return max((each.taken for each in self._different), default=0)

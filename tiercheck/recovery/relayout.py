@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -98,7 +99,8 @@ class _Round:
 class Relayout:
     """Brings what was saved under one ``layout`` into the live state: call :meth:`restore`, once. Collective.
 
-    ``lineage``: the job's past, of all layouts. Each rank waits for tiers until the deadline, once for each step.
+    ``lineage``: of the job's past, a run of generations under that layout. Each rank waits for tiers until the
+    deadline, once for each step.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Relayout:
         self._hierarchy = hierarchy
         self._state = state
         self._ranks = ranks
-        self._lineage = lineage.under(layout)
+        self._lineage = lineage
         self._layout = layout
         self._nbytes: dict[Copy, int] = {}
         """The copies that were found, and their lengths."""
@@ -419,19 +421,29 @@ class Relayout:
         taken = await self._ranks.gather("what was taken", lambda: [generation, self._conversion.told()])
         ends: list[Rebuilt] = []
 
-        def settle() -> str:
+        @contextmanager
+        def fitting() -> Iterator[None]:
             try:
-                ends.append(self._conversion.finish([told for _, told in taken], version))
-                self._state.refresh()
-                self._state.restore_host_state(ends[0].host_state)
+                yield
             except UNFIT as error:
                 raise RecoveryError(
                     f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was "
                     f"attached: {type(error).__name__}: {error}"
                 ) from error
+
+        def load() -> None:
+            with fitting():
+                ends.append(self._conversion.finish([told for _, told in taken], version))
+
+        def settle() -> str:
+            with fitting():
+                self._state.refresh()
+                self._state.restore_host_state(ends[0].host_state)
             exact = Fidelity.EXACT if self._conversion.exact else Fidelity.APPROXIMATE
             return str(Fidelity.worst(came.fidelity, exact))
 
+        # A rank that fails says so, so that no other one waits for it in the refresh.
+        await self._ranks.gather("loading what was taken", load)
         answers = [Fidelity(each) for each in await self._ranks.gather("the end of the recovery", settle)]
         fidelity = Fidelity.worst(*answers)
         notes = (self._said(needed), *came.notes, *self._conversion.notes)

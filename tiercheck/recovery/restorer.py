@@ -24,7 +24,7 @@ from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
-from tiercheck.policy.recovery.lineage import Branch, Layout
+from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, Held, availability, held
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.recovery.past import Past
@@ -205,10 +205,13 @@ class Restorer:
         if self._turn is not None and self.request.fresh:
             return Restored(None, self._found, turn=self._turn)
         began = self.ranks.scheduler.time()
-        # A request is for a version of this job's own layout.
-        for layout in (self._here,) if self._turn else self._found.layouts or (self._here,):
-            own = layout.is_like(self._here)
-            restored = await (self._restore_own(began) if own else self._convert(layout, began))
+        own_tried = False
+        for layout, lineage in self._found.eras or ((self._here, Lineage(())),):
+            own = layout.is_like(self._here) and not own_tried
+            if self._turn is not None and not own:
+                continue  # a request is for a version of this job's own layout
+            own_tried |= own
+            restored = await (self._restore_own(began) if own else self._convert(layout, lineage, began))
             if restored is not None:
                 return restored
         self._found.check_nothing_is_lost(restart=self.restart, failed=self._unused, lacking=self._lacking)
@@ -218,10 +221,10 @@ class Restorer:
     def _here(self) -> Layout:
         return self.layout or next(iter(self._found.layouts), Layout(self.ranks.world_size))
 
-    async def _convert(self, layout: Layout, began: float) -> Restored | None:
-        """Bring what was saved under another layout into this one; ``None`` if there is no version of it that all ranks
-        can come to."""
-        relayout = Relayout(self.hierarchy, self.state, self.ranks, self._found.lineage, layout)
+    async def _convert(self, layout: Layout, lineage: Lineage, began: float) -> Restored | None:
+        """Bring what was saved under another layout into this one, or what was saved under this one before another;
+        ``None`` if there is no version of it that all ranks can come to."""
+        relayout = Relayout(self.hierarchy, self.state, self.ranks, lineage, layout)
         converted = await relayout.restore()
         if converted is None:
             self._lacking = self._lacking or relayout.lacking

@@ -270,3 +270,42 @@ def test_an_error_that_may_pass_is_no_loss(job: Job) -> None:
     for outcome in parts(job, 2, FAILED_AT, trouble=trouble):
         assert isinstance(outcome, RecoveryError)
         assert "what rank 2 has saved cannot be read: 403" in str(outcome)
+
+
+def refused(what: str) -> Any:
+    """The shared tier takes none of this."""
+
+    def trouble(rank: int, call: Call) -> Exception | None:
+        return Unauthorized("not yet") if call.operation is Operation.PUT and what in str(call.key) else None
+
+    return trouble
+
+
+def in_memory(job: Job, rank: int) -> list[str]:
+    objects = MemoryDriver(f"{job.name}-{rank}").store.objects
+    return sorted(key for key in objects if key.startswith("r"))
+
+
+def test_a_layout_that_comes_back_does_not_go_back_behind_the_one_in_between(job: Job) -> None:
+    parts(job, 3, FAILED_AT)
+    job.lose_memory()
+    between = parts(job, 2, 11)
+    job.lose_memory()
+    succeeded(parts(job, 3, 12, flush=False, trouble=refused("/g000003/")))
+    MemoryDriver.forget(f"{job.name}-2")  # with it goes what this generation alone has
+    again = parts(job, 3, 11)
+    assert {recovery.version for recovery, _ in succeeded(again)} == {11}
+    assert joined(again, 11) == joined(between, 11)
+
+
+def test_what_another_layout_saved_stays_until_something_newer_outlives_the_node(job: Job) -> None:
+    """And a start that fails again and again leaves no more than the last one has."""
+    saved = parts(job, 3, FAILED_AT)
+    held: list[tuple[int, int]] = []
+    for _ in range(3):
+        resumed = parts(job, 2, FAILED_AT, flush=False, trouble=refused("r0"))
+        assert joined(resumed, FAILED_AT) == joined(saved, FAILED_AT)
+        MemoryDriver.forget(f"{job.name}-1")
+        keys = in_memory(job, 0)
+        held.append((sum("/g000001/" in key for key in keys), sum("/base/" in key for key in keys)))
+    assert held[0] == held[1] == held[2]

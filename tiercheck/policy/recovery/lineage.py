@@ -144,16 +144,28 @@ class Lineage:
                 found.append(layout)
         return tuple(found)
 
+    @property
+    def eras(self) -> tuple[tuple[Layout, Lineage], ...]:
+        """Its generations in runs under one layout, from the newest on. A layout that comes back begins another run:
+        what it had saved before is older than what was saved in between."""
+        runs: list[tuple[Layout, list[tuple[int, int | None]]]] = []
+        for generation, last in self.chain:
+            branch = self.branches.get(generation)
+            if branch is not None and not (runs and Layout.of(branch).is_like(runs[-1][0])):
+                runs.append((Layout.of(branch), []))
+            if runs:
+                runs[-1][1].append((generation, last))
+        return tuple((layout, Lineage(tuple(chain), self.branches)) for layout, chain in runs)
+
     def under(self, layout: Layout) -> Lineage:
-        """What of it was saved under the layout."""
-        branches = self.branches
-        chain = [(g, last) for g, last in self.chain if g not in branches or Layout.of(branches[g]).is_like(layout)]
-        return Lineage(tuple(chain), branches)
+        """The newest of its runs that was saved under the layout; empty if there is none."""
+        runs = (lineage for each, lineage in self.eras if each.is_like(layout))
+        return next(runs, Lineage((), self.branches))
 
     @property
     def readable(self) -> Lineage:
-        """What the ranks of the newest generation have saved under its layout."""
-        return self.under(self.layouts[0]) if self.layouts else self
+        """What the ranks of the newest generation have saved under its layout since they have it."""
+        return self.eras[0][1] if self.eras else self
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -218,7 +230,8 @@ def worth_telling(branches: Collection[Branch], parent: int, captured: Collectio
         ancestors.append(parent)
         parent = by_generation[parent].parent
     oldest = min(set(ancestors).intersection(captured), default=max(ancestors, default=0))
-    told = {each for each in ancestors if each >= oldest} | set(ancestors[:ANCESTORS_TOLD]) | (by_generation.keys() & set(captured))
+    told = {each for each in ancestors if each >= oldest} | {*ancestors[:ANCESTORS_TOLD]}
+    told |= by_generation.keys() & set(captured)
     return [by_generation[generation] for generation in sorted(told)]
 
 

@@ -19,6 +19,7 @@ OPTIONS = ("options", "hyperparameters")
 """Where integrations keep the options of the parameter groups."""
 OF_EACH_RANK = ("random", "next", "stateful", "model_parallel_random")
 AFTER_STEP = "after_step"
+SCHEDULER = "scheduler"
 OUR_OWN = "tiercheck."
 """How the names of what integrations themselves put among the user's objects begin."""
 
@@ -35,14 +36,16 @@ def options_at_end(options: list[dict[str, Any]], host_state: Mapping[str, Any])
 
 def carried_over(
     provider: StateProvider, saved: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]], version: int, own: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the provider puts back, and what there is to tell of it. ``options``: of its parameter groups.
+) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
+    """What the provider puts back; what of the job's state begins anew, since it was not saved; and what else there is
+    to tell. ``options``: of its parameter groups.
 
     Errors: ``Mismatch`` for an object of the user's whose state was saved, and which is not attached here.
     """
     live = provider.host_state()
     found = provider.translated_host_state(saved, version)
     state: dict[str, Any] = {}
+    lost: list[str] = []
     notes: list[str] = []
     for key, here in live.items():
         if key in OPTIONS:
@@ -51,22 +54,25 @@ def carried_over(
             state[key] = found.get(key, here) if own else here
         elif key == AFTER_STEP:
             state[key], more = after_step(here, found.get(key, {}))
-            notes += more
+            lost += more
         elif key in found:
             state[key] = found[key]
         else:
             state[key] = here
             if here:
-                notes.append(f"{key} was not saved in a form that this job reads, and begins as it is")
+                said = f"{key} was not saved in a form that this job reads, and begins as it is"
+                (lost if key == SCHEDULER else notes).append(said)
     if not own:
         notes.append(
             "no rank of this number saved: random generators and what batches are drawn from begin as the script made "
             "them"
         )
-    elif isinstance(here := live.get("stateful"), dict):
-        state["stateful"] = {name: found.get("stateful", {}).get(name, each) for name, each in here.items()}
-        refuse_lost(found.get("stateful", {}), live)
-    return {**{key: each for key, each in found.items() if key not in saved}, **state}, tuple(notes)
+    if isinstance(here := live.get("stateful"), dict):
+        refuse_lost(found.get("stateful", {}), live)  # on each rank, whose ever it is
+        if own:
+            state["stateful"] = {name: found.get("stateful", {}).get(name, each) for name, each in here.items()}
+    told = {key: each for key, each in found.items() if key not in saved}
+    return {**told, **state}, tuple(lost), tuple(notes)
 
 
 def after_step(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

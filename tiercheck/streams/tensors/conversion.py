@@ -164,9 +164,10 @@ class TensorConversion:
         options = [{**here, **found.get(group, {})} for group, here in enumerate(self._provider.hyperparameters())]
         for name in sorted(self._stateless & self._states.keys()):
             self._inexact[f"{name} is one tensor here, and the optimizer had a state of only a part of it"] = None
-        host_state, self._notes = carried_over(
+        host_state, lost, self._notes = carried_over(
             self._provider, self._host_state or {}, options=options, version=version, own=self._own
         )
+        self._inexact |= dict.fromkeys(lost)
         self._provider.load(
             masters=self._masters, optimizer_state=self._states, extras=self._extras, hyperparameters=options
         )

@@ -11,7 +11,7 @@ from tiercheck.format.container import Shard
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.doubts import Doubts
-from tiercheck.streams.records.base import BaseState, read_base
+from tiercheck.streams.records.base import BaseState, PackedIndex, read_base
 from tiercheck.streams.records.differential import Differential, read_differentials
 from tiercheck.streams.records.expected import Expected
 from tiercheck.streams.records.gradient_encoder import forget_sent
@@ -55,7 +55,8 @@ class TensorState:
 
     def layout(self) -> str:
         identity = self._provider.identity()
-        return f"{identity.framework} {identity.model}"
+        meaning = PackedIndex(self._provider).of_now()  # partitions of one shape may hold other parameters
+        return f"{identity.framework} {identity.model} {meaning.checksum}"
 
     def conversion(self) -> Conversion:
         from tiercheck.streams.tensors.conversion import TensorConversion  # which needs the reader below
