@@ -20,7 +20,7 @@ from tiercheck.schema import Count, Generation
 
 __all__ = ["Branch", "Layout", "Lineage", "LineageRecord", "bearing", "strangers", "worth_telling"]
 
-ANCESTORS_TOLD = 256
+ANCESTORS_TOLD = 32
 
 
 @dataclass(frozen=True, order=True)

@@ -28,7 +28,6 @@ from tiercheck.streams.tensors.provider import (
     OptimizerIdentity,
     StateProvider,
     copy_into,
-    plain_options,
     qualified,
     set_options,
 )
@@ -56,6 +55,11 @@ def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
             "tiercheck.optimizers): they cannot be replayed without the training code, and only bases can be read"
         )
     return class_of(kind)
+
+
+def on_host(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what torch refuses on the host: steps that a CUDA graph may capture."""
+    return {**options, "capturable": False} if options.get("capturable") else dict(options)
 
 
 class StoredState(StateProvider):
@@ -90,7 +94,7 @@ class StoredState(StateProvider):
         the class does not take the saved options."""
         if self._optimizer is None:
             kind: Any = optimizer_class(self._saved.optimizer.kind)
-            groups: list[dict[str, Any]] = [{**options, "params": []} for options in self._options]
+            groups: list[dict[str, Any]] = [{**on_host(options), "params": []} for options in self._options]
             for name, master in self._masters.items():
                 groups[self._group_of[name]]["params"].append(master)
             try:
@@ -150,8 +154,8 @@ class StoredState(StateProvider):
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
         optimizer = self.optimizer
         for group, options in zip(optimizer.param_groups, hyperparameters, strict=True):
-            set_options(group, options)
-        self._options = [plain_options(group) for group in optimizer.param_groups]
+            set_options(group, on_host(options))
+        self._options = [dict(options) for options in hyperparameters]
         for name, master in self._masters.items():
             gradient = gradients.get(name)
             # A copy: the optimizer may write to it, and what was read may be a mapping that nobody can write to.

@@ -15,7 +15,8 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
-from tiercheck.streams.tensors.stored import optimizer_class
+from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
+from tiercheck.streams.tensors.stored import StoredState, optimizer_class
 from tiercheck.types import Fidelity
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -27,6 +28,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
 }
 LAST = 7
+
+
+@pytest.fixture
+def state() -> StoredState:
+    """Of one tensor, stepped by Adam."""
+    adam = OptimizerIdentity("torch.optim.adam.Adam", "single_tensor", torch.__version__, "", "cuda")
+    return StoredState(Identity("torch", "", "", adam), {"weight": 0})
 
 
 class Odd(torch.optim.SGD):
@@ -95,3 +103,13 @@ def test_of_an_optimizer_that_nobody_has_registered_the_bases_alone_are_read(tmp
 def test_a_class_is_not_imported_because_a_file_names_it() -> None:
     with pytest.raises(ConfigurationError, match="neither torch's nor registered"):
         optimizer_class("antigravity.Optimizer")
+
+
+def test_steps_that_a_graph_could_capture_are_taken_on_the_host(state: StoredState) -> None:
+    options = {"lr": 0.5, "capturable": True}
+    state.load(
+        masters={"weight": torch.ones(3)}, optimizer_state={}, extras={}, hyperparameters=[{"lr": 1.0, **options}]
+    )
+    state.apply({"weight": torch.ones(3)}, [options])
+    assert torch.allclose(state.masters()["weight"], torch.full((3,), 0.5), atol=0.01)
+    assert state.hyperparameters() == [options], "as they were saved"
