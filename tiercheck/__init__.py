@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiercheck.hierarchy import Tier as Tier
     from tiercheck.policy.policies import Policies as Policies
     from tiercheck.recording.stats import Stats as Stats
-    from tiercheck.recovery.restorer import Recovery as Recovery
+    from tiercheck.recovery.report import Recovery as Recovery
     from tiercheck.tiers.driver import Reservation as Reservation
     from tiercheck.tiers.driver import TierDriver as TierDriver
     from tiercheck.types import Capabilities as Capabilities

@@ -29,7 +29,7 @@ from tiercheck.opening.startup import open_job
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.stats import Stats
-from tiercheck.recovery.restorer import Recovery
+from tiercheck.recovery.report import Recovery
 from tiercheck.runtime.front import of_this_process, run
 from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
 from tiercheck.streams.tensors.provider import StateProvider

@@ -196,8 +196,8 @@ def differing(job: Job) -> list[str]:
 def shards(job: Job) -> dict[str, Any]:
     """The shapes of what this rank saves, and where it is in the whole."""
     provider = ShardedProvider(job.model, job.optimizer)
-    pieces = provider.pieces()
-    return {name: [each.shape, pieces[name].offsets] for name, each in provider.masters().items()}
+    blocks = provider.blocks()
+    return {name: [each.shape, blocks[name].offsets] for name, each in provider.masters().items()}
 
 
 def elsewhere(directory: Path, name: str, case: Case) -> list[Any]:

@@ -139,7 +139,7 @@ class Inventory:
         if generation not in self.branches:
             known = ", ".join(map(str, sorted(self.branches))) or "none"
             raise RecoveryError(f"there is no generation {generation} here whose record can be read: there are {known}")
-        return Lineage.of(branch for branch in self.branches.values() if branch.generation <= generation)
+        return self.past.as_of(generation)
 
     @cached_property
     def readable(self) -> Mapping[int, tuple[RecoveryPoint, ...]]:
@@ -149,13 +149,9 @@ class Inventory:
     def readable_of(self, lineage: Lineage) -> Mapping[int, tuple[RecoveryPoint, ...]]:
         """The same of another past."""
         found: dict[int, tuple[RecoveryPoint, ...]] = {}
-        for world_size, generations in segments(lineage):
-            ways = [
-                Readable.of(copy.key for copy in self.copies.get(rank, ()) if copy.key.generation in generations).ways(
-                    lineage
-                )
-                for rank in range(world_size)
-            ]
+        for layout, era in lineage.eras:
+            ranks = range(layout.world_size)
+            ways = [Readable.of(copy.key for copy in self.copies.get(rank, ())).ways(era) for rank in ranks]
             for version in frozenset.intersection(*(frozenset(each) for each in ways)):
                 found.setdefault(version, tuple(each[version] for each in ways))
         return found
@@ -265,14 +261,3 @@ class Inventory:
         if not any(self.copies.values()):
             return "there is no shard of any rank"
         return "no base is there of every rank"
-
-
-def segments(lineage: Lineage) -> list[tuple[int, frozenset[int]]]:
-    """The world sizes of the chain, newest first, each with the generations that had it without another in between."""
-    found: list[tuple[int, set[int]]] = []
-    for generation, _ in lineage.chain:
-        world_size = lineage.branches[generation].world_size
-        if not found or found[-1][0] != world_size:
-            found.append((world_size, set()))
-        found[-1][1].add(generation)
-    return [(world_size, frozenset(generations)) for world_size, generations in found]

@@ -10,7 +10,7 @@ differentials.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,15 @@ from tiercheck.errors import RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan
-from tiercheck.recovery.reader import ANSWER_S, Lost, Reader, VerifiedPart
+from tiercheck.recovery.reader import Reader
+from tiercheck.recovery.rebuilding import rebuilt
 from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.tensors.carry_over import options_at_end
 from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stored import StoredReader, StoredState, optimizer_class
 from tiercheck.types import Fidelity
 
 __all__ = ["RankState", "rebuild"]
-
-UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-"""What torch and its optimizers raise where a state is none of theirs."""
-OPTIONS_HELD = ("options", "hyperparameters")
-"""Where integrations keep the options of the parameter groups in the host state."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class RankState:
     rank: int
     point: RecoveryPoint
     identity: Identity
-    """What the base says: framework, world size, model, optimizer."""
+    """What the base says: framework, model, optimizer."""
     state: StoredState
     """Its ``masters()``, ``optimizer_state()``, ``buffers()`` (frozen parameters among them) and ``group_of()``."""
     host_state: Mapping[str, Any]
@@ -59,12 +56,7 @@ class RankState:
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Per parameter group, its options as the host state has them: at the end of the version; if a version is
         published before the scheduler steps (DeepSpeed), as the last step had them."""
-        groups = self.state.hyperparameters()
-        for name in OPTIONS_HELD:
-            held = self.host_state.get(name)
-            if isinstance(held, list) and len(held) == len(groups) and all(isinstance(each, dict) for each in held):
-                return held
-        return groups
+        return options_at_end(self.state.hyperparameters(), self.host_state)
 
 
 async def rebuild(
@@ -77,7 +69,7 @@ async def rebuild(
     deadline_s: float,
     threads: int | None = None,
 ) -> RankState:
-    """The rank's state at the chosen version. ``deadline_s`` bounds the waiting for tiers, twice.
+    """The rank's state at the chosen version. ``deadline_s`` bounds each wait for tiers.
 
     Errors: ``RecoveryError`` if a copy is damaged and there is no other; ``ConfigurationError`` if steps must be
     replayed of an optimizer that is not known here; ``TierError``.
@@ -86,35 +78,19 @@ async def rebuild(
     reader = Reader(hierarchy, rank, deadline_s, state, inventory.lineage(chosen.points[rank].generation))
     point, own = chosen.points[rank], inventory.copies[rank]
 
-    async def verified() -> VerifiedPart | None:
-        if point.replayed:
-            await check_optimizer(hierarchy, inventory, chosen.plans[rank])
-        return await reader.verify(point, own)
-
-    part = await scheduler.call(verified(), what=f"reading rank {rank}", deadline_s=2 * deadline_s + ANSWER_S)
-    if part is None:
+    if point.replayed:
+        checking = check_optimizer(hierarchy, inventory, chosen.plans[rank])
+        await scheduler.call(checking, what=f"reading who wrote what rank {rank} saved", deadline_s=deadline_s)
+    found = await rebuilt(reader, point, own, scheduler)
+    if found is None:
         raise RecoveryError(
             f"version {point.last} cannot be rebuilt: rank {rank} has no good copy left of something that leads to it "
             f"({'; '.join(reader.copies.told()[:3])}); 'tiercheck verify' says which versions can"
         )
-
-    def make(threads: int) -> AsyncGenerator[Any, None]:
-        return reader.runs(part, own, threads=threads)
-
-    try:
-        rebuilt = await state.rebuild(part.base, part.start, make, scheduler)
-    except Lost as error:
-        raise RecoveryError(f"version {point.last} cannot be rebuilt: {error}") from error
-    except UNFIT as error:
-        raise RecoveryError(
-            f"{part.plan.anchor.key} and what follows it cannot be rebuilt: {type(error).__name__}: {error}"
-        ) from error
-    fidelity, notes = state.reached(part.base, rebuilt)
-    if point.by_snapshot:
-        fidelity = Fidelity.APPROXIMATE
-        notes += (f"version {point.last} is base {point.anchor} and a snapshot of what had changed since",)
+    part, outcome = found
+    fidelity, notes = reader.reached(part, outcome)
     return RankState(
-        rank, point, part.base.identity, state.state, rebuilt.host_state, rebuilt.residuals, fidelity, notes
+        rank, point, part.base.identity, state.state, outcome.host_state, outcome.residuals, fidelity, notes
     )
 
 

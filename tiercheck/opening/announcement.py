@@ -10,7 +10,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.policies import KeepLast, RetentionPolicy
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.policy.recovery.spans import spans_text
-from tiercheck.recovery.restorer import Recovery
+from tiercheck.recovery.report import Recovery
 from tiercheck.types import Fidelity, Survives, Usage, bytes_text
 
 __all__ = [

@@ -15,7 +15,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks, gather
-from tiercheck.recovery.restorer import Recovery
+from tiercheck.recovery.report import Recovery
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Lock, Scheduler
 

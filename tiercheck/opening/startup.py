@@ -43,7 +43,8 @@ from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.restorer import Recovery, Restored, Restorer
+from tiercheck.recovery.report import Recovery
+from tiercheck.recovery.restorer import Restored, Restorer
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import AsyncGroup

@@ -149,7 +149,7 @@ class Past:
         """The versions that count, and that the ranks can come to. If they were saved under several layouts: that some
         rank has its own part of. ``ranks``: what each can reach, by default by all of its tiers."""
         reaches = [each.reach for each in self._different] if ranks is None else list(ranks)
-        if len(self.layouts) < 2:
+        if len(self.eras) < 2:
             return common(reaches, self.lineage)
         return joined(span for reach in set(reaches) for span in admitted(reach, self.lineage))
 
@@ -177,15 +177,8 @@ class Past:
         return lineage.readable if self._layout is None else lineage.under(self._layout)
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Those under which versions were saved, from the newest on, and this job's own."""
-        found, own = self.lineage.layouts, self._layout
-        return found if own is None or any(own.is_like(each) for each in found) else (*found, own)
-
-    @property
     def eras(self) -> tuple[tuple[Layout, Lineage], ...]:
-        """What was saved, in runs under one layout, from the newest on; and this job's layout, if none was saved under
-        it."""
+        """Those of the lineage, from the newest on; and this job's, if nothing was saved under its layout."""
         found, own = self.lineage.eras, self._layout
         return found if own is None or any(own.is_like(each) for each, _ in found) else (*found, (own, Lineage(())))
 

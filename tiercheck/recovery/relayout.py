@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +37,9 @@ from tiercheck.policy.recovery.plan import Availability, held
 from tiercheck.policy.recovery.relayout import dealt, reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.reader import ANSWER_S, Lost, Reader
+from tiercheck.recovery.reader import ANSWER_S, Reader
+from tiercheck.recovery.rebuilding import fitting, rebuilt
+from tiercheck.recovery.report import Recovery
 from tiercheck.replication.asking import patiently
 from tiercheck.replication.shards import read_header, read_object
 from tiercheck.streams.state import Conversion, Rebuilt, TrainingState
@@ -52,8 +53,6 @@ LATE_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
-UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-"""What optimizers and users' objects raise if a state is none of theirs."""
 IDENTITY = "identity"
 NAMED_MAX = 5
 
@@ -62,16 +61,10 @@ NAMED_MAX = 5
 class Converted:
     """What one rank has of the recovery."""
 
-    point: RecoveryPoint
-    """Of one of the old ranks that were read."""
+    recovery: Recovery
+    """Its point is that of one of the old ranks that were read, and its matrix tells of all of those."""
     parent: int
-    sources: tuple[tuple[str, str], ...]
-    quarantined: tuple[tuple[str, str, str], ...]
-    matrix: tuple[Availability, ...]
-    """Of the old ranks that were read."""
-    fidelity: Fidelity
-    notes: tuple[str, ...]
-    read_bytes: int
+    """The newest generation of any shard that was read, on any rank."""
     residuals: Mapping[str, Any]
 
 
@@ -99,7 +92,7 @@ class _Round:
 class Relayout:
     """Brings what was saved under one ``layout`` into the live state: call :meth:`restore`, once. Collective.
 
-    ``lineage``: of the job's past, a run of generations under that layout. Each rank waits for tiers until the
+    ``lineage``: of the job's past, an era under that layout. Each rank waits for tiers until the
     deadline, once for each step.
     """
 
@@ -121,8 +114,9 @@ class Relayout:
         self.lacking = ""
         """After :meth:`restore`: that versions were saved, and what was not found of them, in words."""
 
-    async def restore(self) -> Converted | None:
-        """``None``: there is no version that all ranks can come to. The live state is as it was then.
+    async def restore(self, began: float) -> Converted | None:
+        """``began``: when the recovery did. ``None``: there is no version that all ranks can come to. The live state is
+        as it was then.
 
         Errors: ``Mismatch`` for another model or optimizer, and for shards that this job cannot use; ``RecoveryError``
         for a tier that cannot be asked; ``GroupError``.
@@ -144,7 +138,7 @@ class Relayout:
                 return None
             done = await self._read(version)
             if done is not None:
-                return await self._settle(version, done)
+                return await self._settle(version, done, began)
             if not widened:
                 await self._look_for_all()
                 widened = True
@@ -283,6 +277,7 @@ class Relayout:
             missing = assemble(wanted, holdings, rank=self._ranks.rank).missing
             found = [each for each in missing if whole or each.shape is not None]
             differing = dict.fromkeys(difference(each, wanted, holdings) for each in found)
+            differing |= dict.fromkeys(thawed(wanted, holdings))
             here = {tensor.key for tensor in wanted.tensors.values()}
             said = str(self._conversion.other_model(list(differing), first, places)) if differing else ""
             return [said, bytes(tensor.key in here for tensor in saved)]
@@ -380,32 +375,18 @@ class Relayout:
         state = self._conversion.reader()
         reader = Reader(self._hierarchy, old, deadline_s, state, self._lineage)
         own = {copy for copy in self._nbytes.keys() - self._failed.keys() if copy.key.rank == old}
-        reading = reader.verify(point, own)
-        part = await scheduler.call(reading, what="reading the checkpoint", deadline_s=deadline_s + ANSWER_S)
-        rebuilt: Rebuilt | None = None
-        if part is not None:
-
-            def make(threads: int) -> AsyncGenerator[Any, None]:
-                return reader.runs(part, own, threads=threads)
-
-            try:
-                rebuilt = await state.rebuild(part.base, part.start, make, scheduler)
-                self._conversion.take(
-                    [each for each in plan.transfers if each.rank == old], rebuilt, own=old == self._ranks.rank
-                )
-            except Lost as error:
-                log.warning("%s", error)
-            except UNFIT as error:
-                raise RecoveryError(
-                    f"{part.plan.anchor.key} and what follows it cannot be rebuilt: {type(error).__name__}: {error}"
-                ) from error
-        if rebuilt is None and reader.copies.unusable:
-            source, why = min(reader.copies.unusable.items())
-            raise Mismatch(f"{source.key} was saved whole, and this job cannot use it: {why}")
+        found = await rebuilt(reader, point, own, scheduler)
         self._failed |= reader.quarantined
-        if part is None or rebuilt is None:
+        if found is None:
+            if reader.copies.unusable:
+                source, why = min(reader.copies.unusable.items())
+                raise Mismatch(f"{source.key} was saved whole, and this job cannot use it: {why}")
             return False
-        fidelity, notes = reader.reached(part, rebuilt)
+        part, outcome = found
+        with fitting(f"what {part.plan.anchor.key} leads to cannot be taken apart"):
+            pieces = [each for each in plan.transfers if each.rank == old]
+            self._conversion.take(pieces, outcome, own=old == self._ranks.rank)
+        fidelity, notes = reader.reached(part, outcome)
         came.fidelity = Fidelity.worst(came.fidelity, fidelity)
         came.notes |= dict.fromkeys(notes)
         came.used += reader.used
@@ -414,30 +395,30 @@ class Relayout:
 
     # The end
 
-    async def _settle(self, version: int, done: tuple[dict[int, RecoveryPoint], _Round]) -> Converted:
+    async def _settle(self, version: int, done: tuple[dict[int, RecoveryPoint], _Round], began: float) -> Converted:
         """Load what was taken. All ranks have all of their pieces."""
         needed, came = done
+        rank = self._ranks.rank
+        if rank < self._layout.world_size and rank not in needed:
+            came.fidelity = Fidelity.APPROXIMATE
+            came.notes[
+                f"what rank {rank} alone had at version {version} (random generators, its place in the data) is lost"
+            ] = None
         generation = max(point.generation for point in needed.values())
         taken = await self._ranks.gather("what was taken", lambda: [generation, self._conversion.told()])
         ends: list[Rebuilt] = []
 
-        @contextmanager
-        def fitting() -> Iterator[None]:
-            try:
-                yield
-            except UNFIT as error:
-                raise RecoveryError(
-                    f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was "
-                    f"attached: {type(error).__name__}: {error}"
-                ) from error
+        unfit = (
+            f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was attached"
+        )
 
         def load() -> None:
-            with fitting():
+            with fitting(unfit):
                 ends.append(self._conversion.finish([told for _, told in taken], version))
 
         def settle() -> str:
-            with fitting():
-                self._state.refresh()
+            self._state.refresh()
+            with fitting(unfit):
                 self._state.restore_host_state(ends[0].host_state)
             exact = Fidelity.EXACT if self._conversion.exact else Fidelity.APPROXIMATE
             return str(Fidelity.worst(came.fidelity, exact))
@@ -456,17 +437,17 @@ class Relayout:
             for old, point in needed.items()
             for name, what in zip(names, held(point, old, len(names), sound), strict=True)
         ]
-        return Converted(
+        recovery = Recovery(
             point=needed.get(self._ranks.rank, next(iter(needed.values()))),
-            parent=max(each for each, _ in taken),
             sources=tuple((str(source.key), names[source.tier]) for source in came.used),
             quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(self._failed.items())),
             matrix=tuple(rows),
             fidelity=fidelity,
             notes=notes,
+            seconds=self._ranks.scheduler.time() - began,
             read_bytes=came.read_bytes,
-            residuals=ends[0].residuals,
         )
+        return Converted(recovery, max(each for each, _ in taken), ends[0].residuals)
 
     def _said(self, needed: Collection[int]) -> str:
         named = ", ".join(map(str, list(needed)[:NAMED_MAX])) + (", ..." if len(needed) > NAMED_MAX else "")
@@ -488,6 +469,20 @@ def difference(missing: Missing, wanted: LogicalIndex, holdings: Holdings) -> st
     if holdings.find(tensor) is None:
         return f"{tensor.name} was not there, and is {tensor.shape} here"
     return f"of {missing} nobody has anything"
+
+
+def thawed(wanted: LogicalIndex, holdings: Holdings) -> list[str]:
+    """What an optimizer updates here and did not there, or the other way round: its state cannot be carried over."""
+    pairs = ((tensor, holdings.find(tensor)) for tensor in wanted.tensors.values())
+    return [
+        f"{tensor.name} was {said(held.tensor.trained)}, and is {said(tensor.trained)} here"
+        for tensor, held in pairs
+        if held is not None and held.tensor.trained != tensor.trained
+    ]
+
+
+def said(trained: bool) -> str:
+    return "trained" if trained else "frozen"
 
 
 def prefixes(olds: Collection[int]) -> tuple[str, ...]:

@@ -31,14 +31,16 @@ from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reader import Lost, Reader, VerifiedPart
+from tiercheck.recovery.rebuilding import fitting
 from tiercheck.recovery.relayout import Relayout
+from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.survey import Survey, survey
 from tiercheck.recovery.told import Told, packed_others
 from tiercheck.recovery.turning import is_to_turn, turn, unreachable
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
-__all__ = ["Recovery", "Restored", "Restorer"]
+__all__ = ["Restored", "Restorer"]
 
 log = logging.getLogger(__name__)
 
@@ -50,63 +52,6 @@ UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What a recovery did, as one rank reports it."""
-
-    point: RecoveryPoint
-    """The version at which the ranks met, and this rank's way to it."""
-    sources: tuple[tuple[str, str], ...]
-    """What this rank loaded and replayed, in order: (object, tier)."""
-    quarantined: tuple[tuple[str, str, str], ...]
-    """Copies of this rank's objects that failed verification, and records set aside: (object, tier, reason)."""
-    matrix: tuple[Availability, ...]
-    """What each tier could give each rank before anything was read."""
-    fidelity: Fidelity
-    """The worst of what was replayed, on any rank."""
-    notes: tuple[str, ...]
-    """Why the fidelity is less than exact, where it is; and what else there is to know of what was replayed."""
-    seconds: float
-    """From the survey to the restored state, on this rank."""
-    read_bytes: int
-    """Taken from the tiers by this rank. Objects that a tier does not map are read once to be verified and, but for the
-    first ones of the chain, once more to be replayed."""
-
-    @property
-    def version(self) -> int:
-        """The version the job resumes after."""
-        return self.point.last
-
-    @property
-    def replayed(self) -> int:
-        """The number of differentials replayed."""
-        return self.point.replayed
-
-    def to_object(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "generation": self.point.generation,
-            "anchor": self.point.anchor,
-            "version": self.version,
-            "replayed": self.replayed,
-            "sources": [{"object": key, "tier": tier} for key, tier in self.sources],
-            "quarantined": [{"object": k, "tier": t, "reason": r} for k, t, r in self.quarantined],
-            "matrix": [
-                {
-                    "ranks": [list(span) for span in row.ranks],
-                    "tier": row.tier,
-                    "anchor": row.anchor,
-                    "differentials": [list(span) for span in row.differentials],
-                }
-                for row in self.matrix
-            ],
-            "fidelity": str(self.fidelity),
-            "notes": list(self.notes),
-            "seconds": self.seconds,
-            "read_bytes": self.read_bytes,
-        }
 
 
 @dataclass(frozen=True)
@@ -219,26 +164,18 @@ class Restorer:
 
     @property
     def _here(self) -> Layout:
-        return self.layout or next(iter(self._found.layouts), Layout(self.ranks.world_size))
+        return self.layout or next((layout for layout, _ in self._found.eras), Layout(self.ranks.world_size))
 
     async def _convert(self, layout: Layout, lineage: Lineage, began: float) -> Restored | None:
         """Bring what was saved under another layout into this one, or what was saved under this one before another;
         ``None`` if there is no version of it that all ranks can come to."""
         relayout = Relayout(self.hierarchy, self.state, self.ranks, lineage, layout)
-        converted = await relayout.restore()
+        converted = await relayout.restore(began)
         if converted is None:
             self._lacking = self._lacking or relayout.lacking
             return None
-        recovery = Recovery(
-            point=converted.point,
-            sources=converted.sources,
-            quarantined=(*sorted(self._survey.set_aside), *converted.quarantined),
-            matrix=converted.matrix,
-            fidelity=converted.fidelity,
-            notes=converted.notes,
-            seconds=self.ranks.scheduler.time() - began,
-            read_bytes=converted.read_bytes,
-        )
+        quarantined = (*sorted(self._survey.set_aside), *converted.recovery.quarantined)
+        recovery = replace(converted.recovery, quarantined=quarantined)
         residuals = converted.residuals
         return Restored(recovery, self._found, parent=converted.parent, residuals=residuals, converted=True)
 
@@ -457,13 +394,8 @@ class Restorer:
         def settle() -> str:
             found.append(reader.reached(part, rebuilt))
             self.state.refresh()
-            try:
+            with fitting(f"the host state of version {part.point.last} cannot be put back into what was attached"):
                 self.state.restore_host_state(rebuilt.host_state)
-            except UNFIT as error:
-                raise RecoveryError(
-                    f"the host state of version {part.point.last} cannot be put back into what was attached: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
             return str(found[0][0])
 
         answers = await self.ranks.gather("the end of the recovery", settle)

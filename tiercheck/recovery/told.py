@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.recovery.survey import Survey, lineage_digest
 
 __all__ = ["Other", "Told", "packed_others", "unpacked_others"]
+
+T = TypeVar("T")
 
 NOTHING = -1
 ERROR_CHARACTERS_MAX = 200
@@ -118,7 +121,7 @@ def unpacked_others(packed: bytes) -> list[Other]:
     return msgspec.msgpack.decode(packed, type=list[Other]) if packed else []
 
 
-def _of_tier(pairs: Iterable[tuple[int, object]], tier: int) -> set:  # type: ignore[type-arg]
+def _of_tier(pairs: Iterable[tuple[int, T]], tier: int) -> set[T]:
     return {value for where, value in pairs if where == tier}
 
 

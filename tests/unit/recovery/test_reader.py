@@ -21,7 +21,7 @@ from tiercheck.errors import Mismatch, RecoveryError, Transient
 from tiercheck.format.container import TensorEntry, parse
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
-from tiercheck.recovery.restorer import Recovery
+from tiercheck.recovery.report import Recovery
 from tiercheck.streams.records.snapshot import SnapshotStream
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import Fidelity

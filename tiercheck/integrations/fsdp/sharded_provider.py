@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.boxes import as_range
 from tiercheck.format.index.logical import EXTRA, MASTER, Block, LogicalIndex
-from tiercheck.integrations.fsdp.pieces import Piece, piece_of
+from tiercheck.integrations.fsdp.blocks import HeldBlock, block_of
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.tensors.as_bytes import counting_through
 from tiercheck.streams.tensors.beside import Beside, End
@@ -65,20 +65,20 @@ class ShardedProvider(ModuleProvider):
                 "the optimizer updates sharded parameters that the model does not have: attach a Module that holds all"
             )
         self._others = {name: each for name, each in self._parameters.items() if id(each) not in updated}
-        self._pieces = {name: piece_held(each, name) for name, each in self._parameters.items()}
+        self._blocks = {name: block_held(each, name) for name, each in self._parameters.items()}
         self._stepped = False
         self._framework = "-".join(["fsdp", *sorted(meshes_of(self._parameters.values()))])
         super().__init__(model, optimizer, beside=beside)
 
     def identity(self) -> Identity:
-        described = [f"{name} {piece}" for name, piece in self._pieces.items()]
+        described = [f"{name} {held}" for name, held in self._blocks.items()]
         optimizer = self._optimizer_identity()
         return Identity.of(self._framework, self, optimizer, parameters=described)
 
-    def pieces(self) -> Mapping[str, Piece]:
-        """By name, as ``model.named_parameters`` has it, which piece of the parameter this rank holds. The optimizer's
-        tensors of the same shape are the same piece."""
-        return self._pieces
+    def blocks(self) -> Mapping[str, HeldBlock]:
+        """By name, as ``model.named_parameters`` has it, which block of the parameter this rank holds. The optimizer's
+        tensors of the same shape are the same block."""
+        return self._blocks
 
     @torch.no_grad()
     def masters(self) -> Mapping[str, torch.Tensor]:
@@ -93,11 +93,11 @@ class ShardedProvider(ModuleProvider):
         """A block of each parameter that is sharded, and the whole of all else."""
         index = super().index()
         tensors, stored = dict(index.tensors), dict(index.stored)
-        for name, piece in self._pieces.items():
+        for name, held in self._blocks.items():
             model_name = self._tensors.model_name(name)
-            tensors[model_name] = structs.replace(tensors[model_name], shape=piece.shape)
-            block = Block(model_name, piece.offsets, piece.lengths)
-            stored[(EXTRA if name in self._others else MASTER) + name] = (as_range(block, piece.shape),)
+            tensors[model_name] = structs.replace(tensors[model_name], shape=held.shape)
+            block = Block(model_name, held.offsets, held.lengths)
+            stored[(EXTRA if name in self._others else MASTER) + name] = (as_range(block, held.shape),)
         return LogicalIndex(tensors, stored, index.aliases)
 
     @torch.no_grad()
@@ -190,11 +190,11 @@ class ShardedProvider(ModuleProvider):
 
 
 @torch.no_grad()
-def piece_held(parameter: torch.Tensor, name: str) -> Piece:
+def block_held(parameter: torch.Tensor, name: str) -> HeldBlock:
     """Errors: ``UnsupportedSetup`` if it is placed otherwise than ``fully_shard`` does."""
     if not isinstance(parameter, DTensor):
         whole = tuple(parameter.shape)
-        return Piece(whole, (0,) * len(whole), whole)
+        return HeldBlock(whole, (0,) * len(whole), whole)
     mesh, local = parameter.device_mesh, parameter.to_local()
     sharded = [each.dim if type(each) is Shard else None for each in parameter.placements]
     known = all(type(each) in (Shard, Replicate) for each in parameter.placements)
@@ -210,12 +210,12 @@ def piece_held(parameter: torch.Tensor, name: str) -> Piece:
             f"{name} is on {local.device.type} and its mesh on {mesh.device_type}: an offload_policy is not supported"
         )
     coordinate = mesh.get_coordinate()
-    piece = None if coordinate is None else piece_of(parameter.shape, mesh.mesh.shape, coordinate, sharded)
-    if piece is None or piece.lengths != tuple(local.shape):
+    block = None if coordinate is None else block_of(parameter.shape, mesh.mesh.shape, coordinate, sharded)
+    if block is None or block.lengths != tuple(local.shape):
         raise UnsupportedSetup(
             f"this rank holds {tuple(local.shape)} of {name}, which is no block of {layout_of(parameter)}"
         )
-    return piece
+    return block
 
 
 def meshes_of(parameters: Iterable[torch.Tensor]) -> set[str]:

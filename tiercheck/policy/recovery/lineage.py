@@ -133,34 +133,22 @@ class Lineage:
         return self.chain[0][0] if self.chain else 0
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Those of its generations, from the newest on."""
-        found: list[Layout] = []
-        for generation, _ in self.chain:
-            if generation not in self.branches:
-                continue
-            layout = Layout.of(self.branches[generation])
-            if not any(layout.is_like(each) for each in found):
-                found.append(layout)
-        return tuple(found)
-
-    @property
     def eras(self) -> tuple[tuple[Layout, Lineage], ...]:
-        """Its generations in runs under one layout, from the newest on. A layout that comes back begins another run:
+        """Its generations under one layout in a row, from the newest on. A layout that comes back begins another era:
         what it had saved before is older than what was saved in between."""
-        runs: list[tuple[Layout, list[tuple[int, int | None]]]] = []
+        found: list[tuple[Layout, list[tuple[int, int | None]]]] = []
         for generation, last in self.chain:
             branch = self.branches.get(generation)
-            if branch is not None and not (runs and Layout.of(branch).is_like(runs[-1][0])):
-                runs.append((Layout.of(branch), []))
-            if runs:
-                runs[-1][1].append((generation, last))
-        return tuple((layout, Lineage(tuple(chain), self.branches)) for layout, chain in runs)
+            if branch is not None and not (found and Layout.of(branch).is_like(found[-1][0])):
+                found.append((Layout.of(branch), []))
+            if found:
+                found[-1][1].append((generation, last))
+        return tuple((layout, Lineage(tuple(chain), self.branches)) for layout, chain in found)
 
     def under(self, layout: Layout) -> Lineage:
-        """The newest of its runs that was saved under the layout; empty if there is none."""
-        runs = (lineage for each, lineage in self.eras if each.is_like(layout))
-        return next(runs, Lineage((), self.branches))
+        """The newest of its eras under the layout; empty if there is none."""
+        eras = (lineage for each, lineage in self.eras if each.is_like(layout))
+        return next(eras, Lineage((), self.branches))
 
     @property
     def readable(self) -> Lineage:

@@ -64,8 +64,8 @@ def carried_over(
                 (lost if key == SCHEDULER else notes).append(said)
     if not own:
         notes.append(
-            "no rank of this number saved: random generators and what batches are drawn from begin as the script made "
-            "them"
+            "nothing is there that a rank of this number saved of its own: random generators and what batches are "
+            "drawn from begin as the script made them"
         )
     if isinstance(here := live.get("stateful"), dict):
         refuse_lost(found.get("stateful", {}), live)  # on each rank, whose ever it is

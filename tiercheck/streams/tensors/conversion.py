@@ -116,9 +116,13 @@ class TensorConversion:
                 before, name = source.removeprefix(MASTER), target.removeprefix(MASTER)
                 self._take_state(state, before, name, copies)
                 self._take_residual(rebuilt.residuals.get(before), name, copies)
-                self._options.setdefault(self._groups[name], options[state.group_of()[before]])
+                self._take_options(self._groups[name], options[state.group_of()[before]])
         if self._host_state is None or own:
             self._host_state, self._own = rebuilt.host_state, own
+
+    def _take_options(self, group: int, options: dict[str, Any]) -> None:
+        if self._options.setdefault(group, options) != options:
+            self._inexact[f"parameter group {group} is one here, and were several whose options differed"] = None
 
     def _take_tensor(self, state: StoredState, source: str, target: str, copies: Sequence[Copy]) -> None:
         found = held_of(source, state.masters(), state.buffers())

@@ -18,7 +18,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider, piece_held
+from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider, block_held
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.runs import Step
@@ -300,20 +300,20 @@ def test_other_placements_than_those_of_fully_shard_are_refused(placements: tupl
     mesh = init_device_mesh("cpu", (1, 1))
     tensor = DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
     with pytest.raises(UnsupportedSetup, match=r"weight is placed as \(2, 3\) .*tensor parallelism is not"):
-        piece_held(tensor, "weight")
+        block_held(tensor, "weight")
 
 
 def test_parameters_elsewhere_than_their_mesh_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     meta = DTensor.from_local(torch.ones(2, device="meta"), mesh, [Shard(0)], run_check=False)
     with pytest.raises(UnsupportedSetup, match="materialise the model"):
-        piece_held(meta, "weight")
+        block_held(meta, "weight")
     offloaded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
     with (
         patch.object(DeviceMesh, "device_type", "cuda"),
         pytest.raises(UnsupportedSetup, match="weight is on cpu and its mesh on cuda: an offload_policy"),
     ):
-        piece_held(offloaded, "weight")
+        block_held(offloaded, "weight")
 
 
 @pytest.mark.parametrize("state", ["another layout", "no layout"])

@@ -32,7 +32,6 @@ def test_a_version_is_reached_by_any_ranks_that_hold_enough() -> None:
 
 def test_a_rank_reads_as_its_own_what_was_saved_under_its_layout() -> None:
     later = Lineage.of([*LINEAGE.branches.values(), Branch(3, 2, 9, 5, "c", "old")])
-    assert later.layouts == (Layout(5, "old"), Layout(2, "new"))
     assert later.readable.chain == ((3, None),), "what it had saved before is older than what was saved in between"
     assert [(layout.digest, era.chain) for layout, era in later.eras] == [
         ("old", ((3, None),)),

@@ -1,16 +1,16 @@
-"""Which piece of a tensor a rank holds, from the mesh and the placements of a ``DTensor``. Numbers only."""
+"""Which block of a tensor a rank holds, from the mesh and the placements of a ``DTensor``. Numbers only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Piece", "piece_of"]
+__all__ = ["HeldBlock", "block_of"]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A block of a tensor."""
+class HeldBlock:
+    """A block of a tensor, as one rank holds it."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -23,10 +23,10 @@ class Piece:
     """How many ranks hold the block."""
 
 
-def piece_of(
+def block_of(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], sharded: Sequence[int | None]
-) -> Piece:
-    """The piece of the rank at ``coordinate`` in a mesh of the size ``mesh``.
+) -> HeldBlock:
+    """The block of the rank at ``coordinate`` in a mesh of the size ``mesh``.
 
     ``sharded``: by dimension of the mesh, the dimension of the tensor that it divides, or ``None`` if all ranks along
     it hold the same. Dimensions of the mesh divide in their order, each as ``torch.chunk`` does: into equal blocks, of
@@ -43,4 +43,4 @@ def piece_of(
         begin = min(at * block, whole)
         offsets[dimension] += begin
         lengths[dimension] = min(block, whole - begin)
-    return Piece(tuple(shape), tuple(offsets), tuple(lengths), replica, replicas)
+    return HeldBlock(tuple(shape), tuple(offsets), tuple(lengths), replica, replicas)
