@@ -44,6 +44,15 @@ def test_generations_of_another_number_of_ranks_are_chains_of_their_own() -> Non
     assert inventory.at(8, generation=1).world_size == 3
 
 
+def test_layouts_of_as_many_ranks_are_chains_of_their_own() -> None:
+    first, second = Branch(1, 0, 0, 2, TOKEN, "one"), Branch(2, 1, 6, 2, TOKEN, "other")
+    inventory = listing([*captured(1, 2, 4, 8), *captured(2, 2, 6, 9)], first, second)
+    assert inventory.spans == ((4, 9),)
+    lost = inventory.less([Copy(0, ShardKey.base(2, 6, 1))])
+    assert lost.spans == ((4, 6),)
+    assert {point.generation for point in lost.at(6).points} == {1}, "ranks of two layouts do not make one version"
+
+
 def test_a_version_needs_every_rank() -> None:
     branch = Branch(1, 0, 0, 2, TOKEN)
     shards = [*captured(1, 2, 4, 4), ShardKey.differential(1, 5, 7, 0), ShardKey.differential(1, 5, 6, 1)]

@@ -47,16 +47,16 @@ class Job:
     name: str
     ranks_ever: int = 0
 
-    def run(self, ranks: int, last: int, *, closed: bool = False) -> list[Any]:
+    def run(self, ranks: int, last: int, *, closed: bool = False, merged: bool = False) -> list[Any]:
         """A life up to version ``last``, ended as by a crash unless it is ``closed``. By rank: what it recovered, and
-        the bits of each version, the one recovered included."""
+        the bits of each version, the one recovered included. ``merged``: into one parameter group."""
         self.ranks_ever = max(self.ranks_ever, ranks)
 
         def act(group: SimulatedGroup) -> Any:
             torch.manual_seed(group.rank)
             model = network(5)
             groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters()}]
-            optimizer = torch.optim.AdamW(groups, lr=3e-2)
+            optimizer = torch.optim.AdamW(model.parameters() if merged else groups, lr=3e-2)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
             tiers = f"memory://{self.name}-{{rank}}", f"nvme://{self.directory}/durable?survives=rack"
             if last:
@@ -124,21 +124,43 @@ def test_another_number_of_ranks_resumes_at_the_same_bits(job: Job, before: int,
         assert (recovery.version, bits[13]) == (13, resumed[0][1][13])
 
 
+def test_what_a_rank_alone_knows_of_itself_is_not_made_up(job: Job) -> None:
+    """The others have all tensors, but not its random generators, nor its place in the data."""
+    job.run(3, FAILED_AT)
+    job.lose_memory()
+    shutil.rmtree(job.directory / "durable" / "r00001")
+    resumed = [recovery for recovery, _ in succeeded(job.run(2, FAILED_AT))]
+    assert {(each.version, str(each.fidelity)) for each in resumed} == {(FAILED_AT, "approximate")}
+    assert "rank 1 reached approximate; this rank alone would be better" in resumed[0].notes
+    lost = "what rank 1 alone had at version 7 (random generators, its place in the data) is lost"
+    assert lost in resumed[1].notes
+
+
+def test_groups_that_were_merged_are_exact_only_if_their_options_were_the_same(job: Job) -> None:
+    job.run(2, FAILED_AT)
+    job.lose_memory()
+    for recovery, _ in succeeded(job.run(1, FAILED_AT, merged=True)):
+        assert (recovery.version, str(recovery.fidelity)) == (FAILED_AT, "approximate")
+        assert "parameter group 0 is one here, and were several whose options differed" in recovery.notes
+
+
 class Part(ModuleProvider):
     """A rank's part of one weight, flattened, and padding up to the same size on every rank."""
 
-    def __init__(self, group: SimulatedGroup, shape: tuple[int, ...] = (5, 4), name: str = "weight") -> None:
+    def __init__(
+        self, group: SimulatedGroup, shape: tuple[int, ...] = (5, 4), name: str = "weight", trained: bool = True
+    ) -> None:
         self.rank, each = group.rank, -(-math.prod(shape) // group.world_size)
         self.first = min(math.prod(shape), group.rank * each)
         self.held = min(each, math.prod(shape) - self.first)
-        self.shape, self.name = shape, name
+        self.shape, self.name, self.trained = shape, name, trained
         self.part = torch.nn.Parameter(torch.full((each,), -1.0))
         model = torch.nn.Module()
         model.part = self.part
         super().__init__(model, torch.optim.AdamW([self.part], lr=0.1))
 
     def index(self) -> LogicalIndex:
-        weight = LogicalTensor(self.name, "F32", self.shape, trained=True)
+        weight = LogicalTensor(self.name, "F32", self.shape, trained=self.trained)
         pieces = Range(self.name, self.first, self.held), Padding(len(self.part) - self.held)
         return LogicalIndex({self.name: weight}, {"master/part": pieces})
 
@@ -224,6 +246,9 @@ def test_another_model_is_refused_by_the_names_of_what_differs(job: Job) -> None
     for outcome in parts(job, 2, FAILED_AT, name="bias"):
         assert isinstance(outcome, Mismatch)
         assert "bias was not there, and is (5, 4) here" in str(outcome)
+    for outcome in parts(job, 2, FAILED_AT, trained=False):
+        assert isinstance(outcome, Mismatch)
+        assert "weight was trained, and is frozen here" in str(outcome)
     assert joined(parts(job, 3, FAILED_AT), FAILED_AT), "the tiers are as they were"
 
 

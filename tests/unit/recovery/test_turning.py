@@ -219,4 +219,4 @@ def test_a_request_that_is_none_is_refused(asked: dict[str, Any], message: str) 
 
 def test_checkpointer_takes_a_request() -> None:
     with pytest.raises(ConfigurationError, match="request= must be a Request, not int"):
-        Checkpointer(None, Hierarchy.of(memory()), request=6)  # type: ignore[arg-type]
+        Checkpointer(None, Hierarchy.of(memory()), request=6)  # type: ignore[arg-type]  # refused before the provider is looked at
