@@ -22,6 +22,7 @@ from tiercheck.policy.recovery.spans import Span
 from tiercheck.runtime.front import ThreadScheduler, run
 
 if TYPE_CHECKING:
+    from tiercheck.archive.compare.versions import Compared
     from tiercheck.archive.contents import Contents
     from tiercheck.archive.export.write import Exported
     from tiercheck.archive.rebuild import RankState
@@ -193,6 +194,34 @@ class Archive:
         return run(
             export(source, Path(to).absolute(), chosen_format, dtype=dtype, overwrite=overwrite, progress=progress)
         )
+
+    def diff(
+        self,
+        before: int,
+        after: int,
+        *,
+        generation: int | None = None,
+        other: Archive | None = None,
+        other_generation: int | None = None,
+        rank: int = 0,
+        optimizer: bool = False,
+        progress: Progress = lambda done, total: None,
+    ) -> Compared:
+        """What differs between two versions: every tensor of the model, and a rank's host state.
+
+        ``other``: where the second version is, by default here too. ``generation``, ``other_generation``: as of that
+        generation. ``optimizer``: the optimizer's tensors as well. Errors: as of :meth:`rebuild`.
+        """
+        with needing_torch():
+            from tiercheck.archive.compare.versions import compare
+            from tiercheck.archive.export.write import Source
+
+        def source(archive: Archive, version: int, generation: int | None) -> Source:
+            chosen = archive.inventory.at(version, generation=generation)
+            return Source(archive._hierarchy, archive.inventory, chosen, archive._running(), archive._deadline_s)
+
+        sources = source(self, before, generation), source(other or self, after, other_generation)
+        return run(compare(*sources, rank=rank, optimizer=optimizer, progress=progress))
 
     # How
 

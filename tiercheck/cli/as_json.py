@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiercheck.policy.recovery.plan import availability, held
 from tiercheck.types import shown
 
 if TYPE_CHECKING:
+    from tiercheck.archive.compare.paths import PathDifference
+    from tiercheck.archive.compare.versions import Compared, Form
     from tiercheck.archive.contents import Contents
     from tiercheck.archive.export.write import Exported
     from tiercheck.archive.inventory import Generation, Inventory, Recoverable
     from tiercheck.archive.verify import Verified
     from tiercheck.policy.recovery.consensus import RecoveryPoint
 
-__all__ = ["contents_object", "exported_object", "listing_object", "plan_object", "verified_object"]
+__all__ = ["compared_object", "contents_object", "exported_object", "listing_object", "plan_object", "verified_object"]
 
 
 def listing_object(inventory: Inventory) -> dict[str, Any]:
@@ -172,6 +176,49 @@ def exported_object(made: Exported) -> dict[str, Any]:
         "fidelity": str(made.fidelity),
         "notes": list(made.notes),
     }
+
+
+def compared_object(found: Compared) -> dict[str, Any]:
+    before, after = (
+        {"version": version, "generation": generation, "world_size": world_size}
+        for version, generation, world_size in zip(found.versions, found.generations, found.world_sizes, strict=True)
+    )
+    return {
+        "before": before,
+        "after": after,
+        "same": found.same,
+        "tensors": [
+            {
+                "name": each.name,
+                "slice": each.slice_name or None,
+                "state": each.state or None,
+                "before": form_object(each.before),
+                "after": form_object(each.after),
+                "elements": each.distance.elements,
+                "changed": each.distance.changed,
+                "not_finite": each.distance.not_finite,
+                "l2": each.distance.l2,
+                "relative": None if math.isinf(each.distance.relative) else each.distance.relative,
+                "max_abs": each.distance.max_abs,
+            }
+            for each in found.tensors
+        ],
+        "host_state": paths_object(found.host_state),
+        "written": paths_object(found.written),
+        "fidelity": str(found.fidelity),
+        "notes": list(found.notes),
+    }
+
+
+def form_object(form: Form | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    model_dtype = form.model_dtype or None
+    return {"shape": list(form.shape), "dtype": form.dtype, "model_dtype": model_dtype, "trained": form.trained}
+
+
+def paths_object(paths: Sequence[PathDifference]) -> list[dict[str, Any]]:
+    return [{"path": each.path, "before": each.before, "after": each.after} for each in paths]
 
 
 def is_plain(value: object) -> bool:

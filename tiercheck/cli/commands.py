@@ -11,6 +11,7 @@ import typer
 
 from tiercheck.cli.agent import agent, keys
 from tiercheck.cli.checkpoints import export, ls, plan, show, verify
+from tiercheck.cli.compare import diff
 from tiercheck.cli.demo import demo
 from tiercheck.cli.tiers import bench, doctor, plugins
 from tiercheck.errors import ConfigurationError, TierCheckError
@@ -43,7 +44,7 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-for command in (demo, agent, keys, plugins, doctor, bench, ls, show, verify, plan, export):
+for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verify, plan, export):
     app.command()(command)
 
 

@@ -22,6 +22,7 @@ import tiercheck
 from tests.archived import LAST, Left, bits
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.archive.export import write
+from tiercheck.archive.indexes import StoredIndex
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, RecoveryError
@@ -273,4 +274,4 @@ def test_slices_of_which_nobody_knows_the_cut_are_refused() -> None:
     from tiercheck.archive.export.model import planned
 
     with pytest.raises(RecoveryError, match=r"1 tensors were cut .*\(w\)"):
-        planned({0: (LogicalIndex.of_whole([tensor]), {})}, None)
+        planned({0: StoredIndex(LogicalIndex.of_whole([tensor]), {})}, None)

@@ -115,6 +115,23 @@ def test_export_writes_the_model_and_says_how_true_it_is(finished: Left, tmp_pat
     assert CliRunner().invoke(commands.app, ["export", finished.url, "--to", target]).exit_code != 0
 
 
+def test_diff_names_what_differs_most_first(finished: Left, left: Left) -> None:
+    found = told("diff", finished.url, "5", str(LAST), "--optimizer")
+    assert (found["before"], found["after"]) == (
+        {"version": 5, "generation": 1, "world_size": WORLD},
+        {"version": LAST, "generation": 2, "world_size": WORLD},
+    )
+    assert (found["same"], found["fidelity"], found["host_state"]) == (False, "exact", [])
+    assert {each["state"] for each in found["tensors"]} == {None, "step", "exp_avg", "exp_avg_sq"}
+    norms = [each["relative"] for each in found["tensors"]]
+    assert norms == sorted(norms, reverse=True)
+    text = printed("diff", finished.url, "5", str(LAST))
+    assert "7 of 9 tensors differ" in text
+    assert "1.num_batches_tracked" in text
+    assert "0 of 9 tensors differ" in printed("diff", finished.url, "9", "9", "--against", left.url)
+    assert told("diff", finished.url, "6", "6", "--generation", "1")["same"] is True
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])
 def test_an_error_is_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,19 +7,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiercheck.archive.indexes import StoredIndex, read_indexes
 from tiercheck.archive.inventory import Inventory, Recoverable
-from tiercheck.archive.shards import from_any, read_object
 from tiercheck.errors import ConfigurationError, RecoveryError
-from tiercheck.format.container import ShardHeader, TensorSpec
+from tiercheck.format.container import TensorSpec
 from tiercheck.format.index.assemble import Holdings, Transfer, assemble
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Role
-from tiercheck.format.index.message import INDEX, read_index
-from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import ShardKey
+from tiercheck.hierarchy import OpenHierarchy
 
 __all__ = ["DTYPE_NAMES", "Model", "Output", "read_model"]
 
-RANKS_AT_ONCE = 16
 NAMED_MAX = 3
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """By the name that a user gives, what parameters are exported as; ``model``: as the model had them."""
@@ -58,24 +55,14 @@ async def read_model(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Rec
     """
     if dtype not in (None, "model", *DTYPE_NAMES):
         raise ConfigurationError(f"parameters are exported as {', '.join(DTYPE_NAMES)} or model, not {dtype!r}")
-    slots = asyncio.Semaphore(RANKS_AT_ONCE)
-
-    async def index_of(rank: int) -> tuple[LogicalIndex, Mapping[str, TensorSpec]]:
-        async def read(tier: OpenTier, key: ShardKey, header: ShardHeader) -> LogicalIndex:
-            return read_index(await read_object(tier, key, header, INDEX))
-
-        async with slots:
-            header, index = await from_any(hierarchy, inventory, chosen.plans[rank].anchor, read)
-            return index, {extent.spec.name: extent.spec for extent in header.extents}
-
-    found = await asyncio.gather(*(index_of(rank) for rank in range(chosen.world_size)))
-    return await asyncio.to_thread(planned, dict(enumerate(found)), dtype)
+    found = await read_indexes(hierarchy, inventory, chosen)
+    return await asyncio.to_thread(planned, found, dtype)
 
 
-def planned(ranks: Mapping[int, tuple[LogicalIndex, Mapping[str, TensorSpec]]], dtype: str | None) -> Model:
+def planned(ranks: Mapping[int, StoredIndex], dtype: str | None) -> Model:
     """Errors: ``RecoveryError``."""
     try:
-        holdings = Holdings({rank: index for rank, (index, _) in ranks.items()})
+        holdings = Holdings({rank: each.index for rank, each in ranks.items()})
     except ValueError as error:
         raise RecoveryError(f"the ranks do not hold one model: {error}") from None
     tensors = holdings.tensors
@@ -93,7 +80,7 @@ def planned(ranks: Mapping[int, tuple[LogicalIndex, Mapping[str, TensorSpec]]], 
     stored_as: dict[str, str] = {}
     for each in plan.transfers:
         transfers[each.rank][each.source].append(each)
-        stored_as[each.target] = ranks[each.rank][1][each.source].dtype
+        stored_as[each.target] = ranks[each.rank].specs[each.source].dtype
     output_of = {(MASTER if each.trained else EXTRA) + each.name: each.name for each in tensors}
     outputs = []
     for target, name in output_of.items():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tiercheck.format.index.logical import Block, Range, Shape
 
-__all__ = ["Box", "Copy", "as_range", "boxes_of", "copy_elements", "copy_of", "meet", "overlap", "without"]
+__all__ = ["Box", "Copy", "as_range", "boxes_of", "copy_elements", "copy_of", "meet", "overlap", "strided", "without"]
 
 
 class Box(NamedTuple):
@@ -79,6 +79,7 @@ def copy_elements(copies: Iterable[Copy], source: NDArray[Any], target: NDArray[
 
 
 def strided(flat: NDArray[Any], lengths: Shape, strides: Shape) -> NDArray[Any]:
+    """The elements of a :class:`Copy` on one of its sides, ``flat`` from the first of them on. No bound is checked."""
     steps = tuple(stride * flat.strides[0] for stride in strides)
     return np.lib.stride_tricks.as_strided(flat, lengths, steps)
 

@@ -1,0 +1,1 @@
+"""What differs between two versions: their tensors, and their host states."""
