@@ -166,7 +166,7 @@ class Past:
         it holds, so that all is told then."""
         if self.away:
             return list(self.branches)
-        return worth_telling(self.branches, parent, self._captured_anywhere)
+        return worth_telling(self.branches, parent, self._captured_anywhere, len(self.told))
 
     @cached_property
     def own_lineage(self) -> Lineage:
@@ -436,9 +436,16 @@ class Past:
         return (*notes, *more)
 
     def cannot_ask(self, version: int | None) -> RecoveryError:
-        """The error for tiers that are away and may hold something newer."""
+        """The error for tiers that are away and may hold something newer. ``version``: to which all ranks can come,
+        each by its own shards."""
         said = [f"rank {rank}, tier {tier}: {error}" for rank, tier, error in self.away]
-        reached = "nothing was found" if version is None else f"version {version} is the newest that was found"
+        reached = f"version {version} is the newest that was found"
+        if version is None:
+            reached = f"up to version {self._trained_to} was found" if self._trained_to > 0 else "nothing was found"
+            if others := {
+                str(each.world_size) for each, _ in self.eras if self._layout and not each.is_like(self._layout)
+            }:
+                reached += f", saved by {' and '.join(sorted(others))} ranks under another layout"
         return RecoveryError(
             f"a tier could not be asked what it holds ({first_of(said, '; ')}), and in the others {reached}: it may "
             "hold something newer, so that nothing is restored. Start again when it answers; correct its address; or "

@@ -1,9 +1,7 @@
 """Recovery under another layout: what N ranks saved is brought to M ranks, or to as many that hold other pieces.
 
-Those that saved are the *old* ranks, those that resume the *new* ones. Each new rank looks for the old ranks' shards:
-in the tiers inside its node for those of all ranks, in the tiers that all share for those of the old ranks that are
-dealt to it. For each old rank one new rank reads from a base what its tensors are pieces of, and tells the others. So
-each new rank knows which old ranks hold what it wants, and which versions it can come to. The newest one that every new
+Those that saved are the *old* ranks, those that resume the *new* ones. Each new rank knows which old ranks hold what it
+wants (:mod:`tiercheck.recovery.old_ranks`), and which versions it can come to. The newest one that every new
 rank can come to is the recovery point. If several old ranks hold the same pieces, one of them is enough.
 
 Then each new rank rebuilds the old ranks that it needs, one after the other, as their own recovery would
@@ -15,33 +13,29 @@ Nothing is deleted here: what was saved under the old layout stays until the new
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tiercheck import keys
-from tiercheck.errors import Corruption, Mismatch, NotFound, RecoveryError, TierError
+from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.format.index.assemble import Assembly, Holdings, Missing, assemble
 from tiercheck.format.index.logical import LogicalIndex
-from tiercheck.format.index.message import INDEX, read_index
-from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import ShardKey, Stream, rank_prefix
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, held
-from tiercheck.policy.recovery.relayout import dealt, reachable, readers
+from tiercheck.policy.recovery.relayout import reachable
 from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.reader import ANSWER_S, Reader
+from tiercheck.recovery.reader import Reader
 from tiercheck.recovery.rebuilding import fitting, rebuilt
 from tiercheck.recovery.report import Recovery
-from tiercheck.replication.asking import patiently
-from tiercheck.replication.shards import read_header, read_object
 from tiercheck.streams.state import Conversion, Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
@@ -49,12 +43,8 @@ __all__ = ["Converted", "Relayout"]
 
 log = logging.getLogger(__name__)
 
-LATE_S = 5.0
-"""A rank that ends its waiting at the deadline has so long to tell the others why."""
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
-IDENTITY = "identity"
-NAMED_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -66,17 +56,6 @@ class Converted:
     parent: int
     """The newest generation of any shard that was read, on any rank."""
     residuals: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """By old rank, the newest version that one new rank has found a way to: by the shared tiers, and by all of its
-    tiers together."""
-
-    shared: dict[int, int]
-    here: dict[int, int]
-    last: int
-    """The newest version of which there is anything."""
 
 
 @dataclass
@@ -104,12 +83,8 @@ class Relayout:
         self._ranks = ranks
         self._lineage = lineage
         self._layout = layout
-        self._nbytes: dict[Copy, int] = {}
-        """The copies that were found, and their lengths."""
-        self._failed: dict[Copy, str] = {}
         self._conversion: Conversion = state.conversion()
-        self._identities: dict[int, Any] = {}
-        self._indexes: dict[int, LogicalIndex] = {}
+        self._old = OldRanks(hierarchy, ranks, lineage, layout, self._conversion.read_identity)
         self._replays = True
         self.lacking = ""
         """After :meth:`restore`: that versions were saved, and what was not found of them, in words."""
@@ -121,10 +96,10 @@ class Relayout:
         Errors: ``Mismatch`` for another model or optimizer, and for shards that this job cannot use; ``RecoveryError``
         for a tier that cannot be asked; ``GroupError``.
         """
-        await self._look()
-        await self._learn()
-        self.lacking = self._what_lacks()
-        if not self._indexes:
+        await self._old.look()
+        await self._old.learn()
+        self.lacking = self._old.lacking
+        if not self._old.indexes:
             return None
         await self._check_model()
         await self._look_for_the_needed()
@@ -135,6 +110,7 @@ class Relayout:
                 await self._look_for_all()
                 widened, version = True, await self._version()
             if version is None:
+                await self._name_what_lacks()
                 return None
             done = await self._read(version)
             if done is not None:
@@ -146,129 +122,12 @@ class Relayout:
 
     # What there is
 
-    def _what_lacks(self) -> str:
-        size, last = self._layout.world_size, max(each.last for each in self._seen)
-        if last == 0:
-            return ""
-        said = f"{size} ranks have saved up to version {last} under another layout"
-        if missing := sorted(set(range(size)) - self._indexes.keys()):
-            named = ", ".join(map(str, missing[:NAMED_MAX])) + (", ..." if len(missing) > NAMED_MAX else "")
-            said += f", and no base was found of rank {named}"
-        return said
-
-    async def _look(self) -> None:
-        """Find the old ranks' shards, and who can read from whom."""
-        own = dealt(self._ranks.rank, self._ranks.world_size, self._layout.world_size)
-        shared = {tier.index for tier in self._hierarchy.tiers if tier.role.shared}
-
-        async def look() -> _Seen:
-            await self._find([prefixes(own) if tier.index in shared else ("",) for tier in self._hierarchy.tiers])
-            here = self._newest(range(len(self._hierarchy.tiers)))
-            return _Seen(self._newest(shared), here, max((copy.key.last for copy in self._nbytes), default=0))
-
-        doing = "looking for what other ranks have saved"
-        self._seen: list[_Seen] = await self._ranks.gather(doing, look, more_s=2 * LATE_S, kind=_Seen)
-
-    def _newest(self, tiers: Collection[int]) -> dict[int, int]:
-        """By old rank, the newest version to which what these tiers hold of it leads."""
-        held: dict[int, list[ShardKey]] = {}
-        for copy in self._nbytes:
-            if copy.tier in tiers:
-                held.setdefault(copy.key.rank, []).append(copy.key)
-        reach = {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
-        return {old: max(ways) for old, ways in reach.items() if ways}
-
-    def _visible(self) -> dict[int, int]:
-        """By old rank that this one can read, the newest version of it, as far as is known."""
-        found = dict(self._seen[self._ranks.rank].here)
-        for each in self._seen:
-            for old, version in each.shared.items():
-                found[old] = max(version, found.get(old, version))
-        return {old: version for old, version in found.items() if old in self._indexes}
-
-    async def _find(self, wanted: Sequence[Collection[str]]) -> None:
-        """``wanted``: prefixes to list, by tier. Errors: ``RecoveryError``."""
-        tiers = [(tier, each) for tier, each in zip(self._hierarchy.tiers, wanted, strict=True) if each]
-        deadline_s = self._ranks.deadline_s
-
-        async def find() -> list[dict[Copy, int] | TierError]:
-            listings = (
-                patiently(partial(self._listed, tier, each), tier, deadline_s, deadline_s, True) for tier, each in tiers
-            )
-            return await asyncio.gather(*listings)
-
-        finding = self._ranks.scheduler.call(find(), what="looking for shards", deadline_s=deadline_s + LATE_S)
-        for (tier, _), found in zip(tiers, await finding, strict=True):
-            if isinstance(found, TierError):
-                raise RecoveryError(
-                    f"tier {tier.name} could not be asked what it holds of the {self._layout.world_size} ranks that "
-                    f"saved: {found}. Start again when it answers"
-                )
-            self._nbytes |= found
-
-    async def _listed(self, tier: OpenTier, wanted: Collection[str]) -> dict[Copy, int]:
-        found: dict[Copy, int] = {}
-        async for info in tier.listed(wanted):
-            key = keys.parse(info.key)
-            if isinstance(key, ShardKey) and self._lineage.admits(key.generation, key.first):
-                found[Copy(tier.index, key)] = info.nbytes
-        return found
-
-    async def _learn(self) -> None:
-        """What the old ranks' tensors are pieces of, each read by one new rank and told to all."""
-        mine = [old for old, rank in readers([each.here for each in self._seen]).items() if rank == self._ranks.rank]
-
-        async def read_all() -> list[Any]:
-            return await asyncio.gather(*map(self._told_by, mine))
-
-        async def read() -> Any:
-            within_s = self._ranks.deadline_s + ANSWER_S
-            found = await self._ranks.scheduler.call(read_all(), what="reading indexes", deadline_s=within_s)
-            return {str(old): each for old, each in zip(mine, found, strict=True) if each is not None}
-
-        for answer in await self._ranks.gather("what the ranks that saved hold of the model", read, more_s=LATE_S):
-            for old, (identity, index) in answer.items():
-                self._identities[int(old)] = self._conversion.read_identity(identity)
-                self._indexes[int(old)] = read_index(index)
-
-    async def _told_by(self, old: int) -> Any:
-        """An old rank's identity and index, of the newest base of it that can be read."""
-        bases = [copy for copy in self._nbytes if copy.key.rank == old and copy.key.stream is Stream.BASE]
-        retry_s = self._ranks.deadline_s / 2
-        trouble: TierError | None = None
-        for copy in sorted(bases, key=lambda copy: (-copy.key.generation, -copy.key.first, copy.tier)):
-            tier = self._hierarchy.tiers[copy.tier]
-            told = await patiently(partial(self._told_in, tier, copy), tier, retry_s, retry_s, False)
-            if not isinstance(told, TierError):
-                return told
-            log.warning("%s is not used from tier %s: %s", copy.key, tier.name, told)
-            if isinstance(told, Corruption | NotFound):
-                self._failed[copy] = str(told)
-            else:
-                trouble = trouble or told
-        if trouble is not None:  # the copy may be whole
-            raise RecoveryError(f"what rank {old} has saved cannot be read: {trouble}. Start again when it can")
-        return None
-
-    async def _told_in(self, tier: OpenTier, copy: Copy) -> list[Any]:
-        """Errors: ``Corruption``; ``NotFound``; ``TierError``."""
-        header = await read_header(tier, copy.key, self._nbytes[copy])
-        if reason := self._lineage.disowns(copy.key.generation, header.metadata.token):
-            raise Corruption(reason, tier=tier.name, key=str(copy.key))
-        told = [await read_object(tier, copy.key, header, name) for name in (IDENTITY, INDEX)]
-        try:
-            self._conversion.read_identity(told[0])
-            read_index(told[1])
-        except ValueError as error:
-            raise Corruption(f"it is ill formed: {error}", tier=tier.name, key=str(copy.key)) from error
-        return told
-
     async def _check_model(self) -> None:
         """Errors: ``Mismatch`` if the old ranks together have not what the new ones want, or have more."""
         places = ", ".join(tier.driver.url for tier in self._hierarchy.tiers)
-        first = self._identities[min(self._identities)]
-        whole = len(self._indexes) == self._layout.world_size
-        holdings = self._holdings(self._indexes)
+        first = self._old.identities[min(self._old.identities)]
+        whole = self._old.whole
+        holdings = self._holdings(self._old.indexes)
         saved = sorted(holdings.tensors, key=lambda tensor: tensor.key)
 
         def check() -> list[Any]:
@@ -294,14 +153,14 @@ class Relayout:
 
     def _holdings(self, olds: Collection[int]) -> Holdings:
         try:
-            return Holdings({old: self._indexes[old] for old in olds})
+            return Holdings({old: self._old.indexes[old] for old in olds})
         except ValueError as error:
             raise Mismatch(f"what was saved is not of one model: {error}") from error
 
     async def _look_for_the_needed(self) -> None:
         """What the shared tiers hold of the old ranks that this one needs, beside those that were dealt to it."""
 
-        visible = self._visible()
+        visible = self._old.visible
         newest: Collection[int] = visible
         for version in sorted(set(visible.values()), reverse=True):
             newest = {old for old, reached in visible.items() if reached >= version}
@@ -311,26 +170,37 @@ class Relayout:
         async def look() -> None:
             plan = assemble(self._conversion.wanted, self._holdings(newest), rank=self._ranks.rank)
             needed = {*plan.ranks, *({self._ranks.rank} & visible.keys())}
-            await self._find([prefixes(needed) if tier.role.shared else () for tier in self._hierarchy.tiers])
+            await self._old.find_shared(needed)
 
         await self._ranks.gather("looking for what this rank needs", look, more_s=2 * LATE_S)
 
     async def _look_for_all(self) -> None:
         """What the shared tiers hold of every old rank: another copy of what has failed may be there."""
 
-        async def look() -> None:
-            olds = self._visible()
-            await self._find([prefixes(olds) if tier.role.shared else () for tier in self._hierarchy.tiers])
+        find = partial(self._old.find_shared, self._old.visible)
+        await self._ranks.gather("looking for other copies", find, more_s=2 * LATE_S)
 
-        await self._ranks.gather("looking for other copies", look, more_s=2 * LATE_S)
+    async def _name_what_lacks(self) -> None:
+        """Say of what nobody has been found. An old rank that was not found need not be why: the model may have
+        parameters that were never saved."""
+
+        def lacks() -> list[str]:
+            plan = assemble(self._conversion.wanted, self._holdings(self._old.indexes), rank=self._ranks.rank)
+            return list(dict.fromkeys(each.piece.tensor for each in plan.missing))
+
+        if self._old.whole:
+            return
+        answers = await self._ranks.gather("what was not found", lacks)
+        if names := dict.fromkeys(name for names in answers for name in names):
+            self.lacking += f", and the ranks that were found have not all of {first_of(names)}"
 
     # Where to meet
 
     def _ways(self) -> dict[int, dict[int, RecoveryPoint]]:
         """By old rank, the ways that can be read here."""
         held: dict[int, list[ShardKey]] = {}
-        for copy in self._nbytes.keys() - self._failed.keys():
-            if copy.key.rank in self._indexes and (self._replays or copy.key.stream is Stream.BASE):
+        for copy in self._old.sound:
+            if copy.key.rank in self._old.indexes and (self._replays or copy.key.stream is Stream.BASE):
                 held.setdefault(copy.key.rank, []).append(copy.key)
         return {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
 
@@ -358,7 +228,7 @@ class Relayout:
         came = _Round()
 
         async def read() -> bool:
-            self._conversion.begin(self._identities[min(self._identities)])
+            self._conversion.begin(self._old.identities[min(self._old.identities)])
             for old, point in needed.items():
                 if not await self._rebuilt(old, point, plan, came):
                     return False
@@ -374,9 +244,9 @@ class Relayout:
         scheduler, deadline_s = self._ranks.scheduler, self._ranks.deadline_s
         state = self._conversion.reader()
         reader = Reader(self._hierarchy, old, deadline_s, state, self._lineage)
-        own = {copy for copy in self._nbytes.keys() - self._failed.keys() if copy.key.rank == old}
+        own = {copy for copy in self._old.sound if copy.key.rank == old}
         found = await rebuilt(reader, point, own, scheduler)
-        self._failed |= reader.quarantined
+        self._old.failed |= reader.quarantined
         if found is None:
             if reader.copies.unusable:
                 source, why = min(reader.copies.unusable.items())
@@ -431,7 +301,7 @@ class Relayout:
         if fidelity is not answers[self._ranks.rank]:
             notes += (f"rank {answers.index(fidelity)} reached {fidelity}; this rank alone would be better",)
         names = [tier.name for tier in self._hierarchy.tiers]
-        sound = self._nbytes.keys() - self._failed.keys()
+        sound = self._old.sound
         rows = [
             Availability(((old, old),), name, *what)
             for old, point in needed.items()
@@ -440,7 +310,7 @@ class Relayout:
         recovery = Recovery(
             point=needed.get(self._ranks.rank, next(iter(needed.values()))),
             sources=tuple((str(source.key), names[source.tier]) for source in came.used),
-            quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(self._failed.items())),
+            quarantined=tuple((str(s.key), names[s.tier], why) for s, why in sorted(self._old.failed.items())),
             matrix=tuple(rows),
             fidelity=fidelity,
             notes=notes,
@@ -450,8 +320,8 @@ class Relayout:
         return Converted(recovery, max(each for each, _ in taken), ends[0].residuals)
 
     def _said(self, needed: Collection[int]) -> str:
-        named = ", ".join(map(str, list(needed)[:NAMED_MAX])) + (", ..." if len(needed) > NAMED_MAX else "")
-        said = f"saved by {self._layout.world_size} ranks under another layout; this rank took its part from {named}"
+        size = self._layout.world_size
+        said = f"saved by {size} ranks under another layout; this rank took its part from {first_of(needed)}"
         if not self._replays:
             said += (
                 "; its optimizer is not one whose steps can be replayed apart from the job (torch's, or registered in "
@@ -483,7 +353,3 @@ def thawed(wanted: LogicalIndex, holdings: Holdings) -> list[str]:
 
 def said(trained: bool) -> str:
     return "trained" if trained else "frozen"
-
-
-def prefixes(olds: Collection[int]) -> tuple[str, ...]:
-    return tuple(map(rank_prefix, sorted(olds)))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from typing import TypeVar
 
 from tiercheck.errors import NotFound, NothingListens, TierError, Transient
 from tiercheck.hierarchy import OpenTier
 from tiercheck.runtime.backoff import Backoff
 
-__all__ = ["asked_twice", "patiently"]
+__all__ = ["asked_twice", "first_answer", "patiently"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 RETRY = Backoff(0.1, 5.0)
 SAY_S = 5.0
@@ -68,3 +69,34 @@ async def patiently(
         raise AssertionError("unreachable: counting does not end")
     finally:
         saying.cancel()
+
+
+async def first_answer(
+    asks: Mapping[K, tuple[OpenTier, Callable[[], Awaitable[T]]]], deadline_s: float
+) -> tuple[T | None, dict[K, TierError]]:
+    """The first answer of several that are as good, or ``None``, and the errors by then. They are asked one after the
+    other; the next one is also asked if nothing has come for a while, so that each has at least half of the time."""
+    loop = asyncio.get_running_loop()
+    until, patience_s = loop.time() + deadline_s, deadline_s / (2 * max(1, len(asks)))
+    asking: dict[asyncio.Task[T | TierError], K] = {}
+    errors: dict[K, TierError] = {}
+    waiting = iter(asks.items())
+    following = next(waiting, None)
+    try:
+        while following is not None or asking:
+            if following is not None:
+                key, (tier, ask) = following
+                left_s = until - loop.time()
+                asking[asyncio.ensure_future(patiently(ask, tier, left_s, left_s, False))] = key
+                following = next(waiting, None)
+            patience = None if following is None else patience_s
+            done, _ = await asyncio.wait(asking, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                answer, key = task.result(), asking.pop(task)
+                if not isinstance(answer, TierError):
+                    return answer, errors
+                errors[key] = answer
+        return None, errors
+    finally:
+        for task in asking:
+            task.cancel()

@@ -7,7 +7,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,15 @@ class Part(ModuleProvider):
 
 
 def parts(
-    job: Job, ranks: int, last: int, *, flush: bool = True, trouble: Any = None, **options: Any
+    job: Job,
+    ranks: int,
+    last: int,
+    *,
+    flush: bool = True,
+    closed: bool = False,
+    trouble: Any = None,
+    deadline_s: float = 30,
+    **options: Any,
 ) -> list[tuple[Any, dict[int, Any]]] | list[Exception]:
     """As :meth:`Job.run`; of each version what the rank has of the weight."""
     job.ranks_ever = max(job.ranks_ever, ranks)
@@ -184,7 +192,8 @@ def parts(
         durable = f"nvme://{job.directory}/durable?survives=rack"
         wrap = None if trouble is None else lambda driver: Failing(driver, partial(trouble, group.rank))
         tiers = Hierarchy.of(f"memory://{job.name}-{{rank}}", Tier(durable, wrap=wrap))
-        checkpointer = Checkpointer(provider, tiers, group=group, config=CONFIG)
+        config = replace(CONFIG, deadline_s=deadline_s)
+        checkpointer = Checkpointer(provider, tiers, group=group, config=config)
         held = {checkpointer.version: provider.whole()}
         try:
             while checkpointer.version < last:
@@ -199,6 +208,8 @@ def parts(
                 held[version] = provider.whole()
             if flush:
                 checkpointer.flush()
+            if closed:
+                checkpointer.close()
             return checkpointer.recovery, held
         finally:
             checkpointer.abort()
@@ -234,7 +245,7 @@ def test_what_a_lost_rank_alone_had_is_not_made_up(job: Job) -> None:
     for outcome in parts(job, 2, FAILED_AT):
         assert isinstance(outcome, RecoveryError)
         assert "3 ranks have saved up to version 7 under another layout" in str(outcome)
-        assert "no base was found of rank 2" in str(outcome)
+        assert "no base was found of rank 2, and the ranks that were found have not all of weight" in str(outcome)
 
 
 def test_another_model_is_refused_by_the_names_of_what_differs(job: Job) -> None:
@@ -295,6 +306,34 @@ def test_an_error_that_may_pass_is_no_loss(job: Job) -> None:
     for outcome in parts(job, 2, FAILED_AT, trouble=trouble):
         assert isinstance(outcome, RecoveryError)
         assert "what rank 2 has saved cannot be read: 403" in str(outcome)
+
+
+def test_a_tier_that_is_away_is_told_with_what_was_found_in_the_others(job: Job) -> None:
+    parts(job, 3, FAILED_AT)
+
+    def trouble(rank: int, call: Call) -> Exception | None:
+        return Unauthorized("403") if call.operation is Operation.LIST else None
+
+    for outcome in parts(job, 2, FAILED_AT, trouble=trouble, deadline_s=0.5):
+        assert isinstance(outcome, RecoveryError)
+        assert "403" in str(outcome)
+        assert "in the others up to version 7 was found, saved by 3 ranks under another layout" in str(outcome)
+
+
+def test_what_a_start_on_more_ranks_has_left_goes(job: Job) -> None:
+    """It was cut short, so that what the others go on from is older. Two of its ranks have brought something."""
+    parts(job, 2, FAILED_AT)
+    job.lose_memory()
+
+    def trouble(rank: int, call: Call) -> Exception | None:
+        fails = call.operation is Operation.PUT and str(call.key).startswith(("r00000/g000002", "r00001/g000002"))
+        return Unauthorized("cut short") if fails else None
+
+    parts(job, 4, FAILED_AT + 1, trouble=trouble, deadline_s=1)
+    job.lose_memory()
+    assert {path.parts[-4] for path in (job.directory / "durable").glob("r*/*/base/*")} > {"r00003"}
+    succeeded(parts(job, 2, 13, closed=True))
+    assert {path.parts[-4] for path in (job.directory / "durable").glob("r*/*/base/*")} == {"r00000", "r00001"}
 
 
 def refused(what: str) -> Any:

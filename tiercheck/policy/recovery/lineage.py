@@ -10,7 +10,7 @@ A generation's record also tells what was known of the generations before it, as
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -109,6 +109,8 @@ class Lineage:
     chain: tuple[tuple[int, int | None], ...]
     branches: Mapping[int, Branch] = field(default_factory=dict, compare=False, repr=False)
     """The lineage records of the chain, and of what is kept beside it, by generation."""
+    ranks_most: int = field(default=0, compare=False)
+    """The most ranks of any generation that was told of: also of those that are no part of the past."""
 
     @classmethod
     def of(cls, branches: Iterable[Branch]) -> Lineage:
@@ -125,7 +127,8 @@ class Lineage:
         told = {generation for generation, _ in chain}
         if chain:
             told |= by_generation.keys() & set(by_generation[chain[0][0]].kept)
-        return cls(tuple(chain), {generation: by_generation[generation] for generation in sorted(told)})
+        most = max((branch.world_size for branch in by_generation.values()), default=0)
+        return cls(tuple(chain), {generation: by_generation[generation] for generation in sorted(told)}, most)
 
     @property
     def newest(self) -> int:
@@ -143,12 +146,12 @@ class Lineage:
                 found.append((Layout.of(branch), []))
             if found:
                 found[-1][1].append((generation, last))
-        return tuple((layout, Lineage(tuple(chain), self.branches)) for layout, chain in found)
+        return tuple((layout, self._with(chain)) for layout, chain in found)
 
     def under(self, layout: Layout) -> Lineage:
         """The newest of its eras under the layout; empty if there is none."""
         eras = (lineage for each, lineage in self.eras if each.is_like(layout))
-        return next(eras, Lineage((), self.branches))
+        return next(eras, self._with(()))
 
     @property
     def readable(self) -> Lineage:
@@ -164,7 +167,10 @@ class Lineage:
     def until(self, version: int) -> Lineage:
         """The past up to this version."""
         chain = ((each, version if limit is None else min(limit, version)) for each, limit in self.chain)
-        return Lineage(tuple(chain), self.branches)
+        return self._with(chain)
+
+    def _with(self, chain: Iterable[tuple[int, int | None]]) -> Lineage:
+        return replace(self, chain=tuple(chain))
 
     def disowns(self, generation: int, token: str) -> str | None:
         """Why a shard of that generation with that token is no part of the job's past, whatever its version.
@@ -204,13 +210,14 @@ def bearing(branches: Iterable[Branch], captured: Collection[int]) -> list[Branc
     return left
 
 
-def worth_telling(branches: Collection[Branch], parent: int, captured: Collection[int]) -> list[Branch]:
-    """The branches that a generation with this ``parent`` has to tell of: its ancestors, from the oldest one on of
-    which some shard was found, and other futures of which one was found. ``captured``: the generations of all shards
-    that were found, by ranks that could look into all of their tiers.
+def worth_telling(branches: Collection[Branch], parent: int, captured: Collection[int], ranks: int) -> list[Branch]:
+    """The branches that a generation of ``ranks`` with this ``parent`` has to tell of: its ancestors, from the oldest
+    one on of which some shard was found, and other futures of which one was found. ``captured``: the generations of all
+    shards that were found, by ranks that could look into all of their tiers.
 
     The last :data:`ANCESTORS_TOLD` ancestors are told in any case: a tier that was left out of the hierarchy for a
-    while may know the job by one of them.
+    while may know the job by one of them. So are starts on more ranks among as many generations: what those ranks that
+    the job has no more have put into shared tiers no rank sees, and it is to be deleted.
     """
     by_generation = {branch.generation: branch for branch in branches}
     ancestors: list[int] = []
@@ -220,6 +227,7 @@ def worth_telling(branches: Collection[Branch], parent: int, captured: Collectio
     oldest = min(set(ancestors).intersection(captured), default=max(ancestors, default=0))
     told = {each for each in ancestors if each >= oldest} | {*ancestors[:ANCESTORS_TOLD]}
     told |= by_generation.keys() & set(captured)
+    told |= {each.generation for each in sorted(branches)[-ANCESTORS_TOLD:] if each.world_size > ranks}
     return [by_generation[generation] for generation in sorted(told)]
 
 

@@ -20,9 +20,9 @@ def dealt(rank: int, ranks: int, old_ranks: int) -> range:
 
 
 def left_to(rank: int, ranks: int, lineage: Lineage) -> list[int]:
-    """The departed ranks whose shards this one deletes when nothing needs them: the job had more ranks once."""
-    most = max((branch.world_size for branch in lineage.branches.values()), default=0)
-    return [old for old in dealt(rank, ranks, most) if old >= ranks]
+    """The departed ranks whose shards this one deletes when nothing needs them: the job had more ranks once, if only
+    in a start that was cut short."""
+    return [old for old in dealt(rank, ranks, lineage.ranks_most) if old >= ranks]
 
 
 def readers(seen: Sequence[Collection[int]]) -> dict[int, int]:

@@ -11,12 +11,12 @@ from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
 
 
-def branch(generation: int, parent: int | None = None) -> Branch:
-    return Branch(generation, generation - 1 if parent is None else parent, generation, 1, f"{generation:016x}")
+def branch(generation: int, parent: int | None = None, ranks: int = 1) -> Branch:
+    return Branch(generation, generation - 1 if parent is None else parent, generation, ranks, f"{generation:016x}")
 
 
 def told(branches: list[Branch], parent: int, captured: set[int]) -> list[int]:
-    return [each.generation for each in worth_telling(branches, parent, captured)]
+    return [each.generation for each in worth_telling(branches, parent, captured, 1)]
 
 
 def test_ancestors_of_which_nothing_is_left_leave_the_lineage() -> None:
@@ -35,9 +35,18 @@ def test_another_future_is_told_of_as_long_as_something_of_it_is_left() -> None:
     assert told(past, 0, {2}) == [2], "the job begins anew"
 
 
+def test_a_start_on_more_ranks_is_told_of_for_a_while() -> None:
+    """What its other ranks have brought to a shared tier, no rank of the job sees."""
+    past = [branch(1), branch(2, 1, 4)]
+    assert told(past, 1, {1}) == [1, 2]
+    later = [branch(each, max(1, each - 1) if each != 3 else 1) for each in range(3, 3 + ANCESTORS_TOLD)]
+    assert 2 in told([*past, *later[:-1]], later[-2].generation, {later[-2].generation})
+    assert 2 not in told([*past, *later], later[-1].generation, {later[-1].generation})
+
+
 def test_what_is_told_leads_to_the_same_versions() -> None:
     past = [branch(1), branch(2, 1), branch(3, 1), branch(4, 3), branch(5, 4)]
-    record = LineageRecord.of(branch(6), worth_telling(past, 5, {3, 5}))
+    record = LineageRecord.of(branch(6), worth_telling(past, 5, {3, 5}, 1))
     assert Lineage.of([record.branch, *record.told]).chain == Lineage.of([*past, branch(6)]).chain
 
 

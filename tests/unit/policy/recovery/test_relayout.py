@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tiercheck.keys import MARKERS, CommitKey, ShardKey, own_prefixes
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Observation, Role
@@ -43,23 +45,33 @@ def test_a_rank_reads_as_its_own_what_was_saved_under_its_layout() -> None:
     assert Layout(5).is_like(Layout(5, "other")), "what was not told may be"
 
 
-def test_what_ranks_left_that_the_job_has_no_more_goes_once_there_is_a_committed_base() -> None:
-    assert [left_to(rank, 2, LINEAGE) for rank in range(2)] == [[2, 4], [3]]
+CUT_SHORT = Lineage.of([Branch(1, 0, 0, 2, "a", "new"), Branch(2, 1, 7, 5, "b", "old"), Branch(3, 1, 7, 2, "c", "new")])
+"""A start on five ranks came to nothing, so that the next one begins where it began."""
+
+
+@pytest.mark.parametrize(("lineage", "left"), [(LINEAGE, 1), (CUT_SHORT, 2)])
+def test_what_ranks_left_that_the_job_has_no_more_goes_once_there_is_a_committed_base(
+    lineage: Lineage, left: int
+) -> None:
+    """``left``: the generation of those ranks, an ancestor or not."""
+    assert [left_to(rank, 2, lineage) for rank in range(2)] == [[2, 4], [3]]
+    assert [left_to(rank, 2, lineage.until(3)) for rank in range(2)] == [[2, 4], [3]]
     assert own_prefixes(1, coordinator=False, departed=[3])[:2] == (f"{MARKERS}r00001/", f"{MARKERS}r00003/")
     roles = (Role(0, "shm", Survives.PROCESS), Role(1, "s3", Survives.RACK))
-    old = [ShardKey.base(1, 4, 3), ShardKey.differential(1, 5, 8, 3)]
+    old = [ShardKey.base(left, 4, 3), ShardKey.differential(left, 5, 8, 3)]
+    now = lineage.newest
 
     def gone(*own: ShardKey | CommitKey) -> list[object]:
         contents = Contents.of((key, 1) for key in (*old, *own))
-        seen = Observation(roles, (Contents(), contents), 1, 2, 2, LINEAGE, None)
+        seen = Observation(roles, (Contents(), contents), 1, 2, now, lineage, None)
         wanted = Retention().reclaimable(seen)
         allowed, refusals = checked_deletions(seen, wanted, "retention")
         assert refusals == []
         assert checked_deletions(seen, {1: [old[0]]}, "somebody")[0][1] == ([old[0]] if wanted[1] else [])
         return [key for key in allowed[1] if key in old]
 
-    first, second = (ShardKey.base(2, version, 1) for version in (7, 11))
+    first, second = (ShardKey.base(now, version, 1) for version in (7, 11))
     assert gone() == []
     assert gone(first) == [], "not committed yet"
-    assert set(gone(first, CommitKey(2, 7))) == set(old)
-    assert set(gone(first, CommitKey(2, 7), second, CommitKey(2, 11))) == set(old)
+    assert set(gone(first, CommitKey(now, 7))) == set(old)
+    assert set(gone(first, CommitKey(now, 7), second, CommitKey(now, 11))) == set(old)
