@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tiercheck.policy.policies import Policies as Policies
     from tiercheck.recording.stats import Stats as Stats
     from tiercheck.recovery.report import Recovery as Recovery
+    from tiercheck.streams.loading import Loading as Loading
     from tiercheck.tiers.driver import Reservation as Reservation
     from tiercheck.tiers.driver import TierDriver as TierDriver
     from tiercheck.types import Capabilities as Capabilities
@@ -43,8 +44,9 @@ _MODULES = {
     "Checkpointer": "tiercheck.checkpointer",
     "Fidelity": "tiercheck.types",
     "Hierarchy": "tiercheck.hierarchy",
+    "Loading": "tiercheck.streams.loading",
     "Policies": "tiercheck.policy.policies",
-    "Recovery": "tiercheck.recovery.restorer",
+    "Recovery": "tiercheck.recovery.report",
     "Reservation": "tiercheck.tiers.driver",
     "Stats": "tiercheck.recording.stats",
     "Survives": "tiercheck.types",
@@ -62,6 +64,7 @@ __all__ = [
     "Checkpointer",
     "Fidelity",
     "Hierarchy",
+    "Loading",
     "Policies",
     "Recovery",
     "Reservation",

@@ -32,6 +32,7 @@ from tiercheck.recording.stats import Stats
 from tiercheck.recovery.report import Recovery
 from tiercheck.runtime.front import of_this_process, run
 from tiercheck.runtime.group import BlockingGroup, Group, SingleProcess
+from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.tensor_state import TensorState
 
@@ -43,7 +44,8 @@ class Checkpointer:
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
     (:attr:`recovery`) and opens a new generation. If it fails on one rank it fails on all, nothing is left open, and
-    the tiers hold what they held before. ``request``: another version to begin with. ``caveats``: asked after a
+    the tiers hold what they held before. ``request``: another version to begin with. ``loading``: how a checkpoint of
+    another model is loaded; by default it is refused. ``caveats``: asked after a
     recovery, why what follows it would differ from an uninterrupted run; it is approximate then. Errors:
     ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
     """
@@ -57,6 +59,7 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         policies: Policies | None = None,
         request: Request | None = None,
+        loading: Loading | None = None,
         caveats: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
@@ -65,11 +68,13 @@ class Checkpointer:
             raise ConfigurationError(f"config= must be a CheckpointConfig, not {type(config).__name__}")
         if request is not None and not isinstance(request, Request):
             raise ConfigurationError(f"request= must be a Request, not {type(request).__name__}")
+        if loading is not None and not isinstance(loading, Loading):
+            raise ConfigurationError(f"loading= must be a Loading, not {type(loading).__name__}")
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         opening = open_job(
-            TensorState(provider, self.config),
+            TensorState(provider, self.config, loading),
             hierarchy,
             group=BlockingGroup(group or SingleProcess()),
             runtime=of_this_process(),

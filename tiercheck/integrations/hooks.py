@@ -19,6 +19,7 @@ from tiercheck.policy.recovery.request import Request
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
+from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.provider import StateProvider
 
 __all__ = ["Hooks", "StepHooks", "attach_hooks", "attached"]
@@ -85,6 +86,7 @@ def attach_hooks(
     config: CheckpointConfig | None,
     policies: Policies | None = None,
     request: Request | None = None,
+    loading: Loading | None = None,
 ) -> Checkpointer:
     """A checkpointer, and the hooks that ``hook`` makes, which serve it. Collective.
 
@@ -108,6 +110,7 @@ def attach_hooks(
             config=config,
             policies=policies,
             request=request,
+            loading=loading,
             caveats=hooks.caveats,
         )
         try:

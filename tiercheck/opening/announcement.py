@@ -17,6 +17,7 @@ __all__ = [
     "begun",
     "doubtful_tiers",
     "given_up",
+    "left_out",
     "nothing_outlives_a_node",
     "overruled_options",
     "repeated",
@@ -77,6 +78,15 @@ def given_up(kept: Sequence[int]) -> str:
     return (
         f"what was left behind of generations {named} is given up (keep_left_behind=False): it is deleted once this "
         "generation has a committed base"
+    )
+
+
+def left_out(version: int, generation: int) -> str:
+    """Of a checkpoint of another model a part was dropped."""
+    return (
+        f"what was dropped stays with generation {generation} in the tiers that all ranks share, until a start with "
+        f"keep_left_behind=False: version={version}, generation={generation} returns to it, with the model that saved "
+        "it"
     )
 
 

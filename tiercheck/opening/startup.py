@@ -26,6 +26,7 @@ from tiercheck.opening.announcement import (
     begun,
     doubtful_tiers,
     given_up,
+    left_out,
     nothing_outlives_a_node,
     overruled_options,
     repeated,
@@ -159,7 +160,7 @@ class _Startup:
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart=restart, request=asked, keeps=keeps)
         restored = await restorer.restore()
         turn = restored.turn
-        kept = turn.kept if turn else restored.past.kept if keeps else ()
+        kept = turn.kept if turn else kept_by(restored) if keeps else ()
         taking = "taking over what was restored"
         recovery = await ranks.together(taking, lambda: take_over(restored, state.stream, caveats))
         token = self.runtime.token
@@ -183,6 +184,8 @@ class _Startup:
             log.info("%s", begun(recovery, read, opened.tiers, branch.generation, opened.demand.base_nbytes))
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)
+            if keeps and restored.dropped:
+                log.warning("%s", left_out(restored.version, restored.parent))
             if not turn and not keeps and restored.past.kept:
                 log.warning("%s", given_up(restored.past.kept))
         for caution in recording.cautions:
@@ -344,6 +347,11 @@ def refuse_different(asked: Sequence[str]) -> None:
         if each != asked[0]:
             ours, first = each or "nothing", asked[0] or "nothing"
             raise ConfigurationError(f"rank {rank} asks for {ours}, and rank 0 for {first}: all must ask for the same")
+
+
+def kept_by(restored: Restored) -> tuple[int, ...]:
+    """The generations that stay: also the one of which a part was left out."""
+    return tuple(sorted({*restored.past.kept, *([restored.parent] if restored.dropped else [])}))
 
 
 async def take_over(restored: Restored, stream: StateStream, caveats: Callable[[], Sequence[str]]) -> Recovery | None:

@@ -20,8 +20,7 @@ from functools import partial
 from typing import Any
 
 from tiercheck.errors import Mismatch, RecoveryError
-from tiercheck.format.index.assemble import Assembly, Holdings, Missing, assemble
-from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.format.index.assemble import Assembly, Holdings, assemble
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
@@ -31,6 +30,7 @@ from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, held
 from tiercheck.policy.recovery.relayout import reachable
 from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.recovery.matching import Matched, match
 from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import Reader
@@ -85,6 +85,7 @@ class Relayout:
         self._layout = layout
         self._conversion: Conversion = state.conversion()
         self._old = OldRanks(hierarchy, ranks, lineage, layout, self._conversion.read_identity)
+        self._matched = Matched({}, self._conversion.wanted)
         self._replays = True
         self.lacking = ""
         """After :meth:`restore`: that versions were saved, and what was not found of them, in words."""
@@ -123,39 +124,24 @@ class Relayout:
     # What there is
 
     async def _check_model(self) -> None:
-        """Errors: ``Mismatch`` if the old ranks together have not what the new ones want, or have more."""
-        places = ", ".join(tier.driver.url for tier in self._hierarchy.tiers)
+        """Errors: as :func:`match`, and ``Mismatch`` for another optimizer."""
+        conversion, places = self._conversion, ", ".join(tier.driver.url for tier in self._hierarchy.tiers)
         first = self._old.identities[min(self._old.identities)]
-        whole = self._old.whole
-        holdings = self._holdings(self._old.indexes)
-        saved = sorted(holdings.tensors, key=lambda tensor: tensor.key)
-
-        def check() -> list[Any]:
-            self._conversion.refuse(first, places)
-            wanted = self._conversion.wanted
-            missing = assemble(wanted, holdings, rank=self._ranks.rank).missing
-            found = [each for each in missing if whole or each.shape is not None]
-            differing = dict.fromkeys(difference(each, wanted, holdings) for each in found)
-            differing |= dict.fromkeys(thawed(wanted, holdings))
-            here = {tensor.key for tensor in wanted.tensors.values()}
-            said = str(self._conversion.other_model(list(differing), first, places)) if differing else ""
-            return [said, bytes(tensor.key in here for tensor in saved)]
-
-        answers = await self._ranks.gather("comparing the model with what was saved", check)
-        for said, _ in answers:
-            if said:
-                raise Mismatch(said)
-        claimed = [each for _, each in answers]
-        if lost := [tensor.name for tensor, *on in zip(saved, *claimed, strict=True) if not any(on)]:
-            said = [f"{name} was saved, and is not there here" for name in lost]
-            raise self._conversion.other_model(said, first, places)
-        self._replays = self._conversion.begin(first)
+        doing = "comparing the optimizer with what was saved"
+        await self._ranks.gather(doing, lambda: conversion.refuse(first, places))
+        self._matched = await match(
+            self._ranks,
+            conversion.wanted,
+            self._old.indexes,
+            conversion.loading,
+            lambda differing, advice: conversion.other_model(differing, first, places, advice),
+            whole=self._old.whole,
+        )
+        conversion.keep(self._matched.kept)
+        self._replays = conversion.begin(first)
 
     def _holdings(self, olds: Collection[int]) -> Holdings:
-        try:
-            return Holdings({old: self._old.indexes[old] for old in olds})
-        except ValueError as error:
-            raise Mismatch(f"what was saved is not of one model: {error}") from error
+        return Holdings({old: self._matched.indexes[old] for old in olds})
 
     async def _look_for_the_needed(self) -> None:
         """What the shared tiers hold of the old ranks that this one needs, beside those that were dealt to it."""
@@ -168,7 +154,7 @@ class Relayout:
                 break
 
         async def look() -> None:
-            plan = assemble(self._conversion.wanted, self._holdings(newest), rank=self._ranks.rank)
+            plan = assemble(self._matched.wanted, self._holdings(newest), rank=self._ranks.rank)
             needed = {*plan.ranks, *({self._ranks.rank} & visible.keys())}
             await self._old.find_shared(needed)
 
@@ -185,7 +171,7 @@ class Relayout:
         parameters that were never saved."""
 
         def lacks() -> list[str]:
-            plan = assemble(self._conversion.wanted, self._holdings(self._old.indexes), rank=self._ranks.rank)
+            plan = assemble(self._matched.wanted, self._holdings(self._matched.indexes), rank=self._ranks.rank)
             return list(dict.fromkeys(each.piece.tensor for each in plan.missing))
 
         if self._old.whole:
@@ -205,7 +191,7 @@ class Relayout:
         return {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
 
     def _suffices(self, olds: Collection[int]) -> bool:
-        plan = assemble(self._conversion.wanted, self._holdings(olds), rank=self._ranks.rank)
+        plan = assemble(self._matched.wanted, self._holdings(olds), rank=self._ranks.rank)
         return not plan.missing
 
     async def _version(self) -> int | None:
@@ -222,7 +208,7 @@ class Relayout:
     async def _read(self, version: int) -> tuple[dict[int, RecoveryPoint], _Round] | None:
         """Rebuild the old ranks that are needed and take their pieces; ``None`` if some rank could not."""
         points = {old: ways[version] for old, ways in self._ways().items() if version in ways}
-        plan = assemble(self._conversion.wanted, self._holdings(points), rank=self._ranks.rank)
+        plan = assemble(self._matched.wanted, self._holdings(points), rank=self._ranks.rank)
         own = {self._ranks.rank} & points.keys()
         needed = {old: points[old] for old in sorted({*plan.ranks, *own} or {min(points)})}
         came = _Round()
@@ -277,7 +263,7 @@ class Relayout:
         generation = max(point.generation for point in needed.values())
         taken = await self._ranks.gather("what was taken", lambda: [generation, self._conversion.told()])
         ends: list[Rebuilt] = []
-
+        fit = self._matched.fit
         unfit = (
             f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was attached"
         )
@@ -290,14 +276,14 @@ class Relayout:
             self._state.refresh()
             with fitting(unfit):
                 self._state.restore_host_state(ends[0].host_state)
-            exact = Fidelity.EXACT if self._conversion.exact else Fidelity.APPROXIMATE
+            exact = Fidelity.EXACT if self._conversion.exact and (not fit or fit.exact) else Fidelity.APPROXIMATE
             return str(Fidelity.worst(came.fidelity, exact))
 
         # A rank that fails says so, so that no other one waits for it in the refresh.
         await self._ranks.gather("loading what was taken", load)
         answers = [Fidelity(each) for each in await self._ranks.gather("the end of the recovery", settle)]
         fidelity = Fidelity.worst(*answers)
-        notes = (self._said(needed), *came.notes, *self._conversion.notes)
+        notes = (self._said(needed), *(fit.notes if fit else ()), *came.notes, *self._conversion.notes)
         if fidelity is not answers[self._ranks.rank]:
             notes += (f"rank {answers.index(fidelity)} reached {fidelity}; this rank alone would be better",)
         names = [tier.name for tier in self._hierarchy.tiers]
@@ -316,6 +302,7 @@ class Relayout:
             notes=notes,
             seconds=self._ranks.scheduler.time() - began,
             read_bytes=came.read_bytes,
+            fit=fit,
         )
         return Converted(recovery, max(each for each, _ in taken), ends[0].residuals)
 
@@ -329,27 +316,3 @@ class Relayout:
                 "replayed, and the version is that of a base"
             )
         return said
-
-
-def difference(missing: Missing, wanted: LogicalIndex, holdings: Holdings) -> str:
-    """What a rank wants and nobody has, in words."""
-    tensor = wanted.tensors[missing.piece.tensor]
-    if missing.shape is not None:
-        return f"{tensor.name} was {missing.shape}, and is {tensor.shape} here"
-    if holdings.find(tensor) is None:
-        return f"{tensor.name} was not there, and is {tensor.shape} here"
-    return f"of {missing} nobody has anything"
-
-
-def thawed(wanted: LogicalIndex, holdings: Holdings) -> list[str]:
-    """What an optimizer updates here and did not there, or the other way round: its state cannot be carried over."""
-    pairs = ((tensor, holdings.find(tensor)) for tensor in wanted.tensors.values())
-    return [
-        f"{tensor.name} was {said(held.tensor.trained)}, and is {said(tensor.trained)} here"
-        for tensor, held in pairs
-        if held is not None and held.tensor.trained != tensor.trained
-    ]
-
-
-def said(trained: bool) -> str:
-    return "trained" if trained else "frozen"

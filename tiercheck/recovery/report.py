@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.plan import Availability
 from tiercheck.types import Fidelity
 
-__all__ = ["Recovery"]
+__all__ = ["Fit", "Recovery"]
+
+NAMED_MAX = 3
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What became of a checkpoint of another model, by the names of its tensors. The same on all ranks."""
+
+    loaded: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    """Of what was loaded: the name that was saved, and the one that it has here."""
+    kept: tuple[str, ...]
+    """What the script made: nothing was saved of it."""
+    dropped: tuple[str, ...]
+    """What was saved and is not loaded, by the names that were saved."""
+    restarted: tuple[str, ...]
+    """Loaded, and trained only here: the optimizer's state of it begins anew."""
+    stopped: tuple[str, ...]
+    """Loaded, and trained only where it was saved: the optimizer's state of it is dropped."""
+
+    @property
+    def exact(self) -> bool:
+        """All of it is there, under other names at most."""
+        return not (self.kept or self.dropped or self.restarted or self.stopped)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        renamed = [f"{old} as {new}" for old, new in self.renamed]
+        told = (
+            ("loaded under other names", renamed),
+            ("not saved, so that the script's values are kept", self.kept),
+            ("saved, and dropped", self.dropped),
+            ("trained, and frozen when it was saved, so that the optimizer's state begins anew", self.restarted),
+            ("frozen, and trained when it was saved, so that the optimizer's state is dropped", self.stopped),
+        )
+        return tuple(f"{said}: {counted(names)}, {named(names)}" for said, names in told if names)
+
+    def to_object(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {each.name: list(getattr(self, each.name)) for each in fields(self)}
+
+
+def counted(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+
+
+def named(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED_MAX]) + (", ..." if len(names) > NAMED_MAX else "")
 
 
 @dataclass(frozen=True)
@@ -33,6 +82,8 @@ class Recovery:
     read_bytes: int
     """Taken from the tiers by this rank. Objects that a tier does not map are read once to be verified and, but for the
     first ones of the chain, once more to be replayed."""
+    fit: Fit | None = None
+    """If a checkpoint of another model was loaded (:class:`~tiercheck.streams.loading.Loading`): what became of it."""
 
     @property
     def version(self) -> int:
@@ -66,4 +117,5 @@ class Recovery:
             "notes": list(self.notes),
             "seconds": self.seconds,
             "read_bytes": self.read_bytes,
+            "fit": self.fit and self.fit.to_object(),
         }

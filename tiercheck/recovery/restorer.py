@@ -81,6 +81,12 @@ class Restored:
         """The version that the state is at."""
         return self.recovery.version if self.recovery else 0
 
+    @property
+    def dropped(self) -> bool:
+        """A part of what was saved was left out on purpose."""
+        fit = self.recovery.fit if self.recovery else None
+        return fit is not None and bool(fit.dropped or fit.stopped)
+
 
 class _Found(Struct, frozen=True, array_like=True):
     """What a rank tells the others of its survey."""

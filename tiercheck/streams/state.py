@@ -20,6 +20,7 @@ from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.loading import Loading
 from tiercheck.types import Fidelity
 
 __all__ = [
@@ -245,8 +246,17 @@ class Conversion(Protocol):
         """Errors: ``Mismatch`` if steps of another optimizer were saved."""
         ...
 
-    def other_model(self, differing: Sequence[str], identity: Any, places: str) -> Mismatch:
-        """The error for a checkpoint that lacks what this rank wants."""
+    @property
+    def loading(self) -> Loading:
+        """What the user allows."""
+        ...
+
+    def other_model(self, differing: Sequence[str], identity: Any, places: str, advice: str) -> Mismatch:
+        """The error for a checkpoint of another model. ``advice``: what would allow it; it may be empty."""
+        ...
+
+    def keep(self, tensors: Collection[str]) -> None:
+        """Nothing was saved of these tensors of the model: they keep what the script made. :meth:`begin` follows."""
         ...
 
     def begin(self, identity: Any) -> bool:

@@ -36,6 +36,7 @@ from tiercheck.integrations.iterations import Iterations, refuse_forgotten_sched
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, TorchGroup
+from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.beside import Beside, End
 
 try:
@@ -67,14 +68,16 @@ def attach(
     version: int | None = None,
     generation: int | None = None,
     fresh: bool = False,
+    loading: Loading | None = None,
 ) -> Checkpointer:
     """Restore the newest version into the engine, then save every one that follows. Collective.
 
     Without ``hierarchy`` the ``"tiercheck"`` block of the engine's configuration is read: ``tiers`` (fastest first,
     each a URL, or an object with the fields ``url``, ``name`` and ``codec`` of a :class:`~tiercheck.hierarchy.Tier`),
-    ``must_survive``, ``version``, ``generation`` and ``fresh``, and the fields of :class:`CheckpointConfig`.
+    ``must_survive``, ``version``, ``generation`` and ``fresh``, ``loading`` (an object with ``missing`` and
+    ``unexpected``), and the fields of :class:`CheckpointConfig`.
     ``stateful`` and ``after_step`` are as for :func:`tiercheck.integrations.torch.attach`: data loaders, averages,
-    counters; so are ``version``, ``generation`` and ``fresh``, of which the arguments count before the block. Errors:
+    counters; so are ``version``, ``generation``, ``fresh`` and ``loading``, which count before the block. Errors:
     ``UnsupportedSetup`` for an engine whose state cannot be saved whole, or with ``train_on_compressed`` one whose
     ranks share parameters (tensor parallelism, tied layers); ``ConfigurationError``; those of :class:`Checkpointer`.
     """
@@ -82,8 +85,8 @@ def attach(
     if hierarchy is None:
         if config is not None:
             raise ConfigurationError("config= goes with hierarchy=; without them the engine's tiercheck block is read")
-        hierarchy, config, in_block = _read(engine.config)
-        request = request or in_block
+        hierarchy, config, in_block, loading_in_block = _read(engine.config)
+        request, loading = request or in_block, loading or loading_in_block
 
     def hook() -> _Hooks:
         beside = Beside(after_step, stateful)
@@ -93,7 +96,7 @@ def attach(
             refuse_ranks_that_share_parameters(engine)
         return _Hooks(provider, engine, in_step=stateful is None and after_step is None)
 
-    return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies, request)
+    return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies, request, loading)
 
 
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
@@ -101,12 +104,12 @@ def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Check
 
     Errors: ``ConfigurationError`` if the block is missing, or has an unknown key or a wrong type.
     """
-    hierarchy, options, _ = _read(config)
+    hierarchy, options, *_ = _read(config)
     return hierarchy, options
 
 
-def _read(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig, Request]:
-    """As :func:`read_block`, and what the block asks for."""
+def _read(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig, Request, Loading]:
+    """As :func:`read_block`, and what the block asks for and allows."""
     if not isinstance(config, Mapping):
         config = json.loads(Path(config).read_text())
     block = config.get(BLOCK) if isinstance(config, Mapping) else None
@@ -124,7 +127,10 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, Checkpoint
         raise ConfigurationError(f'"must_survive" in the "{BLOCK}" block must be a string, not {must_survive!r}')
     hierarchy = Hierarchy.of(*map(_tier_of, tiers), must_survive=must_survive)
     request = Request(**{name: options.pop(name) for name in REQUEST if name in options})
-    return hierarchy, CheckpointConfig.from_mapping(options), request
+    loading = options.pop("loading", {})
+    if not isinstance(loading, Mapping):
+        raise ConfigurationError(f'"loading" in the "{BLOCK}" block must be an object, not {loading!r}')
+    return hierarchy, CheckpointConfig.from_mapping(options), request, Loading.from_mapping(loading)
 
 
 def _tier_of(given: object) -> Tier:

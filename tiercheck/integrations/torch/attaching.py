@@ -39,6 +39,7 @@ from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
+from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.beside import Beside
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
@@ -59,6 +60,7 @@ def attach(
     version: int | None = None,
     generation: int | None = None,
     fresh: bool = False,
+    loading: Loading | None = None,
 ) -> Checkpointer:
     """Restore the newest version, then save every one that follows. Collective if ``torch.distributed`` runs.
 
@@ -72,6 +74,8 @@ def attach(
     ``version`` goes back to an older version on purpose, ``generation`` says of which generation, and ``fresh`` begins
     anew at version 0. Either is done once: a restart that asks for the same goes on from the newest version. What is
     left behind stays in the tiers that all ranks share (``CheckpointConfig.keep_left_behind``).
+    ``loading`` says what may be done with a checkpoint of another model, which is refused otherwise
+    (:class:`~tiercheck.streams.loading.Loading`). All ranks must give the same.
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
     request = Request(version, generation, fresh)
@@ -94,7 +98,7 @@ def attach(
         provider = provider_for(model)(model, bare, beside=beside)
         return _Hooks(provider, model, bare, order, scheduler)
 
-    return attach_hooks(hook, hierarchy, ranks, config, policies, request)
+    return attach_hooks(hook, hierarchy, ranks, config, policies, request, loading)
 
 
 def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:

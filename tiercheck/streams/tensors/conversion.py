@@ -13,7 +13,8 @@ approximate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from tiercheck import schema
 from tiercheck.errors import ConfigurationError, Mismatch
 from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.boxes import Copy, copy_elements
-from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, lies_as_master
+from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, Padding, lies_as_master
+from tiercheck.streams.loading import Loading
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.state import Rebuilt, StateReader
 from tiercheck.streams.tensors.as_bytes import array_of
@@ -41,8 +43,11 @@ element-wise, as those are that have a kernel, a rank's part of a step says noth
 class TensorConversion:
     """See :class:`~tiercheck.streams.state.Conversion`. Errors: ``UnsupportedSetup``, of the provider's index."""
 
-    def __init__(self, provider: StateProvider) -> None:
+    def __init__(self, provider: StateProvider, loading: Loading) -> None:
         self._provider = provider
+        self.loading = loading
+        self._kept: frozenset[str] = frozenset()
+        """What keeps what the script made, by the names of the stored tensors that have elements of it."""
         self._index = provider.index()
         self._groups = provider.group_of()
         self._reading: StoredReader | None = None
@@ -50,11 +55,11 @@ class TensorConversion:
 
     def _begin(self) -> None:
         masters, extras = self._provider.masters(), extras_of(self._provider)
-        self._masters = {name: new_like(each) for name, each in masters.items()}
-        self._extras = {name: new_like(each) for name, each in extras.items()}
+        self._masters = {name: new_like(each, keep=MASTER + name in self._kept) for name, each in masters.items()}
+        self._extras = {name: new_like(each, keep=EXTRA + name in self._kept) for name, each in extras.items()}
         self._states: dict[str, dict[str, Any]] = {}
-        self._stateless: set[str] = set()
-        """Masters with elements of which no optimizer's state was saved."""
+        self._stated: dict[str, int] = {}
+        """By master, of how many of its elements there was an optimizer's state."""
         self._residuals: dict[str, torch.Tensor] = {}
         self._options: dict[int, dict[str, Any]] = {}
         """By parameter group, its options at the end of the version."""
@@ -79,12 +84,19 @@ class TensorConversion:
                 "resume with the same one, or use another place"
             )
 
-    def other_model(self, differing: Sequence[str], identity: Identity, places: str) -> Mismatch:
+    def other_model(self, differing: Sequence[str], identity: Identity, places: str, advice: str) -> Mismatch:
         said = "; ".join([*differing[:NAMED_MAX], *([f"and {len(differing) - NAMED_MAX} more"] * (len(differing) > 3))])
         here = self._provider.identity()
         return Mismatch(
             f"the checkpoint in {places} is of another model: {said} ({identity.model_summary} against "
-            f"{here.model_summary}); resume with the same one, or use another place"
+            f"{here.model_summary}); resume with the same one, or use another place{advice and f'; {advice}'}"
+        )
+
+    def keep(self, tensors: Collection[str]) -> None:
+        self._kept = frozenset(
+            name
+            for name, pieces in self._index.stored.items()
+            if any(not isinstance(each, Padding) and each.tensor in tensors for each in pieces)
         )
 
     def begin(self, identity: Identity) -> bool:
@@ -132,8 +144,8 @@ class TensorConversion:
     def _take_state(self, state: StoredState, before: str, name: str, copies: Sequence[Copy]) -> None:
         saved, master = state.optimizer_state().get(before, {}), state.masters()[before]
         if not saved:
-            self._stateless.add(name)
             return
+        self._stated[name] = self._stated.get(name, 0) + sum(math.prod(each.lengths) for each in copies)
         held = self._states.setdefault(name, {})
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and lies_as_master(key, tuple(value.shape), tuple(master.shape)):
@@ -159,6 +171,9 @@ class TensorConversion:
             source = source.to(target.dtype)
         copy_elements(copies, array_of(source).reshape(-1), array_of(target).reshape(-1))
 
+    def _elements(self, master: str) -> int:
+        return sum(each.elements for each in self._index.stored[MASTER + master] if not isinstance(each, Padding))
+
     def told(self) -> Any:
         return {str(group): options for group, options in self._options.items()}
 
@@ -166,7 +181,7 @@ class TensorConversion:
         elsewhere = {int(group): options for each in reversed(told) for group, options in each.items()}
         found = {**elsewhere, **self._options}
         options = [{**here, **found.get(group, {})} for group, here in enumerate(self._provider.hyperparameters())]
-        for name in sorted(self._stateless & self._states.keys()):
+        for name in sorted(name for name, elements in self._stated.items() if elements < self._elements(name)):
             self._inexact[f"{name} is one tensor here, and the optimizer had a state of only a part of it"] = None
         host_state, lost, self._notes = carried_over(
             self._provider, self._host_state or {}, options=options, version=version, own=self._own
@@ -186,9 +201,9 @@ class TensorConversion:
         return (*self._inexact, *self._notes)
 
 
-def new_like(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, of zeros: what no piece covers is padding."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+def new_like(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    """On the host: of zeros, since what no piece covers is padding; or a copy, if it has elements that are kept."""
+    return tensor.detach().to("cpu", copy=True) if keep else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def held_of(stored: str, masters: Mapping[str, torch.Tensor], extras: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from tiercheck.format.container import Shard
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.loading import Loading
 from tiercheck.streams.records.base import BaseState, PackedIndex, read_base
 from tiercheck.streams.records.differential import Differential, read_differentials
 from tiercheck.streams.records.expected import Expected
@@ -31,9 +32,10 @@ __all__ = ["TensorReader", "TensorState"]
 class TensorState:
     """See :class:`~tiercheck.streams.state.TrainingState`."""
 
-    def __init__(self, provider: StateProvider, config: CheckpointConfig) -> None:
+    def __init__(self, provider: StateProvider, config: CheckpointConfig, loading: Loading | None = None) -> None:
         self._provider = provider
         self._config = config
+        self._loading = loading or Loading()
 
     def prepare(self, codecs: Collection[str] = ()) -> None:
         config = self._config
@@ -61,7 +63,7 @@ class TensorState:
     def conversion(self) -> Conversion:
         from tiercheck.streams.tensors.conversion import TensorConversion  # which needs the reader below
 
-        return TensorConversion(self._provider)
+        return TensorConversion(self._provider, self._loading)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return self._provider.hyperparameters()
