@@ -135,7 +135,7 @@ class Lineage:
         """The newest generation; 0 if there is none."""
         return self.chain[0][0] if self.chain else 0
 
-    @property
+    @cached_property
     def eras(self) -> tuple[tuple[Layout, Lineage], ...]:
         """Its generations under one layout in a row, from the newest on. A layout that comes back begins another era:
         what it had saved before is older than what was saved in between."""
@@ -153,7 +153,7 @@ class Lineage:
         eras = (lineage for each, lineage in self.eras if each.is_like(layout))
         return next(eras, self._with(()))
 
-    @property
+    @cached_property
     def readable(self) -> Lineage:
         """What the ranks of the newest generation have saved under its layout since they have it."""
         return self.eras[0][1] if self.eras else self
