@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from tiercheck.archive.change.copying import Copied, copy
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
 from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
@@ -222,6 +223,27 @@ class Archive:
 
         sources = source(self, before, generation), source(other or self, after, other_generation)
         return run(compare(*sources, rank=rank, optimizer=optimizer, progress=progress))
+
+    def copy(
+        self,
+        to: str,
+        version: int | None = None,
+        *,
+        generation: int | None = None,
+        everything: bool = False,
+        progress: Progress = lambda done, total: None,
+    ) -> Copied:
+        """Copy a version (by default the newest) into the tier at ``to``, or ``everything`` that is there.
+
+        Each object is verified as it is read; one that is there already is not sent again, so that an interrupted copy
+        goes on. Errors: ``RecoveryError`` if the version cannot be read; ``ConfigurationError``; ``JobConflict`` if the
+        target holds another job; ``TierError`` naming the tier.
+        """
+        if everything and (version is not None or generation is not None):
+            raise ConfigurationError("everything is copied, or one version: choose one of both")
+        chosen = None if everything else self.inventory.at(version, generation=generation)
+        copying = copy(self._hierarchy, self.inventory, chosen, to, deadline_s=self._deadline_s, progress=progress)
+        return self._call(copying, FOREVER_S)
 
     # How
 

@@ -20,7 +20,7 @@ from tiercheck.replication.lineage_records import SetAside, read_branches
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import ObjectInfo
 
-__all__ = ["TierContents", "look_into", "opened_to_read"]
+__all__ = ["CLOSE_S", "TierContents", "look_into", "open_tier", "opened_to_read"]
 
 FOREIGN_NAMED_MAX = 3
 CLOSE_S = 5.0
@@ -74,7 +74,7 @@ async def opened_to_read(urls: Sequence[str], deadline_s: float) -> AsyncIterato
     Errors: ``ConfigurationError`` for a URL that is none; the first tier's own if none of them can be opened.
     """
     hierarchy = Hierarchy.of(*(Tier(url, wrap=ReadOnlyDriver) for url in urls)).open()
-    outcomes = await asyncio.gather(*(_open(tier, deadline_s) for tier in hierarchy.tiers), return_exceptions=True)
+    outcomes = await asyncio.gather(*(open_tier(tier, deadline_s) for tier in hierarchy.tiers), return_exceptions=True)
     try:
         away: dict[int, str] = {}
         for tier, outcome in zip(hierarchy.tiers, outcomes, strict=True):
@@ -91,7 +91,8 @@ async def opened_to_read(urls: Sequence[str], deadline_s: float) -> AsyncIterato
                 await tier.driver.close()
 
 
-async def _open(tier: OpenTier, deadline_s: float) -> None:
+async def open_tier(tier: OpenTier, deadline_s: float) -> None:
+    """Errors: the driver's own; ``Transient`` after the deadline."""
     try:
         async with asyncio.timeout(deadline_s):
             await tier.driver.open()

@@ -10,6 +10,7 @@ from tiercheck.policy.recovery.plan import availability, held
 from tiercheck.types import shown
 
 if TYPE_CHECKING:
+    from tiercheck.archive.change.copying import Copied
     from tiercheck.archive.compare.paths import PathDifference
     from tiercheck.archive.compare.versions import Compared, Form
     from tiercheck.archive.contents import Contents
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from tiercheck.archive.verify import Verified
     from tiercheck.policy.recovery.consensus import RecoveryPoint
 
-__all__ = ["compared_object", "contents_object", "exported_object", "listing_object", "plan_object", "verified_object"]
+__all__ = [
+    "compared_object",
+    "contents_object",
+    "copied_object",
+    "exported_object",
+    "listing_object",
+    "plan_object",
+    "verified_object",
+]
 
 
 def listing_object(inventory: Inventory) -> dict[str, Any]:
@@ -207,6 +216,19 @@ def compared_object(found: Compared) -> dict[str, Any]:
         "written": paths_object(found.written),
         "fidelity": str(found.fidelity),
         "notes": list(found.notes),
+    }
+
+
+def copied_object(found: Copied) -> dict[str, Any]:
+    return {
+        "url": found.url,
+        "version": found.version,
+        "objects": found.objects,
+        "bytes": found.nbytes,
+        "present": found.present,
+        "damaged": found.damaged,
+        "gone": found.gone,
+        "versions": [list(span) for span in found.versions],
     }
 
 

@@ -16,8 +16,6 @@ from functools import partial
 from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierError
 from tiercheck.format import container
 from tiercheck.format.container import HeaderTooLarge
-from tiercheck.format.header import HEADER_NBYTES_MAX
-from tiercheck.format.index.message import INDEX
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import CommitKey, Key, MarkerKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import CommitRecord, to_commit
@@ -27,8 +25,9 @@ from tiercheck.replication.backoff import CONCERNS_THE_TIER, TIER_AWAY_AFTER, Ac
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.records import marker_record, metric_record, seal
+from tiercheck.replication.shards import look_at
 from tiercheck.streams.records.merge import ShardContents, as_stored, merge
-from tiercheck.types import ByteRange, Payload, PutMode
+from tiercheck.types import Payload, PutMode
 
 __all__ = ["COMMITTING", "COPYING", "DELETING", "MARKING", "REPORTING", "Actions"]
 
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 
 COPYING, MARKING, COMMITTING, DELETING = "copying", "marking", "committing", "deleting"
 REPORTING = "reporting"
-HEADER_GUESS_BYTES = 64 << 10
-"""The beginning of a shard that is asked for first: most headers fit, and the rest is fetched if not."""
 CHECKS_IN_FLIGHT = 128
 """So many ranks' shards the coordinator checks at a time."""
 DELETE_CALLS_MAX = 64
@@ -171,7 +168,7 @@ class Actions:
         self._observer.put(tier.index, key, info.nbytes)
 
     async def mark(self, tier: OpenTier, shard: ShardKey) -> None:
-        key, _ = await _look_at(tier, shard)
+        key, _ = await look_at(tier, shard)
         info = await tier.driver.put(str(key), [marker_record(key)])
         self._observer.put(tier.index, key, info.nbytes)
 
@@ -208,7 +205,7 @@ class Actions:
     async def _checked(self, tier: OpenTier, shard: ShardKey, said: Sequence[MarkerKey]) -> tuple[MarkerKey, str]:
         """The marker that says of the shard what is found, and the checksum of the shard's index. Two requests, one
         after the other. Errors: ``Corruption`` if none does."""
-        found, index = await _look_at(tier, shard, said[0].header_nbytes if said else 0)
+        found, index = await look_at(tier, shard, said[0].header_nbytes if said else 0)
         if found not in said:
             stated = " and ".join(each.said for each in said) or "nothing"
             raise Corruption(f"the shard has {found.said}, its marker says {stated}", tier=tier.name, key=str(shard))
@@ -282,27 +279,6 @@ class Actions:
         await tier.driver.delete([str(key) for key in gone])
         self._observer.gone(tier.index, gone)
         self.deleted_objects += len(gone)
-
-
-async def _look_at(tier: OpenTier, shard: ShardKey, header_nbytes: int = 0) -> tuple[MarkerKey, str]:
-    """What a marker says of a shard as it lies in the tier, and the checksum of its index; only its header is fetched.
-    ``header_nbytes``: how long that is said to be."""
-    name = str(shard)
-    nbytes = (await tier.driver.stat(name)).nbytes
-    beginning = await _beginning(tier, name, min(nbytes, header_nbytes or HEADER_GUESS_BYTES, HEADER_NBYTES_MAX))
-    header_nbytes = container.header_length(beginning, key=name, tier=tier.name)
-    if header_nbytes > len(beginning):
-        beginning = await _beginning(tier, name, min(nbytes, header_nbytes))
-    header = container.parse_header(beginning, nbytes, key=name, tier=tier.name)
-    digest = container.checksum_of(beginning[:header_nbytes])
-    marker = MarkerKey.of(shard, nbytes, header_nbytes, digest, header.metadata.token)
-    return marker, header.object_checksum(INDEX)
-
-
-async def _beginning(tier: OpenTier, name: str, nbytes: int) -> memoryview:
-    if tier.capabilities.ranged_get:
-        return await tier.driver.get(name, range=ByteRange(0, nbytes))
-    return await tier.driver.get(name)
 
 
 def _record_of(key: Key) -> CommitKey | None:

@@ -9,17 +9,39 @@ from tiercheck.errors import Corruption
 from tiercheck.format import container
 from tiercheck.format.checksums import checksum_of
 from tiercheck.format.container import ShardHeader
-from tiercheck.format.header import OBJECT_PREFIX, Extent
+from tiercheck.format.header import HEADER_NBYTES_MAX, OBJECT_PREFIX, Extent
 from tiercheck.format.host_state import unpack
+from tiercheck.format.index.message import INDEX
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import ShardKey
+from tiercheck.keys import MarkerKey, ShardKey
 from tiercheck.replication.asking import asked_twice
 from tiercheck.types import ByteRange
 
-__all__ = ["damaged", "read", "read_extent", "read_header", "read_object"]
+__all__ = ["damaged", "look_at", "read", "read_extent", "read_header", "read_object"]
 
 BEGINNING_NBYTES = 64 << 10
 """Read at first: as a rule it holds the whole header."""
+
+
+async def look_at(tier: OpenTier, shard: ShardKey, header_nbytes: int = 0) -> tuple[MarkerKey, str]:
+    """What a marker says of a shard as it lies in the tier, and the checksum of its index; only its header is fetched.
+    ``header_nbytes``: how long that is said to be."""
+    name = str(shard)
+    nbytes = (await tier.driver.stat(name)).nbytes
+    beginning = await _beginning(tier, name, min(nbytes, header_nbytes or BEGINNING_NBYTES, HEADER_NBYTES_MAX))
+    header_nbytes = container.header_length(beginning, key=name, tier=tier.name)
+    if header_nbytes > len(beginning):
+        beginning = await _beginning(tier, name, min(nbytes, header_nbytes))
+    header = container.parse_header(beginning, nbytes, key=name, tier=tier.name)
+    digest = container.checksum_of(beginning[:header_nbytes])
+    marker = MarkerKey.of(shard, nbytes, header_nbytes, digest, header.metadata.token)
+    return marker, header.object_checksum(INDEX)
+
+
+async def _beginning(tier: OpenTier, name: str, nbytes: int) -> memoryview:
+    if tier.capabilities.ranged_get:
+        return await tier.driver.get(name, range=ByteRange(0, nbytes))
+    return await tier.driver.get(name)
 
 
 async def read_header(tier: OpenTier, key: ShardKey, nbytes: int) -> ShardHeader:

@@ -132,6 +132,17 @@ def test_diff_names_what_differs_most_first(finished: Left, left: Left) -> None:
     assert told("diff", finished.url, "6", "6", "--generation", "1")["same"] is True
 
 
+def test_copy_brings_a_version_elsewhere_and_fails_if_something_was_left_out(left: Left, tmp_path: Path) -> None:
+    target = f"nvme://{tmp_path}/copy?survives=rack"
+    found = told("copy", left.url, target)
+    assert (found["version"], found["damaged"], found["present"]) == (LAST, [], 0)
+    assert found["versions"][-1][1] == LAST
+    assert f"{found['objects']} were there already" in printed("copy", left.url, target)
+    left.flip("r00000/g000001/base/*")
+    assert told("copy", left.url, target, "--all", code=1)["damaged"]
+    assert told("ls", target)["problems"] == []
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])
 def test_an_error_is_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
