@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, DeadlineExceeded, TierCheckError
-from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.errors import CapacityExceeded, ConfigurationError, TierCheckError, TierError
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.streams.state import StateStream
@@ -83,14 +83,13 @@ class Demand:
                 tier=tier,
             )
 
-    def reservations(self, room: int) -> list[tuple[int, int]]:
-        """(bytes, count) of the reservations to come: of bases first, of each kind as many as fit into ``room``."""
-        sizes: list[tuple[int, int]] = []
-        for nbytes, count in ((self.base_nbytes, self.bases), (self.record_nbytes_max, self.records)):
-            fits = min(count, room // nbytes)
-            sizes.append((nbytes, fits))
-            room -= nbytes * fits
-        return sizes
+    def reservations(self, room: int, base_every: int) -> list[tuple[int, int]]:
+        """(bytes, count) of the reservations to come, in the order of need, beside the opening base. If not all fit
+        into ``room``, bases come first: what one costs that is not ready is felt most."""
+        bases = min(self.bases - 1, room // self.base_nbytes)
+        records = min(self.records, (room - bases * self.base_nbytes) // self.record_nbytes_max)
+        soon = min(records, base_every)
+        return [(self.record_nbytes_max, soon), (self.base_nbytes, bases), (self.record_nbytes_max, records - soon)]
 
 
 def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> None:
@@ -103,22 +102,22 @@ def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> N
         )
 
 
-async def prepare_memory(ranks: Ranks, tiers: OpenHierarchy, demand: Demand, usage: Usage) -> None:
-    """Have the first tier's memory touched and mapped now, while nothing trains, as far as there is room, or the tier
-    keeps ready. What is not ready costs its first use more."""
-    assert usage.free_bytes is not None and usage.limit_bytes is not None
-
-    async def prepare(room: int) -> None:
-        preparing = tiers.first.driver.prepare_reservations(demand.reservations(room))
-        await ranks.call(preparing, f"preparing the memory of {tiers.first.name}")
-
+async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int) -> None:
+    """Have the first tier's memory touched and mapped, as far as there is room, or the tier keeps ready. That takes as
+    long as the memory is large, so it is done beside training, after the opening base has got its own. What is not
+    ready yet costs its first use more."""
+    driver = tier.driver
     try:
+        usage = await driver.usage()
+        if usage.free_bytes is None or usage.limit_bytes is None:
+            return
         try:
-            await prepare(usage.free_bytes)
+            await driver.prepare_reservations(demand.reservations(usage.free_bytes, base_every))
         except CapacityExceeded:  # it keeps less than that beside its objects
-            await prepare(usage.limit_bytes // 2)
-    except (CapacityExceeded, DeadlineExceeded) as error:
-        log.warning("not all memory is prepared, so that the first captures take longer: %s", error)
+            room = min(usage.free_bytes, usage.limit_bytes // 2)
+            await driver.prepare_reservations(demand.reservations(room, base_every))
+    except TierError as error:
+        log.warning("not all memory is prepared, so that some captures take longer: %s", error)
 
 
 async def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:

@@ -55,6 +55,8 @@ class Resources:
     process_lock: Lock | None = None
     tiers: OpenHierarchy | None = None
     recorder: Recorder | None = None
+    preparing: Future[None] | None = None
+    """Makes memory ready, while there is any to make."""
     mover_life: MoverLife | None = None
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Run before anything else is given back."""
@@ -80,6 +82,8 @@ class Resources:
         return error
 
     async def _let_go(self) -> None:
+        if self.preparing is not None and not self.preparing.cancel() and (fault := self.preparing.exception()):
+            log.error("memory could not be made ready", exc_info=fault)
         if self.recorder is not None:
             await self.recorder.close()
         try:

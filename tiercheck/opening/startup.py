@@ -250,7 +250,6 @@ class _Startup:
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
-            await prepare_memory(ranks, tiers, demand, usage)
         return _OpenTiers(placed, tiers, demand, agent)
 
     async def begin(self, state: _State, opened: _OpenTiers, start: _Start) -> tuple[_Recording, list[str]]:
@@ -280,6 +279,8 @@ class _Startup:
             # No rank of a job that begins anew goes on before every rank has its first base. A rank without one could
             # come to nothing, and the next start would have to take the others' versions for a loss.
             await recorder.finish_base()
+        preparing = prepare_memory(opened.tiers.first, opened.demand, config.base_every)
+        self.held.preparing = ranks.scheduler.start(preparing)
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from
 

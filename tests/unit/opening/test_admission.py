@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,3 +101,45 @@ def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path) -
         training.step(version)
     assert checkpointer.stats.drain_stall_s > 0
     checkpointer.abort()
+
+
+class NeverReady(WrappingDriver):
+    """Makes memory ready for ever."""
+
+    def __init__(self, inner: TierDriver) -> None:
+        super().__init__(inner)
+        self.asked: list[tuple[int, int]] = []
+        self.ended = False
+
+    async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
+        self.asked = list(sizes)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended = True
+
+
+def test_nobody_waits_for_memory_that_is_made_ready(tmp_path: Path) -> None:
+    training, drivers = Training(), list[NeverReady]()
+
+    def wrap(driver: TierDriver) -> TierDriver:
+        drivers.append(NeverReady(driver))
+        return drivers[-1]
+
+    first = Tier(f"memory://ready-{tmp_path.name}?size={1 << 30}", wrap=wrap)
+    checkpointer = training.attach(Hierarchy.of(first, f"nvme://{tmp_path}/durable?survives=rack"), base_every=4)
+    for version in range(1, 10):
+        training.step(version)
+    checkpointer.close()
+    (driver,) = drivers
+    assert driver.ended
+    records = differentials_at_most(checkpointer.config)
+    assert [count for _, count in driver.asked] == [4, bases_at_most() - 1, records - 4]
+
+
+def test_bases_are_made_ready_before_anything_else_if_room_is_short() -> None:
+    demand = Demand(3, 100, 20, 10, 10, "differentials")
+    assert demand.reservations(1000, 5) == [(10, 5), (100, 2), (10, 15)]
+    assert demand.reservations(230, 5) == [(10, 3), (100, 2), (10, 0)]
+    assert demand.reservations(150, 5) == [(10, 5), (100, 1), (10, 0)]
+    assert demand.reservations(0, 5) == [(10, 0), (100, 0), (10, 0)]

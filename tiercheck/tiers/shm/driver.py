@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError
@@ -220,7 +222,14 @@ class ShmDriver(FileDriver):
         for nbytes, count in sizes:
             if nbytes < 0 or count < 0:
                 raise ValueError(f"{count} reservations of {nbytes} bytes cannot be prepared")
-        await self.run(lambda check: self._mapped.prepare(sizes, check))
+        before = self._mapped.made.copy()
+        lacking = await self.run(lambda _: self._mapped.lacking(sizes))
+        enough = before + Counter(lacking)
+        for nbytes in lacking:
+            # One at a time: it can be reserved at once, and the process can end before all of them are ready. What
+            # reservations have had to make meanwhile, they will return.
+            if self._mapped.made[nbytes] < enough[nbytes]:
+                await self.run(partial(self._mapped.prepare, nbytes))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 from tiercheck.errors import CapacityExceeded
@@ -57,6 +57,8 @@ class MappedSegments:
         self._copiers = Threads(copy_threads, "tiercheck copy")
         self._lock = threading.Lock()
         self._expected: dict[int, int] = {}  # bytes of a reservation -> bytes of the object that it last became
+        self.made: Counter[int] = Counter()
+        """By the bytes of a reservation, how often memory was made for one, when it was asked for or ahead."""
         self._pins = False
         self._selection = Selection(known=self.cache, fixed=self.cache.pinned)
 
@@ -81,6 +83,9 @@ class MappedSegments:
                 region = self._region(head, nbytes, check)
                 if tail is not None:
                     region.show_behind(tail.fd, whole_pages(missing))
+            if 2 * head.recycled_bytes < nbytes:
+                with self._lock:
+                    self.made[nbytes] += 1
             return MappedSegment(self, head, tail, region, nbytes)
         except BaseException:
             with contextlib.ExitStack() as undo:
@@ -123,27 +128,34 @@ class MappedSegments:
             return None
         return region.lend_to_read(nbytes, os.dup(fd))
 
-    def prepare(self, sizes: Sequence[tuple[int, int]], check: Check) -> None:
-        """Put segments into the pool that cost nothing to reserve: backed, mapped, and pinned if there is a GPU.
-
-        Those that are there already are used. Errors: ``CapacityExceeded``; what is ready by then stays.
-        """
-        wanted = sorted(((nbytes, count) for nbytes, count in sizes if nbytes >= SPARE_BYTES_MIN), reverse=True)
+    def lacking(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """The bytes of the segments that :meth:`prepare` must make, in the order of ``sizes``: what this process keeps
+        ready already counts. Small ones are not worth keeping. Errors: ``CapacityExceeded`` if not all fit."""
+        wanted = [(nbytes, count) for nbytes, count in sizes if nbytes >= SPARE_BYTES_MIN]
         self.directory.check_room_for_spares(sum(nbytes * count for nbytes, count in wanted))
         if wanted and self.pinning.available():
             self.locality.near_device(self.pinning.pci_bus_id())
+        mapped = self._ready
+        ready = {nbytes: self.directory.count_spares(self._head_bytes(nbytes), mapped) for nbytes, _ in wanted}
+        lacking: list[int] = []
+        for nbytes, count in wanted:
+            used = min(count, ready[nbytes])
+            ready[nbytes] -= used
+            lacking += [nbytes] * (count - used)
+        return lacking
+
+    def prepare(self, nbytes: int, check: Check) -> None:
+        """Put one more segment into the pool that costs nothing to reserve: backed, mapped, and pinned if there is a
+        GPU. What dead processes left is used. Errors: ``CapacityExceeded``."""
         self.locality.apply()
-        ready: list[tuple[Segment, MappedRegion]] = []
+        segment, region = self._prepared(nbytes, check)
+        with self._lock:
+            self.made[nbytes] += 1
         try:
-            # All of them are held at a time, so that none is taken twice.
-            for nbytes in itertools.chain.from_iterable(itertools.repeat(*pair) for pair in wanted):
-                check()
-                ready.append(self._prepared(nbytes, check))
+            os.utime(segment.fd)  # the pool gives up the oldest first
+            self.cache.keep(region, segment.fd)
         finally:
-            for segment, region in ready:
-                os.utime(segment.fd)  # the pool gives up the oldest first
-                self.cache.keep(region, segment.fd)
-                self.directory.discard(segment.temporary, owner=os.getpid())
+            self.directory.discard(segment.temporary, owner=os.getpid())
 
     def learn(self, reserved_bytes: int, nbytes: int) -> None:
         """A reservation became an object of ``nbytes``."""
@@ -155,6 +167,11 @@ class MappedSegments:
 
     # Details.
 
+    @property
+    def _ready(self) -> Container[int]:
+        """The inodes of segments that cost nothing to reserve."""
+        return self.cache.pinned if self.pinning.available() else self.cache
+
     def _head_bytes(self, nbytes: int) -> int:
         """The head's bytes: all, if the rest is not worth a file, or must be pinned as one piece."""
         head_bytes = whole_pages(self._expected.get(nbytes, nbytes))
@@ -162,7 +179,8 @@ class MappedSegments:
 
     def _prepared(self, nbytes: int, check: Check) -> tuple[Segment, MappedRegion]:
         head_bytes = self._head_bytes(nbytes)
-        segment = self.directory.take(head_bytes, head_bytes, check, replace(self._selection, owned=False))
+        others = replace(self._selection, owned=False, ready=self._ready)
+        segment = self.directory.take(head_bytes, head_bytes, check, others, empties_pool=False)
         try:
             region = self._region(segment, nbytes, check)
             if not region.is_pinned:

@@ -72,6 +72,8 @@ class Selection:
     """Inodes whose pages must stay what they are: their files are not cut and not extended."""
     owned: bool = True
     """Those that other living processes would have back may be taken too."""
+    ready: Container[int] = ()
+    """Inodes that are left: they are what is being made."""
 
 
 ANY = Selection()
@@ -201,7 +203,9 @@ class SegmentPool:
         for _, known, kind in sorted(costs):
             stays = whole_pages(at_least) <= whole_pages(kind.nbytes) <= whole_pages(at_most)
             for spare in list(self._listed[kind].values()):
-                if (spare.inode in selection.known) == known and (stays or spare.inode not in selection.fixed):
+                if (spare.inode in selection.known) != known or spare.inode in selection.ready:
+                    continue
+                if stays or spare.inode not in selection.fixed:
                     yield spare
 
     def evict(self, spare: Spare) -> int:
@@ -221,6 +225,11 @@ class SegmentPool:
 
     def owned_elsewhere_bytes(self) -> int:
         return sum(kind.nbytes * len(alike) for kind, alike in self.listed().items() if kind.is_owned_elsewhere)
+
+    def count(self, nbytes: int, among: Container[int]) -> int:
+        """How many spares of that length are among these inodes."""
+        alike = [spares for kind, spares in self.listed().items() if kind.nbytes == nbytes]
+        return sum(spare.inode in among for spares in alike for spare in spares.values())
 
     def disown(self) -> None:
         """Leave this process's spares to everybody."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,8 +108,11 @@ class SegmentDirectory(ObjectDirectory):
         at_most: int,
         check: Callable[[], None],
         selection: Selection = ANY,
+        *,
+        empties_pool: bool = True,
     ) -> Segment:
         """A file of ``at_least`` to ``at_most`` bytes: the spare that fits best, cut or extended, or a new one.
+        ``empties_pool``: if there is no memory but what is kept for reuse, that is given up.
 
         Errors: ``CapacityExceeded``; then nothing is kept.
         """
@@ -142,7 +145,7 @@ class SegmentDirectory(ObjectDirectory):
         self._taken.add(temporary)
         segment = Segment(temporary, nbytes, recycled_bytes, status.st_ino, status.st_mtime_ns)
         try:
-            self._back(fd, recycled_bytes, nbytes, check)
+            self._back(fd, recycled_bytes, nbytes, check, empties_pool=empties_pool)
         except BaseException:
             self.destroy(segment)
             raise
@@ -260,6 +263,11 @@ class SegmentDirectory(ObjectDirectory):
                 f"processes keep {others} of them; give the tier a larger pool= (or size=)"
             )
 
+    def count_spares(self, nbytes: int, among: Container[int]) -> int:
+        """How many spares of that length are among these inodes."""
+        with self.locked():
+            return self._spares.count(nbytes, among)
+
     # Details; all but _back are called under the lock.
 
     def _retire(self, folder: int | None, name: str, status: os.stat_result, owner: int) -> None:
@@ -274,7 +282,7 @@ class SegmentDirectory(ObjectDirectory):
         room = max(0, self.limit_bytes - self._accounting.read().charged)
         self._spares.trim(min(self.pool_bytes, room), POOL_FILES_MAX)
 
-    def _back(self, fd: int, start: int, stop: int, check: Callable[[], None]) -> None:
+    def _back(self, fd: int, start: int, stop: int, check: Callable[[], None], *, empties_pool: bool = True) -> None:
         """Allocate the pages of ``[start, stop)`` now: later, a full tmpfs would kill the writer with SIGBUS."""
         while start < stop:
             check()
@@ -288,7 +296,7 @@ class SegmentDirectory(ObjectDirectory):
                     raise
                 with self.locked():
                     self.reclaim()
-                    if self.empty_pool():
+                    if empties_pool and self.empty_pool():
                         continue
                 free = os.statvfs(self.root)
                 raise CapacityExceeded(

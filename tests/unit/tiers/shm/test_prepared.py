@@ -6,11 +6,13 @@ import asyncio
 import errno
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 
 from tests.shared_memory import root_of
 from tiercheck.errors import CapacityExceeded, Closed
+from tiercheck.tiers.driver import Reservation
 from tiercheck.tiers.shm.driver import ShmDriver
 from tiercheck.types import bytes_text
 
@@ -45,6 +47,51 @@ async def test_it_is_backed_mapped_and_handed_out(name: str) -> None:
             one.buffer[:] = b"x" * one.buffer.nbytes
             await one.publish()
         assert blocks(name) == {}
+
+
+async def test_it_is_made_in_the_order_of_need_and_handed_out_meanwhile(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on while memory is made ready: what it takes is not waited for, and counts as made."""
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        made: list[int] = []
+        taken: list[Reservation] = []
+        prepare = driver._mapped.prepare
+
+        def prepared(nbytes: int, check: Callable[[], None]) -> None:
+            prepare(nbytes, check)
+            made.append(nbytes)
+            if len(made) == 1:
+                ready = set(blocks(name))
+                taken.append(driver.reserve_nowait("a", MIB))
+                assert {os.fstat(taken[0]._segment._head.fd).st_ino} == ready  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(driver._mapped, "prepare", prepared)
+        await driver.prepare_reservations([(MIB, 2), (4 * MIB, 1), (MIB, 1)])
+        assert made == [MIB, MIB, 4 * MIB, MIB]
+        assert sorted(blocks(name).values()) == [MIB, MIB, 4 * MIB]
+        await taken[0].drop()
+        assert len(blocks(name)) == 4
+
+
+async def test_what_training_had_to_make_meanwhile_is_not_made_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ShmDriver(name, size=64 * MIB) as driver:
+        taken: list[Reservation] = []
+        prepare = driver._mapped.prepare
+
+        def prepared(nbytes: int, check: Callable[[], None]) -> None:
+            prepare(nbytes, check)
+            if not taken:
+                taken.extend(driver.reserve_nowait(f"{number}", MIB) for number in range(3))
+
+        monkeypatch.setattr(driver._mapped, "prepare", prepared)
+        await driver.prepare_reservations([(MIB, 4)])
+        assert len(blocks(name)) == 1
+        for each in taken:
+            await each.drop()
+        assert len(blocks(name)) == 4
 
 
 async def test_nothing_is_made_twice(name: str) -> None:
