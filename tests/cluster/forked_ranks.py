@@ -14,14 +14,13 @@ from pathlib import Path
 import psutil
 
 from tests.forks import ROOT, join, launch
-from tiercheck.demo.settings import RANKS
 
 __all__ = ["fork_ranks"]
 
 RANKS_S_MAX = 200.0
 
 
-def fork_ranks(arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> psutil.Process:
+def fork_ranks(ranks: int, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> psutil.Process:
     """In the place of :func:`tiercheck.demo.launch.torchrun`: a process whose children the ranks are."""
     if pid := os.fork():
         return psutil.Process(pid)
@@ -29,7 +28,7 @@ def fork_ranks(arguments: Sequence[str], log: Path, variables: Mapping[str, str]
     try:
         os.setsid()
         codes = launch(
-            RANKS,
+            ranks,
             RANKS_S_MAX,
             program=__name__,
             arguments=arguments,

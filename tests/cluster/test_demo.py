@@ -95,6 +95,12 @@ def test_a_lost_node_recovers_from_its_neighbours_memory(forked: Path) -> None:
     assert {"shm", "peer"} <= set(result["sources"])
 
 
+def test_other_ranks_go_on_with_the_same_bits(forked: Path) -> None:
+    result = of_forked(forked, "elsewhere")
+    assert (result["ranks"], result["resumed_on"]) == (2, 3)
+    assert "Then it goes on with 3 ranks." in (forked / "log").read_text()
+
+
 def test_a_lost_rack_recovers_from_the_durable_tier(tmp_path: Path) -> None:
     """From the command line, with torchrun."""
     output = tmp_path / "out"
@@ -137,6 +143,7 @@ def wait_for_children(parent: psutil.Process) -> list[psutil.Process]:
         (["--text", "/does/not/exist"], "the training text /does/not/exist does not exist"),
         (["--codec", "zip"], "there is no codec 'zip' (installed are: "),
         (["--seed", "-1"], "the seed must be in 0.."),
+        (["--resume-on", "99"], "the demo runs on 8 ranks at most, not 99"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_no_traceback(

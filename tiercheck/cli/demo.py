@@ -22,6 +22,9 @@ def demo(
     ] = None,
     output: Annotated[Path, typer.Option(help="Where the plot, the report and the logs go.")] = Path("demo-output"),
     steps: Annotated[int | None, typer.Option(help="Iterations; by default as fits the dtype.")] = None,
+    resume_on: Annotated[
+        int | None, typer.Option(help="Go on with so many ranks after the failure, instead of 2.", min=1, metavar="M")
+    ] = None,
     codec: Annotated[str, typer.Option(help="How the differentials are encoded.")] = "exact",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the durable tier's files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, last.")] = False,
@@ -61,6 +64,7 @@ def demo(
             sequence=sequence,
             base_every=base_every,
             batch=batch,
+            resume_on=resume_on,
         ),
         console,
     )

@@ -17,14 +17,14 @@ from typing import Self
 
 import psutil
 
-from tiercheck.demo.settings import RANKS, TrainingSettings
+from tiercheck.demo.settings import TrainingSettings
 from tiercheck.demo.training.progress import RankProgress, progress_path, read_progress
 from tiercheck.errors import TierCheckError
 
 __all__ = ["Deadlines", "Start", "TrainerFailure", "Trainers", "torchrun"]
 
-Start = Callable[[Sequence[str], Path, Mapping[str, str]], psutil.Process]
-"""Starts the ranks with these arguments of the trainer, their output in this log, and these variables more. Returns
+Start = Callable[[int, Sequence[str], Path, Mapping[str, str]], psutil.Process]
+"""Starts so many ranks with these arguments of the trainer, their output in this log, and these variables more. Returns
 the process that they are children of, which ends after them and fails when one of them does."""
 
 POLL_S = 0.02
@@ -46,7 +46,7 @@ class Deadlines:
 
 
 class Trainers:
-    """``RANKS`` trainer processes under one agent, torchrun's if nothing else is said. Leaving the context kills those
+    """The trainer processes under one agent, torchrun's if nothing else is said. Leaving the context kills those
     that still live."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Trainers:
         arguments = [f"--settings={settings_file}", f"--progress={self.folder}"]
         before = set(psutil.Process().children())
         try:
-            self._agent = self._start(arguments, self.log, trainer_environment(self.folder))
+            self._agent = self._start(self.settings.ranks, arguments, self.log, trainer_environment(self.folder))
         except BaseException:  # a signal that ends the demo may come when the process is there and nobody knows it yet
             for process in set(psutil.Process().children()) - before:
                 process.kill()
@@ -84,7 +84,7 @@ class Trainers:
         self.kill()
 
     def progress(self) -> list[RankProgress]:
-        return [read_progress(progress_path(self.folder, rank)) for rank in range(RANKS)]
+        return [read_progress(progress_path(self.folder, rank)) for rank in range(self.settings.ranks)]
 
     def watch(
         self,
@@ -112,7 +112,7 @@ class Trainers:
             if ended:
                 raise self._failure(f"the trainers ended with exit code {self._code}")
             if time.monotonic() - heard > (limit := self._patience(ranks)):
-                slowest = min(range(RANKS), key=lambda rank: (stage(ranks[rank]), ranks[rank].version))
+                slowest = min(range(len(ranks)), key=lambda rank: (stage(ranks[rank]), ranks[rank].version))
                 raise self._failure(
                     f"rank {slowest}, last seen at version {ranks[slowest].version}, made no progress for {limit:.0f} s"
                 )
@@ -178,9 +178,9 @@ class Trainers:
         return TrainerFailure(f"{what}; the end of {self.log}:\n{tail}")
 
 
-def torchrun(arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> psutil.Process:
+def torchrun(ranks: int, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> psutil.Process:
     """Ranks as a user would start them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["--max-restarts=0", "-m", "tiercheck.demo.training.trainer", *arguments]
     with log.open("wb") as output:
         return psutil.Popen(

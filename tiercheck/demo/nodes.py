@@ -14,7 +14,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -46,9 +47,11 @@ _AGENT = re.compile(rf"agent-(?P<node>{_JOB}-\d+)\.")
 
 
 class Nodes:
-    """The nodes of one demo, under a name that no other demo has."""
+    """The nodes of one demo, under a name that no other demo has. ``ranks``: of each of its lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Sequence[int] = (RANKS,)) -> None:
+        self.ranks = ranks
+        self._nodes = range(max(ranks))
         self.name = f"demo-{os.getpid()}-{secrets.token_hex(4)}"
 
     def agent(self, node: int) -> str:
@@ -56,17 +59,18 @@ class Nodes:
         return f"{self.name}-{node}"
 
     def tiers(self, settings: TrainingSettings, durable: Path) -> tuple[str, ...]:
-        """The tiers' URLs: own memory, the neighbour's, and a directory that all share."""
-        size_bytes = memory_bytes(settings)
-        return (
-            f"shm://{self.name}-node{{rank}}?size={size_bytes}",
-            f"peer://{self.name}",
-            f"nvme://{durable}?survives=rack",
-        )
+        """The tiers' URLs: own memory, the neighbour's if there is one, and a directory that all share."""
+        peer = (f"peer://{self.name}",) if settings.ranks > 1 else ()
+        own = f"shm://{self.name}-node{{rank}}?size={self._memory_bytes(settings)}"
+        return (own, *peer, f"nvme://{durable}?survives=rack")
+
+    def _memory_bytes(self, settings: TrainingSettings) -> int:
+        """A node's. On other ranks what was saved stays until the new ones have a base of their own."""
+        return sum(memory_bytes(replace(settings, ranks=ranks)) for ranks in self.ranks)
 
     def check_memory(self, settings: TrainingSettings) -> None:
         """Refuse to start if the shared memory cannot hold that of all nodes. Errors: ``ConfigurationError``."""
-        needed = 2 * RANKS * memory_bytes(settings)  # its own objects, and as many of its neighbour's
+        needed = 2 * len(self._nodes) * self._memory_bytes(settings)  # its own objects, and as many of its neighbour's
         free = shutil.disk_usage(SHM).free
         if free < needed:
             raise ConfigurationError(
@@ -78,8 +82,8 @@ class Nodes:
     def held_bytes(self, durable: Path) -> dict[str, int]:
         """Bytes of the objects in each tier, all nodes together, by the tier's name."""
         present = {namespace.name for namespace in namespaces()}
-        own = [f"{self.name}-node{node}" for node in range(RANKS)]
-        kept = [shm_name(self.agent(node), self.name) for node in range(RANKS)]
+        own = [f"{self.name}-node{node}" for node in self._nodes]
+        kept = [shm_name(self.agent(node), self.name) for node in self._nodes]
         return {
             "shm": sum(asyncio.run(object_bytes(ShmDriver(name))) for name in own if name in present),
             "peer": sum(asyncio.run(object_bytes(kept_for_neighbours(name))) for name in kept if name in present),
@@ -99,8 +103,8 @@ class Nodes:
 
     def close(self) -> None:
         """End every node, and leave nothing behind."""
-        self.fail(range(RANKS))
-        for node in range(RANKS):
+        self.fail(self._nodes)
+        for node in self._nodes:
             remove_run_files(self.agent(node))
 
 
@@ -158,7 +162,7 @@ def memory_bytes(settings: TrainingSettings) -> int:
     each of them."""
     owned = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
     if settings.zero > 0:
-        owned = -(-owned // RANKS)
+        owned = -(-owned // settings.ranks)
     bases = BASES_HELD * (owned * BASE_BYTES + BASE_ROOM_BYTES)
     differentials = BASES_HELD * settings.base_every + max(2, settings.batch) + 1  # one more is being captured
     return bases + differentials * (owned * DIFFERENTIAL_BYTES + DIFFERENTIAL_ROOM_BYTES)

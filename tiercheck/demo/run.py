@@ -17,8 +17,8 @@ from tiercheck.demo.launch import Start, Trainers
 from tiercheck.demo.results.compare import Interrupted, compare, mean_losses
 from tiercheck.demo.results.plot import plot_losses
 from tiercheck.demo.results.recovery_view import availability_table, plan_table
-from tiercheck.demo.results.report import DemoResult
-from tiercheck.demo.settings import SEED_MAX, TrainingSettings
+from tiercheck.demo.results.report import DemoResult, ranks_text
+from tiercheck.demo.settings import RANKS, RECOVERED, SEED_MAX, TrainingSettings
 from tiercheck.demo.training.model_size import parameter_count
 from tiercheck.demo.training.progress import RankProgress
 from tiercheck.demo.training.text import check_length, load_corpus
@@ -54,6 +54,8 @@ class DemoOptions:
     sequence: int | None = None
     base_every: int | None = None
     batch: int | None = None
+    resume_on: int | None = None
+    """So many ranks go on after the failure; by default as many as before."""
 
     def settings(self) -> TrainingSettings:
         """The settings of the run without checkpoints. Errors: ``ConfigurationError``."""
@@ -80,15 +82,22 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     failure = plan_failure(options.failure, settings)
     codec(settings.codec)  # an unknown one is an error now, not after the first run
     check_length(load_corpus(options.text), settings.sequence)
-    with Workspace(options.output, keep=options.keep) as workspace:
-        nodes = workspace.nodes
-        checkpointed = replace(settings, tiers=nodes.tiers(settings, workspace.durable), name=nodes.name)
-        nodes.check_memory(checkpointed)
-        introduce(console, options, settings, failure)
+    resumed = replace(settings, ranks=settings.ranks if options.resume_on is None else options.resume_on)
+    elsewhere = resumed.ranks != settings.ranks
+    ranks = (settings.ranks, resumed.ranks) if elsewhere else (settings.ranks,)
+    with Workspace(options.output, keep=options.keep, ranks=ranks) as workspace:
+        first, second = (with_tiers(each, workspace) for each in (settings, resumed))
+        workspace.nodes.check_memory(first)
+        introduce(console, options, resumed, failure)
         with progress_bars(console) as bars:
+            if elsewhere:  # the uninterrupted run tells its state at the version that was recovered
+                second = replace(second, digest_at=RECOVERED)
+                interrupted = fail_and_recover(bars, console, (first, second), failure, workspace, start)
+                settings = replace(settings, digest_at=interrupted.second[0].started["version"])
             reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted, start)
-            interrupted = fail_and_recover(bars, console, checkpointed, failure, workspace, start)
-        result = compare(options.failure, checkpointed, failure, reference, interrupted, plot=workspace.plot)
+            if not elsewhere:
+                interrupted = fail_and_recover(bars, console, (first, second), failure, workspace, start)
+        result = compare(options.failure, resumed, failure, reference, interrupted, plot=workspace.plot)
         plot_losses(
             workspace.plot,
             result,
@@ -99,15 +108,22 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     return result
 
 
+def with_tiers(settings: TrainingSettings, workspace: Workspace) -> TrainingSettings:
+    nodes = workspace.nodes
+    return replace(settings, tiers=nodes.tiers(settings, workspace.durable), name=nodes.name)
+
+
 def introduce(console: Console, options: DemoOptions, settings: TrainingSettings, failure: FailurePlan) -> None:
+    """``settings``: of the life after the failure."""
     source = "the Python standard library's source" if settings.text is None else settings.text
     lost = ", ".join(f"node {node}" for node in failure.nodes_lost)
+    elsewhere = f" Then it goes on with {ranks_text(settings.ranks)}." if settings.ranks != RANKS else ""
     parameters = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
     console.print(
         f"Seed {settings.seed}. A byte-level GPT of {parameters / 1e6:.1f}M parameters on {source}, "
-        f"ZeRO-{settings.zero}, {settings.dtype}, 2 ranks.\n"
+        f"ZeRO-{settings.zero}, {settings.dtype}, {ranks_text(RANKS)}.\n"
         f"A {options.failure} failure is to strike after step {failure.version} of {settings.steps}: "
-        f"kill -9 of all trainers{f', and the memory of {lost} is lost' if lost else ''}.",
+        f"kill -9 of all trainers{f', and the memory of {lost} is lost' if lost else ''}.{elsewhere}",
         highlight=False,
     )
 
@@ -161,14 +177,14 @@ def train_to_end(
 def fail_and_recover(
     bars: Progress,
     console: Console,
-    settings: TrainingSettings,
+    lives: tuple[TrainingSettings, TrainingSettings],
     failure: FailurePlan,
     workspace: Workspace,
     start: Start | None,
 ) -> Interrupted:
-    bar = Bar(bars, "with a failure", settings.steps)
+    bar = Bar(bars, "with a failure", lives[0].steps)
     workspace.interrupted.mkdir()
-    with Trainers(settings, workspace.interrupted / "first", start=start) as trainers:
+    with Trainers(lives[0], workspace.interrupted / "first", start=start) as trainers:
         ranks = trainers.watch(lambda told: all(rank.version >= failure.version for rank in told), bar.tell)
         step_s = sorted(step.seconds for step in ranks[0].steps)[len(ranks[0].steps) // 2]
         trainers.run_on(failure.fraction * step_s)
@@ -181,7 +197,7 @@ def fail_and_recover(
     workspace.nodes.fail(failure.nodes_lost)
     bar.say("restarting")
     begun = time.monotonic()
-    with Trainers(settings, workspace.interrupted / "second", start=start) as trainers:
+    with Trainers(lives[1], workspace.interrupted / "second", start=start) as trainers:
         show_recovery(console, trainers.watch(lambda told: all(rank.started for rank in told), bar.tell))
         trainers.watch(lambda told: all(rank.steps for rank in told), bar.tell)
         restart_s = time.monotonic() - begun

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from tiercheck.errors import ConfigurationError
 
-__all__ = ["DTYPES", "RANKS", "ZERO_STAGES", "TrainingSettings"]
+__all__ = ["DTYPES", "RANKS", "RANKS_MAX", "RECOVERED", "ZERO_STAGES", "TrainingSettings"]
 
 RANKS = 2
 """Each rank stands for a node and has a shared-memory namespace of its own."""
+RANKS_MAX = 8
+"""That a run resumes on: each is a process on this machine."""
 ZERO_STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
 SEED_MAX = 2**31 - 1
+RECOVERED = -1
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,19 @@ class TrainingSettings:
     base_every: int = 10
     batch: int = 5
     codec: str = "exact"
+    ranks: int = RANKS
+    digest_at: int | None = None
+    """Tell a digest of the whole state, whoever holds which part of it, after this version; :data:`RECOVERED`: before
+    the first step."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "width", "layers", "heads", "sequence", "micro_batch", "base_every", "batch"):
+        for name in ("steps", "width", "layers", "heads", "sequence", "micro_batch", "base_every", "batch", "ranks"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.width % self.heads:
             raise ConfigurationError(f"the width {self.width} is no multiple of the {self.heads} attention heads")
+        if self.ranks > RANKS_MAX:
+            raise ConfigurationError(f"the demo runs on {RANKS_MAX} ranks at most, not {self.ranks}")
         if not 0 <= self.dropout < 1:
             raise ConfigurationError(f"dropout must be in [0, 1), not {self.dropout}")
         if not 0 <= self.seed <= SEED_MAX:

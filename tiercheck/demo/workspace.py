@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tiercheck.demo.nodes import Nodes, remove_orphans
+from tiercheck.demo.settings import RANKS
 from tiercheck.errors import ConfigurationError
 
 __all__ = ["Workspace"]
@@ -19,10 +21,10 @@ MARKER = ".tiercheck-demo"
 class Workspace:
     """The output folder and the nodes of one demo; leaving the context wipes their memory and the durable tier."""
 
-    def __init__(self, output: Path, *, keep: bool) -> None:
+    def __init__(self, output: Path, *, keep: bool, ranks: Sequence[int] = (RANKS,)) -> None:
         self.output = output.absolute()
         self.keep = keep
-        self.nodes = Nodes()
+        self.nodes = Nodes(ranks)
 
     @property
     def durable(self) -> Path:

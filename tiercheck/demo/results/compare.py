@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypeVar
@@ -27,7 +27,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The two lives of the run with the failure, one entry a rank in each."""
+    """The two lives of the run with the failure, one entry a rank in each. There may be other ranks in the second."""
 
     first: Sequence[RankProgress]
     second: Sequence[RankProgress]
@@ -60,7 +60,9 @@ def compare(
     replayed = max(recovery["replayed"] for recovery in recovered)
     same("corpus", [rank.started["corpus"] for rank in chain(reference, first, second)])
     failed_at = min(rank.version for rank in first)
-    difference = first_difference(reference, first, second)
+    check_trained(second, reference[0].version)
+    elsewhere = len(first) != len(second)
+    difference = first_difference(reference, first, *([] if elsewhere else [second]))
     baseline_s, step_s = comparable_step_seconds(reference, first, second)
     return DemoResult(
         failure=kind,
@@ -69,6 +71,8 @@ def compare(
         dtype=settings.dtype,
         codec=settings.codec,
         steps=settings.steps,
+        ranks=len(first),
+        resumed_on=len(second),
         parameters=reference[0].started["parameters"],
         failed_at=failed_at,
         resumed_at=resumed_at,
@@ -87,10 +91,9 @@ def compare(
         stall_share=stall_share(first, second),
         bytes_per_tier=interrupted.bytes_per_tier,
         loss_bit_identical=difference is None,
-        params_bit_identical=[rank.finished["digest"] for rank in reference]
-        == [rank.finished["digest"] for rank in second],
+        params_bit_identical=same_wholes(reference, second) if elsewhere else same_digests(reference, second),
         first_difference=difference,
-        losses=mean_losses(resumed_losses(first, second, resumed_at)),
+        losses=resumed_losses(first, second, resumed_at),
         stall_step_s=median_stall_s([*first, *second]),
         drain_s=max(rank.finished["drain_s"] for rank in second),
         plot=str(plot),
@@ -104,22 +107,31 @@ def same(label: str, values: Sequence[T]) -> T:
     return values[0]
 
 
-def first_difference(
-    reference: Sequence[RankProgress], first: Sequence[RankProgress], second: Sequence[RankProgress]
-) -> int | None:
-    """The first version at which some rank's loss, in either life of the interrupted run, is not the reference's.
+def same_digests(reference: Sequence[RankProgress], second: Sequence[RankProgress]) -> bool:
+    return [rank.finished["digest"] for rank in reference] == [rank.finished["digest"] for rank in second]
 
-    Raises:
-        RecoveryError: the restarted run did not train every version up to the last.
-    """
-    differing: list[int] = []
-    for truth, *lives in zip(reference, first, second, strict=True):
-        expected = {step.version: step.loss for step in truth.steps}
-        resumed = [step.version for step in lives[-1].steps]
-        wanted = list(range(lives[-1].started["version"] + 1, truth.version + 1))
+
+def same_wholes(reference: Sequence[RankProgress], second: Sequence[RankProgress]) -> bool:
+    """Whether every rank has put the same whole state together, at the same version."""
+    wholes = [rank.state for rank in chain(reference, second)]
+    return bool(wholes[0]) and all(whole == wholes[0] for whole in wholes)
+
+
+def check_trained(second: Sequence[RankProgress], last: int) -> None:
+    """Errors: ``RecoveryError`` if the restarted run did not train every version up to the last."""
+    for life in second:
+        resumed, wanted = [step.version for step in life.steps], list(range(life.started["version"] + 1, last + 1))
         if resumed != wanted:
             raise RecoveryError(f"the restarted run trained the versions {resumed}, not {wanted}")
-        differing += [step.version for life in lives for step in life.steps if expected.get(step.version) != step.loss]
+
+
+def first_difference(reference: Sequence[RankProgress], *lives: Sequence[RankProgress]) -> int | None:
+    """The first version at which some rank's loss, in any of these lives of the interrupted run, is not the
+    reference's."""
+    differing: list[int] = []
+    for truth, *own in zip(reference, *lives, strict=True):
+        expected = {step.version: step.loss for step in truth.steps}
+        differing += [step.version for life in own for step in life.steps if expected.get(step.version) != step.loss]
     return min(differing, default=None)
 
 
@@ -141,8 +153,8 @@ def comparable_step_seconds(
 def stall_share(*lives: Sequence[RankProgress]) -> float:
     """The worst rank's stalled seconds over the seconds of its steps."""
     shares: list[float] = []
-    for rank in zip(*lives, strict=True):
-        steps = [life.steps for life in rank if life.steps]
+    for rank in zip_longest(*lives):
+        steps = [life.steps for life in rank if life is not None and life.steps]
         seconds = sum(step.seconds for life in steps for step in life)
         shares.append(sum(life[-1].stall_s for life in steps) / seconds)
     return max(shares)
@@ -155,12 +167,10 @@ def median_stall_s(lives: Sequence[RankProgress]) -> float:
     )
 
 
-def resumed_losses(first: Sequence[RankProgress], second: Sequence[RankProgress], resumed_at: int) -> list[list[Step]]:
-    """Per rank, the steps that count: those of the first life up to the recovered version, then the second's."""
-    return [
-        [step for step in before.steps if step.version <= resumed_at] + after.steps
-        for before, after in zip(first, second, strict=True)
-    ]
+def resumed_losses(first: Sequence[RankProgress], second: Sequence[RankProgress], resumed_at: int) -> dict[int, float]:
+    """Of the steps that count: those of the first life up to the recovered version, then the second's."""
+    before, after = (mean_losses([rank.steps for rank in life]) for life in (first, second))
+    return {version: loss for version, loss in before.items() if version <= resumed_at} | after
 
 
 def mean_losses(ranks: Sequence[Sequence[Step]]) -> dict[int, float]:

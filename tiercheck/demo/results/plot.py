@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiercheck.demo.results.report import DemoResult
+from tiercheck.demo.results.report import DemoResult, ranks_text
 
 __all__ = ["plot_losses"]
 
@@ -60,10 +60,13 @@ def plot_losses(
         verticalalignment="top",
         color="#c00020",
     )
-    identical = "identical to the last bit" if result.loss_bit_identical else "not identical"
+    what, same = "the curves are", result.loss_bit_identical
+    if result.elsewhere:
+        what, same = f"what {ranks_text(result.resumed_on)} resumed is", same and result.params_bit_identical
+    identical = "identical to the last bit" if same else "not identical"
     axes.set_title(
         f"{result.parameters / 1e6:.1f}M-parameter byte-level GPT, ZeRO-{result.zero}, {result.dtype}: "
-        f"the curves are {identical}"
+        f"{what} {identical}"
     )
     axes.set_xlabel("step (version)")
     axes.set_ylabel("training loss (nats a byte, mean of the ranks)")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tiercheck.types import bytes_text
 
-__all__ = ["DemoResult", "render"]
+__all__ = ["DemoResult", "ranks_text", "render"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class DemoResult:
     dtype: str
     codec: str
     steps: int
+    ranks: int
+    resumed_on: int
+    """The ranks before the failure, and after it. If they are not as many, sums of gradients round otherwise from there
+    on. Then the bits are compared up to the version that was recovered."""
     parameters: int
     failed_at: int
     """The last version whose loss every rank had written when it was killed."""
@@ -59,7 +63,10 @@ class DemoResult:
     bytes_per_tier: Mapping[str, int]
     """What each tier held at the moment of the failure, all ranks together."""
     loss_bit_identical: bool
+    """On other ranks: before the failure."""
     params_bit_identical: bool
+    """Parameters, masters and optimizer states at the end; on other ranks: the whole masters, optimizer states and the
+    schedule at the version that was recovered, as they were there without a failure."""
     first_difference: int | None
     """The first version whose losses differ."""
     losses: Mapping[int, float]
@@ -71,6 +78,10 @@ class DemoResult:
         """Whether the bits are what the recovery's fidelity promised them to be."""
         return self.fidelity != "exact" or (self.loss_bit_identical and self.params_bit_identical)
 
+    @property
+    def elsewhere(self) -> bool:
+        return self.resumed_on != self.ranks
+
     def to_object(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "nodes_lost": list(self.nodes_lost)}
@@ -79,6 +90,10 @@ class DemoResult:
 def render(result: DemoResult) -> RenderableType:
     """The report as rich prints it."""
     return Group(recovery_table(result), cost_table(result), verdict(result))
+
+
+def ranks_text(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -95,6 +110,7 @@ def recovery_table(result: DemoResult) -> Table:
         0: "none: the memory of all nodes survived",
         1: f"that of node {', '.join(map(str, result.nodes_lost))}",
     }.get(len(result.nodes_lost), "that of all nodes")
+    where = f", on {ranks_text(result.resumed_on)}" if result.elsewhere else ""
     objects = ", ".join(f"{count} from {tier}" for tier, count in result.sources.items()) or "none"
     return two_columns(
         f"Recovery from a {result.failure} failure",
@@ -103,7 +119,7 @@ def recovery_table(result: DemoResult) -> Table:
             ("memory lost", lost),
             ("anchor (base)", f"version {result.anchor}"),
             ("differentials replayed", str(result.replayed)),
-            ("resumed at", f"version {result.resumed_at}"),
+            ("resumed at", f"version {result.resumed_at}{where}"),
             ("steps lost", str(result.steps_lost)),
             ("objects read", objects),
             ("fidelity", result.fidelity),
@@ -144,7 +160,14 @@ def cost_table(result: DemoResult) -> Table:
 
 def verdict(result: DemoResult) -> Text:
     from_where = f"after the failure at step {result.failed_at}"
-    if result.loss_bit_identical and result.params_bit_identical:
+    if result.loss_bit_identical and result.params_bit_identical and result.elsewhere:
+        text = Text(
+            f"What {ranks_text(result.resumed_on)} resumed at step {result.resumed_at} is what "
+            f"{ranks_text(result.ranks)} had there without a failure, to the last bit: all masters, optimizer states "
+            "and the schedule. From there on sums of gradients round otherwise.",
+            style="bold green",
+        )
+    elif result.loss_bit_identical and result.params_bit_identical:
         text = Text(
             f"The loss curves are identical to the last bit, before and {from_where}; "
             "so are all parameters, masters and optimizer states at the end.",
@@ -155,7 +178,7 @@ def verdict(result: DemoResult) -> Text:
         if not result.loss_bit_identical:
             parts.append(f"the losses differ from step {result.first_difference} on")
         if not result.params_bit_identical:
-            parts.append("the final states differ")
+            parts.append("the resumed states differ" if result.elsewhere else "the final states differ")
         said = "as its fidelity says it may" if result.promise_kept else "although the recovery called itself exact"
         text = Text(
             f"Not identical to the last bit, {said}: {' and '.join(parts)}.",

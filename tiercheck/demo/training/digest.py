@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["state_digest"]
+__all__ = ["state_digest", "whole_digest"]
 
 # Where DeepSpeed's optimizers keep the full-precision values (ZeRO 1 and 2, 3, BF16, and stage 0 in bf16).
 MASTER_ATTRIBUTES = (
@@ -47,6 +47,44 @@ def state_digest(engine: Any) -> dict[str, str]:
             for name, value in sorted(inner.state[master].items())
         ),
     }
+
+
+def whole_digest(engine: Any) -> dict[str, str]:
+    """XXH3 over ``masters`` and ``optimizer`` state of the whole model, put together from all ranks, and over the
+    ``schedule``: the same whatever the number of ranks is. Collective."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    masters: list[tuple[str, torch.Tensor]] = []
+    optimizer: list[tuple[str, torch.Tensor]] = []
+    for index, master in enumerate(master_tensors(engine)):
+        sizes = whole_sizes(engine, index, master)
+        masters += pieces_joined(f"master{index}", master, sizes)
+        for name, value in sorted(inner.state[master].items()):
+            optimizer += pieces_joined(f"master{index}.{name}", value, sizes)
+    schedule = {**engine.lr_scheduler.state_dict(), "lr": engine.get_lr(), "step": engine.global_steps}
+    return {"masters": digest(masters), "optimizer": digest(optimizer), "schedule": str(sorted(schedule.items()))}
+
+
+def whole_sizes(engine: Any, index: int, master: torch.Tensor) -> list[tuple[int, int]]:
+    """Of each piece of a rank's flat partition: its elements, and those of what it is a part of, without padding.
+    Empty if each rank has the whole master."""
+    if is_partitioned(engine):
+        return [(each.ds_tensor.numel(), each.ds_numel) for each in engine.optimizer.fp16_groups[index]]
+    groups = getattr(engine.optimizer, "bit16_groups", None) or getattr(engine.optimizer, "bf16_groups", None)
+    return [(master.numel(), sum(each.numel() for each in groups[index]))] if groups else []
+
+
+def pieces_joined(name: str, value: Any, sizes: list[tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors that the ranks' flat partitions are cut from. What is not cut (a step's count) as it is."""
+    flat = torch.as_tensor(value).detach().reshape(-1)
+    if flat.numel() != sum(elements for elements, _ in sizes):
+        yield name, torch.as_tensor(value)
+        return
+    for piece, (own, (_, whole)) in enumerate(
+        zip(torch.split_with_sizes(flat, [size for size, _ in sizes]), sizes, strict=True)
+    ):
+        parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, own.contiguous())
+        yield f"{name}.{piece}", torch.cat(parts)[:whole]
 
 
 def is_partition(parameter: torch.nn.Parameter) -> bool:

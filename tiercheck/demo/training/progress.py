@@ -45,6 +45,8 @@ class RankProgress:
     started: Mapping[str, Any] = field(default_factory=dict)
     """``rank``, ``pid``, ``parameters``, ``corpus`` (a fingerprint), ``version`` to go on from."""
     recovered: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """``version``, and ``digest`` of the whole state after it, if that was asked for."""
     steps: list[Step] = field(default_factory=list)
     finished: Mapping[str, Any] = field(default_factory=dict)
     """``digest`` of the final state by part, ``drain_s``: what closing the checkpointer took."""
@@ -100,7 +102,7 @@ def read_progress(path: Path) -> RankProgress:
             record = values.pop("record")
             if record == "step":
                 progress.steps.append(Step(**values))
-            elif record in ("started", "recovered", "finished", "failed"):
+            elif record in ("started", "recovered", "state", "finished", "failed"):
                 setattr(progress, record, values)
             else:
                 raise ValueError(f"unknown record {record!r}")

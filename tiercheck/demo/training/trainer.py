@@ -21,8 +21,8 @@ prepare_cpu()  # before anything imports DeepSpeed, which chooses its accelerato
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
-from tiercheck.demo.settings import TrainingSettings  # noqa: E402
-from tiercheck.demo.training.digest import state_digest  # noqa: E402
+from tiercheck.demo.settings import RECOVERED, TrainingSettings  # noqa: E402
+from tiercheck.demo.training.digest import state_digest, whole_digest  # noqa: E402
 from tiercheck.demo.training.model import GPT  # noqa: E402
 from tiercheck.demo.training.model_size import parameter_count  # noqa: E402
 from tiercheck.demo.training.progress import ProgressWriter, progress_path  # noqa: E402
@@ -106,6 +106,8 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
         corpus=fingerprint(corpus),
         version=engine.global_steps,
     )
+    if settings.digest_at == RECOVERED:
+        progress.write("state", version=engine.global_steps, digest=whole_digest(engine))
     for version in range(engine.global_steps + 1, settings.steps + 1):
         begun = time.perf_counter()
         windows = batch_at(
@@ -124,6 +126,8 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
         # Asking for the statistics looks into the tiers: it is no part of the step.
         stall_s = 0.0 if checkpointer is None else checkpointer.stats.stall_s
         progress.step(version, value, seconds, stall_s)
+        if settings.digest_at == version:
+            progress.write("state", version=version, digest=whole_digest(engine))
     digest = state_digest(engine)
     begun = time.perf_counter()
     if checkpointer is not None:

@@ -113,6 +113,37 @@ def test_a_state_that_differs_on_one_rank_is_found() -> None:
     assert replace(result, fidelity="approximate").promise_kept
 
 
+def elsewhere() -> tuple[list[RankProgress], Interrupted]:
+    """Three ranks go on with what two have trained, at losses of their own."""
+    reference, interrupted = runs()
+    second = [life(rank, range(10, STEPS + 1), seconds=0.11) for rank in (3, 4, 5)]
+    for each in (*reference, *second):
+        each.state = {"version": 9, "digest": {"masters": "whole"}}
+    return reference, replace(interrupted, second=second)
+
+
+def test_other_ranks_are_compared_at_the_version_that_they_resume() -> None:
+    result = compared(*elsewhere())
+    assert (result.ranks, result.resumed_on, result.resumed_at) == (2, 3, 9)
+    assert result.loss_bit_identical and result.params_bit_identical and result.promise_kept
+    assert list(result.losses) == list(range(1, STEPS + 1))
+    text = text_of(result)
+    assert "version 9, on 3 ranks" in text
+    assert "What 3 ranks resumed at step 9 is what 2 ranks had there without a failure, to the last bit" in text
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"version": 8, "digest": {"masters": "whole"}}, {"version": 9, "digest": {"masters": "other"}}]
+)
+def test_one_rank_that_resumes_another_state_is_found(state: dict[str, Any]) -> None:
+    reference, interrupted = elsewhere()
+    interrupted.second[2].state = state
+    result = compared(reference, interrupted)
+    assert not result.params_bit_identical
+    assert not result.promise_kept
+    assert "the resumed states differ" in text_of(result)
+
+
 def test_steps_trained_again_are_lost_steps_and_are_compared_too() -> None:
     reference, interrupted = runs()
     second = [life(rank, range(8, STEPS + 1)) for rank in range(2)]
