@@ -82,7 +82,8 @@ class Moments:
 
 
 class Job:
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, **more: Any) -> None:
+        """``more``: of DeepSpeed's configuration."""
         self.kind = kind
         self.engine: Any = None
         model = network()
@@ -99,6 +100,7 @@ class Job:
                 "steps_per_print": 10**9,
                 "bf16": {"enabled": kind.endswith("bf16")},
                 "optimizer": {"type": "AdamW", "params": {"lr": 3e-2, "torch_adam": True}},
+                **more,
             }
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model, model_parameters=groups_of(model), config=config, lr_scheduler=scheduler_of

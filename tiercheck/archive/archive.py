@@ -175,7 +175,8 @@ class Archive:
     ) -> Exported:
         """Write the model of a version, whole and under its own names.
 
-        ``format``: ``safetensors``, ``torch``, ``huggingface`` or ``dcp``. ``dtype``: ``fp32``, ``bf16``, ``fp16``, or
+        ``format``: ``safetensors``, ``torch``, ``huggingface``, ``dcp``, or ``deepspeed``: a universal checkpoint, with
+        the optimizer's state. ``dtype``: ``fp32``, ``bf16``, ``fp16``, or
         ``model`` (as the model had them); by default parameters are exported in the precision in which the optimizer
         held them. Buffers are never converted.
 

@@ -17,7 +17,7 @@ from typing import Any
 from tiercheck import schema
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.shards import read_header, read_object
-from tiercheck.errors import RecoveryError, TierError
+from tiercheck.errors import ConfigurationError, RecoveryError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan
@@ -26,7 +26,7 @@ from tiercheck.recovery.rebuilding import rebuilt
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.tensors.carry_over import options_at_end
 from tiercheck.streams.tensors.provider import Identity
-from tiercheck.streams.tensors.stored import StoredReader, StoredState, optimizer_class
+from tiercheck.streams.tensors.stored import StoredReader, StoredState, check_replayable
 from tiercheck.types import Fidelity
 
 __all__ = ["RankState", "rebuild"]
@@ -102,4 +102,7 @@ async def check_optimizer(hierarchy: OpenHierarchy, inventory: Inventory, chosen
         identity = schema.read(Identity, await read_object(tier, key, header, "identity"))
     except (TierError, ValueError):
         return  # the reader says what is wrong with it, and takes another copy
-    optimizer_class(identity.optimizer.kind)
+    try:
+        check_replayable(identity)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}: choose version {chosen.anchor.key.first}, which is one") from None

@@ -112,9 +112,9 @@ def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False)
 
 def export(
     urls: URLS,
-    to: Annotated[Path, typer.Option(help="A new file, or a new directory for huggingface and dcp.")],
+    to: Annotated[Path, typer.Option(help="A new file, or a new directory for huggingface, dcp and deepspeed.")],
     format: Annotated[
-        str, typer.Option("--format", help="safetensors, torch, huggingface or dcp.", show_default=True)
+        str, typer.Option("--format", help="safetensors, torch, huggingface, dcp or deepspeed.", show_default=True)
     ] = "safetensors",
     version: VERSION = None,
     generation: GENERATION = None,

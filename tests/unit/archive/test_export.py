@@ -181,6 +181,41 @@ def test_each_format_is_read_by_its_own_library(flat_url: str, tmp_path: Path, m
         assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+def test_a_universal_checkpoint_has_what_the_optimizer_had(flat_url: str, tmp_path: Path) -> None:
+    """An engine loads it in tests/cluster/test_universal.py."""
+    expected = reference(STEPS)
+    with tiercheck.open(flat_url) as archive:
+        made = archive.export(tmp_path / "out", "deepspeed")
+    assert (made.fidelity, made.tensors) == ("exact", 3)
+    assert "1 tensors are not trained (steps)" in made.notes[0]
+    where = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
+    for name, shape in SHAPES.items():
+        held = {path.stem: torch.load(path, weights_only=True) for path in (where / "zero" / name).iterdir()}
+        assert sorted(held) == ["exp_avg", "exp_avg_sq", "fp32", "step"]
+        assert torch.equal(held["fp32"]["param"], expected[name])
+        assert (held["exp_avg"]["param"].shape, int(held["step"])) == (shape, STEPS)
+    states = torch.load(where / "mp_rank_00_model_states.pt", weights_only=True)
+    assert (states["global_steps"], states["module"]["steps"]) == (STEPS, STEPS)
+    assert torch.equal(states["module"]["head.tied"], expected["embedding.weight"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("format", ["torch", "deepspeed"])
+def test_a_disk_that_fills_up_while_it_is_written_says_so(
+    finished: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    real = Path.open
+
+    def opened(path: Path, mode: str = "r", *more: Any) -> Any:
+        written = mode == "wb" and path.name in ("out", "optimizer_state.pt")
+        return real(Path("/dev/full") if written else path, mode, *more)
+
+    with tiercheck.open(finished.url) as archive:
+        monkeypatch.setattr(Path, "open", opened)
+        with pytest.raises(CapacityExceeded, match="full"):
+            archive.export(tmp_path / "model", format)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_rank_whose_part_is_lost_is_named_and_the_target_stays_free(flat_url: str, tmp_path: Path) -> None:
     other = tmp_path / "copy"
     root = Path(flat_url.removeprefix("nvme://").partition("?")[0])

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
+from pathlib import Path
+
 import pytest
+import torch
 
 import tiercheck
 from tests.archived import LAST, WORLD, Left, bits
-from tiercheck.errors import RecoveryError
+from tiercheck.checkpointer import Checkpointer
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError, RecoveryError
+from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.tensors.provider import Identity
+from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.types import Fidelity
 
 
@@ -48,3 +58,41 @@ def test_another_release_of_torch_is_told_of(finished: Left, monkeypatch: pytest
         assert found.fidelity is Fidelity.APPROXIMATE
         assert any("torch_version" in note and "-> 0.0" in note for note in found.notes)
         assert archive.rebuild(0, 12).fidelity is Fidelity.EXACT  # a base: nothing is replayed
+
+
+class Sharded(ModuleProvider):
+    """As a rank of FSDP2 has it: its part of the one weight."""
+
+    def identity(self) -> Identity:
+        return Identity.of("fsdp-2", self, self._optimizer_identity())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(torch.optim.AdamW, None), (torch.optim.Adafactor, "Adafactor on tensors that lie on several")]
+)
+def test_a_step_on_whole_tensors_is_not_replayed_on_a_ranks_part(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], said: str | None
+) -> None:
+    """Under FSDP2 Adafactor takes means over rows that lie on several ranks."""
+    model = torch.nn.Linear(3, 2)
+    provider = Sharded(model, kind(model.parameters()))
+    memory, url = f"sharded-{uuid.uuid4().hex}", f"nvme://{tmp_path}/run?survives=rack"
+    config = CheckpointConfig(base_every=2, batch=1)
+    with Checkpointer(provider, Hierarchy.of(f"memory://{memory}", url), config=config) as checkpointer:
+        for version in range(1, 4):
+            gradients = {name: torch.full_like(each, version) for name, each in provider.masters().items()}
+            checkpointer.capture(version, gradients)
+            provider.apply(gradients, provider.hyperparameters())
+            checkpointer.stepped(version)
+            checkpointer.complete(version)
+    MemoryDriver.forget(memory)
+    with tiercheck.open(url) as archive:
+        assert archive.rebuild(0, 2).fidelity is Fidelity.EXACT
+        if said is None:
+            assert bits(dict(archive.rebuild(0, 3).state.masters())) == bits(dict(model.state_dict()))
+            return
+        for read in (lambda: archive.rebuild(0, 3), lambda: archive.export(tmp_path / "model", version=3)):
+            with pytest.raises(ConfigurationError) as error:
+                read()
+            assert said in str(error.value)
+            assert "only bases can be read: choose version 2, which is one" in str(error.value)

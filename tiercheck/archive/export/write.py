@@ -2,7 +2,8 @@
 
 Each rank's tensors are copied to their places in a mapped file. So memory holds one rank's state, as
 :mod:`tiercheck.archive.rebuild` makes it, however large the model is; of a version that is a base, one tensor of the
-model at a time. The formats ``torch`` and ``dcp`` are written from that file, and need its room on the disk twice.
+model at a time. The formats ``torch``, ``dcp`` and ``deepspeed`` are written from that file, and need its room on the
+disk twice.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from tiercheck.archive.export.layout import PlainFile, laid_out, split
 from tiercheck.archive.export.model import Model, read_model
 from tiercheck.archive.export.target import publish, work_directory
+from tiercheck.archive.export.universal import UniversalCheckpoint, torch_save
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.rebuild import rebuild
 from tiercheck.archive.shards import from_any, read_digests, read_part
@@ -60,6 +62,7 @@ class Format(StrEnum):
     TORCH = "torch"
     HUGGINGFACE = "huggingface"
     DCP = "dcp"
+    DEEPSPEED = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ async def export(
     """Errors: ``RecoveryError``; ``ConfigurationError`` for a target that is there already, or an unknown dtype;
     ``TierError``, also for what the target's file system refuses."""
     with work_directory(target, overwrite=overwrite) as work:
+        if format is Format.DEEPSPEED:
+            dtype = dtype or "model"  # the full precision is beside it
         model = await source.scheduler.call(
             read_model(source.hierarchy, source.inventory, source.chosen, dtype),
             what="reading the indexes of all ranks",
@@ -107,12 +112,20 @@ async def export(
         names = file_names(len(groups))
         notes = {**FORMAT_NOTE, "tiercheck": said_of(source.chosen, max(Fidelity, key=len))}
         files = {work / name: laid_out(each, notes) for name, each in zip(names, groups, strict=True)}
-        fidelity, told = await filled(source, model, files, progress)
-        notes["tiercheck"] = said_of(source.chosen, fidelity)
-        for path, file in files.items():
-            file.finish(path, notes)
-        publish(formatted(work, format, files, model.aliases), target, overwrite=overwrite)
-    nbytes = sum(spec.nbytes for spec in specs)
+        nbytes = sum(spec.nbytes for spec in specs)
+        if format is Format.DEEPSPEED:
+            universal = UniversalCheckpoint(model, work, source.chosen.version)
+            fidelity, told = await filled(source, model, files, progress, universal)
+            fidelity, nbytes = Fidelity.worst(fidelity, universal.fidelity), nbytes + universal.nbytes
+            out, said = work / "out", said_of(source.chosen, fidelity)
+            told += universal.write(out, whole_model(files, model.aliases), said)
+            publish(out, target, overwrite=overwrite)
+        else:
+            fidelity, told = await filled(source, model, files, progress)
+            notes["tiercheck"] = said_of(source.chosen, fidelity)
+            for path, file in files.items():
+                file.finish(path, notes)
+            publish(formatted(work, format, files, model.aliases), target, overwrite=overwrite)
     return Exported(target, format, source.chosen.version, len(specs), nbytes, model.aliases, fidelity, told)
 
 
@@ -128,14 +141,19 @@ def file_names(count: int) -> list[str]:
 
 
 async def filled(
-    source: Source, model: Model, files: Mapping[Path, PlainFile], progress: Progress
+    source: Source,
+    model: Model,
+    files: Mapping[Path, PlainFile],
+    progress: Progress,
+    universal: UniversalCheckpoint | None = None,
 ) -> tuple[Fidelity, tuple[str, ...]]:
-    """Copy every rank's part into the files. Returns the fidelity of the worst rank, and what there is to know."""
+    """Copy every rank's part into the files, and into the checkpoint if there is one. Returns the fidelity of the worst
+    rank, and what there is to know."""
     canvas = Canvas(model, files, progress)
     fidelities, notes = [Fidelity.EXACT], dict[str, None]()
     for rank, by_source in sorted(model.transfers.items()):
         point = source.chosen.points[rank]
-        if point.replayed or point.by_snapshot:
+        if point.replayed or point.by_snapshot or universal is not None:
             found = await rebuild(
                 source.hierarchy,
                 source.inventory,
@@ -150,6 +168,8 @@ async def filled(
             held |= {EXTRA + name: each for name, each in found.state.buffers().items()}
             for name, transfers in by_source.items():
                 canvas.put(transfers, held[name].flatten())
+            if universal is not None:
+                universal.take(found, by_source)
         else:
             await copy_base(source, rank, by_source, canvas)
     return Fidelity.worst(*fidelities), tuple(notes)
@@ -267,16 +287,21 @@ def formatted(work: Path, format: Format, files: Mapping[Path, PlainFile], alias
         for path in files:
             path.rename(out / path.name)
         return out
+    whole = whole_model(files, aliases)
+    if format is Format.TORCH:
+        torch_save(whole, out)
+    else:
+        write_dcp(whole, out)
+    return out
+
+
+def whole_model(files: Mapping[Path, PlainFile], aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Every tensor of the one file, mapped, under all of its names."""
     (only,) = files
     memory = files[only].map(only)
     specs = {spec.name: spec for spec in files[only].specs}
     whole = {name: tensor_in(memory[name], spec.dtype, spec.shape, what=name) for name, spec in specs.items()}
-    whole |= {alias: whole[name] for alias, name in aliases.items() if name in whole}
-    if format is Format.TORCH:
-        torch.save(whole, out)
-    else:
-        write_dcp(whole, out)
-    return out
+    return whole | {alias: whole[name] for alias, name in aliases.items() if name in whole}
 
 
 def write_index(out: Path, files: Mapping[Path, PlainFile]) -> None:

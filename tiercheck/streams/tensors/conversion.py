@@ -25,19 +25,15 @@ from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.boxes import Copy, copy_elements
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, Padding, lies_as_master
 from tiercheck.streams.loading import Loading
-from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.state import Rebuilt, StateReader
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.carry_over import carried_over, options_at_end
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
-from tiercheck.streams.tensors.stored import StoredReader, StoredState, optimizer_class
+from tiercheck.streams.tensors.stored import StoredReader, StoredState, check_replayable
 
 __all__ = ["TensorConversion"]
 
 NAMED_MAX = 3
-WHOLE_TENSORS = "fsdp"
-"""The framework under which an optimizer steps on whole tensors, each rank on its part. If it is not known to be
-element-wise, as those are that have a kernel, a rank's part of a step says nothing without the others'."""
 
 
 class TensorConversion:
@@ -101,11 +97,8 @@ class TensorConversion:
 
     def begin(self, identity: Identity) -> bool:
         self._begin()
-        kind = identity.optimizer.kind
-        if find_optimizer(kind) is None and identity.framework.startswith(WHOLE_TENSORS):
-            return False
         try:
-            optimizer_class(kind)
+            check_replayable(identity)
         except ConfigurationError:
             return False
         return True

@@ -33,9 +33,12 @@ from tiercheck.streams.tensors.provider import (
 )
 from tiercheck.streams.tensors.tensor_state import TensorReader
 
-__all__ = ["StoredReader", "StoredState", "optimizer_class"]
+__all__ = ["StoredReader", "StoredState", "check_replayable", "optimizer_class"]
 
 HOST = torch.device("cpu")
+WHOLE_TENSORS = "fsdp"
+"""The framework under which an optimizer steps on whole tensors, each rank on its part. If it is not known to be
+element-wise, as those are that have a kernel, a rank's part of a step says nothing without the others'."""
 
 
 @cache
@@ -55,6 +58,18 @@ def optimizer_class(kind: str) -> type[torch.optim.Optimizer]:
             "tiercheck.optimizers): they cannot be replayed without the training code, and only bases can be read"
         )
     return class_of(kind)
+
+
+def check_replayable(identity: Identity) -> None:
+    """Whether a rank's steps can be replayed apart from the job. Errors: ``ConfigurationError``."""
+    kind = identity.optimizer.kind
+    if find_optimizer(kind) is None and identity.framework.startswith(WHOLE_TENSORS):
+        raise ConfigurationError(
+            f"the steps were taken by {kind} on tensors that lie on several ranks (FSDP2), and it is not registered as "
+            "one that is element-wise (entry-point group tiercheck.optimizers): a rank's part of a step cannot be "
+            "replayed by itself, and only bases can be read"
+        )
+    optimizer_class(kind)
 
 
 def on_host(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +167,7 @@ class StoredState(StateProvider):
         self._optimizer = None
 
     def apply(self, gradients: Mapping[str, torch.Tensor], hyperparameters: list[dict[str, Any]]) -> None:
+        check_replayable(self._saved)
         optimizer = self.optimizer
         for group, options in zip(optimizer.param_groups, hyperparameters, strict=True):
             set_options(group, on_host(options))
