@@ -45,9 +45,10 @@ class Checkpointer:
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
     (:attr:`recovery`) and opens a new generation. If it fails on one rank it fails on all, nothing is left open, and
     the tiers hold what they held before. ``request``: another version to begin with. ``loading``: how a checkpoint of
-    another model is loaded; by default it is refused. ``caveats``: asked after a
-    recovery, why what follows it would differ from an uninterrupted run; it is approximate then. Errors:
-    ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``, ``TierError``, ``GroupError``.
+    another model is loaded; by default it is refused. ``caveats``: asked after a recovery, why what follows it would
+    differ from an uninterrupted run; it is approximate then. ``before_bases``: called on every rank when all of them
+    are about to make a base. Errors: ``ConfigurationError``, ``Mismatch``, ``RecoveryError``, ``JobConflict``,
+    ``TierError``, ``GroupError``.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Checkpointer:
         request: Request | None = None,
         loading: Loading | None = None,
         caveats: Callable[[], Sequence[str]] = tuple,
+        before_bases: Callable[[], None] | None = None,
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
             raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
@@ -83,6 +85,7 @@ class Checkpointer:
             policies=policies,
             request=request,
             caveats=caveats,
+            before_bases=before_bases,
         )
         self._job = run(opening)
 

@@ -17,6 +17,7 @@ __all__ = ["CheckpointConfig", "int_of"]
 ON_SAVE_ERROR = ("fail", "warn")
 ON_NOTHING_LEFT = ("refuse", "restart")
 MOVERS = ("auto", "trainer", "agent")
+REPLICAS = ("auto", "owner", "each")
 DEADLINE_S_MAX = 30 * 86_400.0
 THREADS_MAX = 4096
 
@@ -54,6 +55,11 @@ class CheckpointConfig:
     """Which bases stay, instead of ``keep_last`` and ``keep_every``: ``keep_last; keep_best?metric=eval_loss&n=3``."""
     pacing: str = ""
     """How fast each rank copies: ``bytes_per_second?tier=s3&rate=2e8``. Empty: as fast as the tiers take it."""
+    replicas: str = "auto"
+    """What ranks hold alike, such as a model under DDP. ``owner``: each tensor is stored by one rank, evenly, and a
+    recovery brings it to all; a job that cannot have that is refused. ``each``: every rank stores all of it. ``auto``:
+    as ``owner`` if the ranks are known to stay alike, and the tiers outlive what a copy on every rank would; the log
+    says which, and why."""
     on_save_error: str = "fail"
     """What to do if a version cannot be saved.
 
@@ -102,6 +108,8 @@ class CheckpointConfig:
             raise ConfigurationError(
                 f"on_nothing_left is one of {', '.join(ON_NOTHING_LEFT)}, not {self.on_nothing_left!r}"
             )
+        if self.replicas not in REPLICAS:
+            raise ConfigurationError(f"replicas is one of {', '.join(REPLICAS)}, not {self.replicas!r}")
         if self.on_save_error not in ON_SAVE_ERROR:
             raise ConfigurationError(f"on_save_error is one of {', '.join(ON_SAVE_ERROR)}, not {self.on_save_error!r}")
 

@@ -127,6 +127,13 @@ class Hierarchy:
         """Whether a tier is a neighbour's memory whose address is not known yet: ``peer://NAME`` without ``at=``."""
         return any(_lacks_address(tier) for tier in self.tiers)
 
+    def promises(self, *, rank: int = 0, local_rank: int = 0, node: int = 0) -> Survives:
+        """The widest failure that some tier is to outlive, as far as its URL says. Errors: as :meth:`open`."""
+        places = {"rank": rank, "local_rank": local_rank, "node": node}
+        return max(
+            Survives.NODE if _lacks_address(tier) else tier.driver(places).capabilities.survives for tier in self.tiers
+        )
+
     def with_peer(self, address: str, server_key: str | None) -> Hierarchy:
         """The hierarchy with the neighbour's address (``HOST:PORT``), and its public key, in those tiers."""
         more = f"at={quote(address)}" + (f"&server_key={quote(server_key)}" if server_key else "")

@@ -14,15 +14,17 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.replicas import Alike, share_out
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
 from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
 from tiercheck.streams.loading import Loading
+from tiercheck.streams.tensors.owned import OwnedProvider
 from tiercheck.streams.tensors.provider import StateProvider
 
-__all__ = ["Hooks", "StepHooks", "attach_hooks", "attached"]
+__all__ = ["Hooks", "Replicating", "StepHooks", "attach_hooks", "attached"]
 
 _attached = threading.local()
 """Of each thread, the checkpointers that were attached in it: the ranks of a simulated group have one each."""
@@ -79,6 +81,16 @@ class Hooks(Protocol):
         """Take the hooks away."""
 
 
+class Replicating(Protocol):
+    """Hooks of a framework that keeps tensors alike on all ranks."""
+
+    def alike(self) -> Alike:
+        """Which ones. Collective."""
+
+    def own(self, owned: OwnedProvider) -> None:
+        """This rank stores what is ``owned``. Called before :meth:`Hooks.serve`; if it is not called, all of it."""
+
+
 def attach_hooks(
     hook: Callable[[], Hooks],
     hierarchy: Hierarchy,
@@ -87,11 +99,13 @@ def attach_hooks(
     policies: Policies | None = None,
     request: Request | None = None,
     loading: Loading | None = None,
+    replicating: Callable[[], Replicating] | None = None,
 ) -> Checkpointer:
     """A checkpointer, and the hooks that ``hook`` makes, which serve it. Collective.
 
     ``hook`` looks at the model and the optimizer, and refuses them on every rank if one rank's cannot be saved,
-    before a tier is touched. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
+    before a tier is touched. ``replicating``: the hooks that it has made, if what ranks hold alike may be
+    stored by one of them. Whatever fails, no hook stays. Errors: those of ``hook`` and of :class:`Checkpointer`.
     """
     made: list[Hooks] = []
 
@@ -99,12 +113,18 @@ def attach_hooks(
         refuse_another()
         made.append(hook())
 
-    deadline_s = (config if isinstance(config, CheckpointConfig) else CheckpointConfig()).deadline_s
+    settings = config if isinstance(config, CheckpointConfig) else CheckpointConfig()
+    deadline_s = settings.deadline_s
     try:
         run(gather(BlockingGroup(group), "looking at the model and its optimizer", look, deadline_s=deadline_s))
         hooks = made[0]
+        owned: OwnedProvider | None = None
+        if replicating is not None:
+            owned = share_out(hooks.provider, replicating().alike, hierarchy, group, settings)
+        if replicating is not None and owned is not None:
+            replicating().own(owned)
         checkpointer = Checkpointer(
-            hooks.provider,
+            hooks.provider if owned is None else owned,
             hierarchy,
             group=group,
             config=config,
@@ -112,6 +132,7 @@ def attach_hooks(
             request=request,
             loading=loading,
             caveats=hooks.caveats,
+            before_bases=None if owned is None else owned.compare,
         )
         try:
             hooks.serve(checkpointer)

@@ -8,7 +8,7 @@ fails on one rank fails on all. Then the generation is taken back, and everythin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -72,6 +72,7 @@ async def open_job(
     policies: Policies | None = None,
     request: Request | None = None,
     caveats: Callable[[], Sequence[str]],
+    before_bases: Callable[[], None] | None = None,
 ) -> OpenedJob:
     """Restore the newest version that every rank can reach, or the one that is asked for, and begin to record what
     follows it. Collective.
@@ -84,7 +85,7 @@ async def open_job(
     held = Resources(ranks)
     try:
         config, settled = settle_policies(config, policies)
-        startup = _Startup(state, config, settled, request or Request(), ranks, runtime, find_agent, held)
+        startup = _Startup(state, config, settled, request or Request(), ranks, runtime, find_agent, held, before_bases)
         return await startup.open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
@@ -147,6 +148,7 @@ class _Startup:
     runtime: Runtime
     find_agent: FindAgent
     held: Resources
+    before_bases: Callable[[], None] | None
 
     async def open(self, hierarchy: Hierarchy, caveats: Callable[[], Sequence[str]]) -> OpenedJob:
         """All steps, in their order."""
@@ -271,7 +273,7 @@ class _Startup:
             rank=ranks.rank,
             generation=start.branch.generation,
             version=start.version,
-            settle=agreement.settle if agreement else None,
+            settle=self.settling(agreement),
         )
         cautions = await self.cautions(state, opened, start.recovery)
         await recorder.begin()
@@ -283,6 +285,19 @@ class _Startup:
         self.held.preparing = ranks.scheduler.start(preparing)
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from
+
+    def settling(self, agreement: Agreement | None) -> Callable[[int], Awaitable[None]] | None:
+        """What the ranks do together before all of them make a base."""
+        compare = self.before_bases
+        if compare is None:
+            return agreement.settle if agreement else None
+
+        async def settle(version: int) -> None:
+            if agreement is not None:
+                await agreement.settle(version)
+            compare()
+
+        return settle
 
     def make_cadence(self, version: int) -> Cadence:
         """The cadence, from the version at which the generation opens."""

@@ -7,7 +7,7 @@ loop has written outside of what the version holds. A recovery says so, and is a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = ["KEY", "NAMES_MAX", "Doubts"]
@@ -32,21 +32,26 @@ class Doubts:
     moved: tuple[str, ...] = ()
     """What was passed as ``stateful`` and moved between the optimizer's step and the next forward pass: as a data
     loader does, whose position must be saved before, or as an average, which must be saved after."""
+    apart: tuple[str, ...] = ()
+    """Tensors that all ranks are to hold alike, and that one rank stores: they differ between the ranks, or something
+    has written to them on another rank, and they were not compared since."""
 
     def with_late(self, names: tuple[str, ...]) -> Doubts:
-        return Doubts(together(self.late, names), self.unseen, self.moved)
+        return replace(self, late=together(self.late, names))
 
     def with_unseen(self, names: tuple[str, ...]) -> Doubts:
-        return Doubts(self.late, together(self.unseen, names), self.moved)
+        return replace(self, unseen=together(self.unseen, names))
+
+    def with_apart(self, names: tuple[str, ...]) -> Doubts:
+        return replace(self, apart=together(self.apart, names))
 
     def __bool__(self) -> bool:
-        return bool(self.late or self.unseen or self.moved)
+        return any(vars(self).values())
 
     def saved_in(self, host_state: dict[str, Any]) -> dict[str, Any]:
         """The host state with these doubts besides those that it has."""
-        has = Doubts.of(host_state)
-        late, unseen = together(has.late, self.late), together(has.unseen, self.unseen)
-        every = {"late": list(late), "unseen": list(unseen), "moved": list(together(has.moved, self.moved))}
+        has = vars(Doubts.of(host_state))
+        every = {kind: list(together(has[kind], names)) for kind, names in vars(self).items()}
         found = {kind: names for kind, names in every.items() if names}
         return {**host_state, KEY: found} if found else host_state
 
@@ -54,7 +59,7 @@ class Doubts:
     def of(cls, host_state: Mapping[str, Any]) -> Doubts:
         """What a version's host state says. Errors: ``ValueError`` if that is malformed."""
         found = host_state.get(KEY, {}) if isinstance(host_state, Mapping) else None
-        if not isinstance(found, Mapping) or found.keys() - {"late", "unseen", "moved"}:
+        if not isinstance(found, Mapping) or found.keys() - {each.name for each in fields(cls)}:
             raise ValueError("the doubts of a version are malformed")
         for names in found.values():
             plain = isinstance(names, list) and all(isinstance(each, str) for each in names)
@@ -80,6 +85,12 @@ class Doubts:
             notes.append(
                 f"{listed(self.moved)} moved between the optimizer's step and the next forward pass, and nothing tells "
                 f"which iteration that belongs to: {_END}; or pass what is updated after the step in after_step="
+            )
+        if self.apart:
+            notes.append(
+                f"{listed(self.apart)} may differ between the ranks, which are to hold them alike: something other "
+                "than the optimizer's step wrote to them; one rank stores them, and all have what it had. If they are "
+                "to differ, start with CheckpointConfig(replicas='each')"
             )
         return notes
 

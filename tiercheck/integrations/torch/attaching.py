@@ -32,15 +32,18 @@ from tiercheck.errors import ConfigurationError, UnsupportedSetup
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.integrations.replicas import Alike
 from tiercheck.integrations.torch.all_reduce import Compression, compressed_all_reduce
 from tiercheck.integrations.torch.bucket_order import BucketOrder
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.integrations.torch.replicated import DataParallel
 from tiercheck.integrations.wrapped import bare_optimizer
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, SingleProcess, TorchGroup
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.beside import Beside
+from tiercheck.streams.tensors.owned import OwnedProvider
 
 __all__ = ["Compression", "attach", "compressed_all_reduce"]
 
@@ -88,6 +91,8 @@ def attach(
     ranks = group or (TorchGroup() if distributed else SingleProcess())
     own = {name: each for name, each in (("scheduler", scheduler), ("scaler", scaler)) if each is not None}
 
+    made: list[_Hooks] = []
+
     def hook() -> _Hooks:
         if clash := sorted(own.keys() & {*(stateful or {}), *(after_step or {})}):
             raise ConfigurationError(f"{clash[0]!r} is the name of an argument of its own: give it another one")
@@ -96,9 +101,10 @@ def attach(
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
         refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
         provider = provider_for(model)(model, bare, beside=beside)
-        return _Hooks(provider, model, bare, order, scheduler)
+        made.append(_Hooks(provider, model, bare, order, scheduler))
+        return made[0]
 
-    return attach_hooks(hook, hierarchy, ranks, config, policies, request, loading)
+    return attach_hooks(hook, hierarchy, ranks, config, policies, request, loading, replicating=lambda: made[0])
 
 
 def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:
@@ -131,6 +137,8 @@ class _Hooks:
     ) -> None:
         self.provider = provider
         self._order = order
+        self._parallel = DataParallel(model)
+        self._owned: OwnedProvider | None = None
         self._scheduler = scheduler
         self._checkpointer: Checkpointer | None = None
         self._iterations: Iterations | None = None
@@ -142,6 +150,12 @@ class _Hooks:
 
     def caveats(self) -> list[str]:
         return [*self.provider.beside.caveats(), *self._order.caveats()]
+
+    def alike(self) -> Alike:
+        return self._parallel.alike(self.provider.masters(), self.provider.frozen())
+
+    def own(self, owned: OwnedProvider) -> None:
+        self._owned = owned
 
     def serve(self, checkpointer: Checkpointer) -> None:
         self._order.prime()
@@ -174,16 +188,23 @@ class _Hooks:
         refuse_forgotten_scheduler((optimizer,), self._scheduler, self.provider.beside)
         self._step_hooks.check()
         self._iterations.over()
-        self._checkpointer.capture(self._checkpointer.version + 1, self.provider.gradients())
+        gradients = self.provider.gradients()
+        if self._owned is not None:
+            self._parallel.check_step()
+            gradients = self._owned.before_step(gradients)
+        self._checkpointer.capture(self._checkpointer.version + 1, gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._checkpointer is not None and self._iterations is not None:
+            if self._owned is not None:
+                self._owned.stepped()
             self._iterations.stepped(self._checkpointer.version + 1)
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._step_hooks.stand_next_to_the_step()
         if self._iterations is not None and model.training:
             self._iterations.forward()
+            self._parallel.forward()
 
 
 def called_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
