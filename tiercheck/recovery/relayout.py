@@ -28,7 +28,7 @@ from tiercheck.policy.recovery.agreement import NO_MARK, agreed
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, held
-from tiercheck.policy.recovery.relayout import reachable
+from tiercheck.policy.recovery.relayout import reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.recovery.matching import Matched, match
 from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
@@ -209,14 +209,14 @@ class Relayout:
         """Rebuild the old ranks that are needed and take their pieces; ``None`` if some rank could not."""
         points = {old: ways[version] for old, ways in self._ways().items() if version in ways}
         plan = assemble(self._matched.wanted, self._holdings(points), rank=self._ranks.rank)
-        own = {self._ranks.rank} & points.keys()
-        needed = {old: points[old] for old in sorted({*plan.ranks, *own} or {min(points)})}
+        own, tells = {self._ranks.rank} & points.keys(), await self._telling(points)
+        needed = {old: points[old] for old in sorted({*plan.ranks, *own, *tells} or {min(points)})}
         came = _Round()
 
         async def read() -> bool:
             self._conversion.begin(self._old.identities[min(self._old.identities)])
             for old, point in needed.items():
-                if not await self._rebuilt(old, point, plan, came):
+                if not await self._rebuilt(old, point, plan, came, tells=old in tells):
                     return False
             return True
 
@@ -225,7 +225,22 @@ class Relayout:
         answers = await self._ranks.gather(f"reading version {version}", read, more_s=more_s)
         return (needed, came) if all(answers) else None
 
-    async def _rebuilt(self, old: int, point: RecoveryPoint, plan: Assembly, came: _Round) -> bool:
+    @property
+    def _carries(self) -> bool:
+        """Whether the user says what batches are drawn from."""
+        asked = self._conversion.loading.carry_over is not None
+        return asked and self._layout.world_size != self._ranks.world_size
+
+    async def _telling(self, points: Collection[int]) -> frozenset[int]:
+        """The old ranks of which this one tells the others what they had of their own."""
+        if not self._carries:
+            return frozenset()
+        found = await self._ranks.gather("who reads what each rank had of its own", lambda: sorted(points))
+        return frozenset(old for old, rank in readers(found).items() if rank == self._ranks.rank)
+
+    async def _rebuilt(
+        self, old: int, point: RecoveryPoint, plan: Assembly, came: _Round, *, tells: bool = False
+    ) -> bool:
         """Whether the old rank's state could be read. Errors: ``Mismatch``; ``RecoveryError``."""
         scheduler, deadline_s = self._ranks.scheduler, self._ranks.deadline_s
         state = self._conversion.reader()
@@ -241,7 +256,7 @@ class Relayout:
         part, outcome = found
         with fitting(f"what {part.plan.anchor.key} leads to cannot be taken apart"):
             pieces = [each for each in plan.transfers if each.rank == old]
-            self._conversion.take(pieces, outcome, own=old == self._ranks.rank)
+            self._conversion.take(pieces, outcome, own=old == self._ranks.rank, tells=old if tells else None)
         fidelity, notes = reader.reached(part, outcome)
         came.fidelity = Fidelity.worst(came.fidelity, fidelity)
         came.notes |= dict.fromkeys(notes)
@@ -262,6 +277,10 @@ class Relayout:
             ] = None
         generation = max(point.generation for point in needed.values())
         taken = await self._ranks.gather("what was taken", lambda: [generation, self._conversion.told()])
+        if self._carries:
+            sizes = {"rank": rank, "world_size": self._ranks.world_size, "saved_by": self._layout.world_size}
+            asking = partial(self._conversion.carry_over, [told for _, told in taken], **sizes)
+            await self._ranks.gather("asking what batches are drawn from", asking)
         ends: list[Rebuilt] = []
         fit = self._matched.fit
         unfit = (

@@ -267,12 +267,18 @@ class Conversion(Protocol):
         """For the shards of the next old rank."""
         ...
 
-    def take(self, transfers: Sequence[Transfer], rebuilt: Rebuilt, *, own: bool) -> None:
-        """Copy what this rank wants of the old rank that the last reader has rebuilt. ``own``: it has this number."""
+    def take(self, transfers: Sequence[Transfer], rebuilt: Rebuilt, *, own: bool, tells: int | None = None) -> None:
+        """Copy what this rank wants of the old rank that the last reader has rebuilt. ``own``: it has this number.
+        ``tells``: its number, if the others are to be told what it had of its own."""
         ...
 
     def told(self) -> Any:
         """What other ranks may lack, and this one has taken, as plain values."""
+        ...
+
+    def carry_over(self, told: Sequence[Any], *, rank: int, world_size: int, saved_by: int) -> None:
+        """Ask the user's function what batches are drawn from here. ``told``: of all ranks. Errors:
+        ``ConfigurationError``."""
         ...
 
     def finish(self, told: Sequence[Any], version: int) -> Rebuilt:

@@ -77,8 +77,9 @@ def attach(
     ``version`` goes back to an older version on purpose, ``generation`` says of which generation, and ``fresh`` begins
     anew at version 0. Either is done once: a restart that asks for the same goes on from the newest version. What is
     left behind stays in the tiers that all ranks share (``CheckpointConfig.keep_left_behind``).
-    ``loading`` says what may be done with a checkpoint of another model, which is refused otherwise
-    (:class:`~tiercheck.streams.loading.Loading`). All ranks must give the same.
+    ``loading`` says what may be done with a checkpoint of another model, which is refused otherwise, and where in the
+    data each rank goes on if their number has changed (:class:`~tiercheck.streams.loading.Loading`). All ranks must
+    give the same.
     Errors: ``UnsupportedSetup`` for a set-up that cannot be saved whole, and those of :class:`Checkpointer`.
     """
     request = Request(version, generation, fresh)

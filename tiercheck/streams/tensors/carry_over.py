@@ -2,7 +2,8 @@
 
 What concerns the job (the options of the parameter groups, schedulers, counters, averages) is carried over if both have
 it. What each rank has of its own (random generators, the place in its data) goes to the rank of the same number. Ranks
-beyond those that saved keep what their script has made. Notes tell which was done.
+beyond those that saved keep what their script has made. If the number of ranks has changed, the user's function may say
+where in the data each rank goes on (:data:`~tiercheck.streams.loading.CarryOver`). Notes tell which was done.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiercheck.errors import Mismatch
+from tiercheck.errors import ConfigurationError, Mismatch
+from tiercheck.streams.loading import CarryOver
 from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.storable import from_storable, to_storable
+from tiercheck.types import shown
 
-__all__ = ["carried_over", "options_at_end"]
+__all__ = ["carried_over", "given_by", "options_at_end"]
 
 OPTIONS = ("options", "hyperparameters")
 """Where integrations keep the options of the parameter groups."""
@@ -34,11 +38,40 @@ def options_at_end(options: list[dict[str, Any]], host_state: Mapping[str, Any])
     return options
 
 
+def given_by(
+    function: CarryOver,
+    saved: Sequence[Mapping[str, Any] | None],
+    rank: int,
+    world_size: int,
+    attached: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What the user's function makes of ``saved`` for this rank, as a host state holds it. ``attached``: what batches
+    are drawn from here, by name. Errors: ``ConfigurationError``."""
+    try:
+        given = function([None if each is None else from_storable(dict(each)) for each in saved], rank, world_size)
+    except Exception as error:
+        raise ConfigurationError(f"carry_over raised {type(error).__name__}: {error}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"carry_over must return states by name, not {shown(given)}")
+    if unknown := [name for name in given if name not in attached]:
+        raise ConfigurationError(
+            f"carry_over returned a state of {unknown[0]!r}; what batches are drawn from in stateful= is "
+            f"{', '.join(sorted(attached)) or 'nothing'}"
+        )
+    return {name: to_storable(each, name) for name, each in given.items()}
+
+
 def carried_over(
-    provider: StateProvider, saved: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]], version: int, own: bool
+    provider: StateProvider,
+    saved: Mapping[str, Any],
+    *,
+    options: Sequence[Mapping[str, Any]],
+    version: int,
+    own: bool,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
     """What the provider puts back; what of the job's state begins anew, since it was not saved; and what else there is
-    to tell. ``options``: of its parameter groups.
+    to tell. ``options``: of its parameter groups. ``given``: what :func:`given_by` returned, if it was asked.
 
     Errors: ``Mismatch`` for an object of the user's whose state was saved, and which is not attached here.
     """
@@ -65,12 +98,15 @@ def carried_over(
     if not own:
         notes.append(
             "nothing is there that a rank of this number saved of its own: random generators and what batches are "
-            "drawn from begin as the script made them"
+            f"drawn from begin as the script made them{', but for what carry_over gave' if given else ''}"
         )
+    if given:
+        notes.append(f"as carry_over gave it, of what all ranks had that saved: {', '.join(sorted(given))}")
     if isinstance(here := live.get("stateful"), dict):
         refuse_lost(found.get("stateful", {}), live)  # on each rank, whose ever it is
         if own:
             state["stateful"] = {name: found.get("stateful", {}).get(name, each) for name, each in here.items()}
+        state["stateful"] = {**state["stateful"], **(given or {})}
     told = {key: each for key, each in found.items() if key not in saved}
     return {**told, **state}, tuple(lost), tuple(notes)
 

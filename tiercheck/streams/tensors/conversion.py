@@ -27,7 +27,7 @@ from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, Padding,
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.state import Rebuilt, StateReader
 from tiercheck.streams.tensors.as_bytes import array_of
-from tiercheck.streams.tensors.carry_over import carried_over, options_at_end
+from tiercheck.streams.tensors.carry_over import carried_over, given_by, options_at_end
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.stored import StoredReader, StoredState, check_replayable
 
@@ -62,6 +62,10 @@ class TensorConversion:
         self._host_state: Mapping[str, Any] | None = None
         self._own = False
         """The host state is that of the old rank of this number."""
+        self._told_of: dict[int, Any] = {}
+        """By old rank of which this one tells, what its batches were drawn from."""
+        self._given: dict[str, Any] | None = None
+        """What the user's function has made of what all of them had."""
         self._inexact: dict[str, None] = {}
         self._notes: tuple[str, ...] = ()
 
@@ -107,7 +111,7 @@ class TensorConversion:
         self._reading = StoredReader()
         return self._reading
 
-    def take(self, transfers: Sequence[Transfer], rebuilt: Rebuilt, *, own: bool) -> None:
+    def take(self, transfers: Sequence[Transfer], rebuilt: Rebuilt, *, own: bool, tells: int | None = None) -> None:
         if self._reading is None:
             raise ValueError("a state is taken after it was rebuilt")
         state, self._reading = self._reading.state, None
@@ -124,6 +128,8 @@ class TensorConversion:
                 self._take_options(self._groups[name], options[state.group_of()[before]])
         if self._host_state is None or own:
             self._host_state, self._own = rebuilt.host_state, own
+        if tells is not None:
+            self._told_of[tells] = rebuilt.host_state.get("stateful", {})
 
     def _take_options(self, group: int, options: dict[str, Any]) -> None:
         if self._options.setdefault(group, options) != options:
@@ -168,16 +174,29 @@ class TensorConversion:
         return sum(each.elements for each in self._index.stored[MASTER + master] if not isinstance(each, Padding))
 
     def told(self) -> Any:
-        return {str(group): options for group, options in self._options.items()}
+        options = {str(group): options for group, options in self._options.items()}
+        return {"options": options, "stateful": {str(old): held for old, held in self._told_of.items()}}
+
+    def carry_over(self, told: Sequence[Any], *, rank: int, world_size: int, saved_by: int) -> None:
+        found = {int(old): held for each in told for old, held in each["stateful"].items()}
+        if lost := [old for old in range(saved_by) if old not in found]:
+            self._inexact[
+                f"carry_over got nothing of what batches were drawn from on rank {', '.join(map(str, lost))}: it is "
+                "lost"
+            ] = None
+        if (function := self.loading.carry_over) is not None:
+            attached = self._provider.host_state().get("stateful", {})
+            saved = [found.get(old) for old in range(saved_by)]
+            self._given = given_by(function, saved, rank, world_size, attached)
 
     def finish(self, told: Sequence[Any], version: int) -> Rebuilt:
-        elsewhere = {int(group): options for each in reversed(told) for group, options in each.items()}
+        elsewhere = {int(group): options for each in reversed(told) for group, options in each["options"].items()}
         found = {**elsewhere, **self._options}
         options = [{**here, **found.get(group, {})} for group, here in enumerate(self._provider.hyperparameters())]
         for name in sorted(name for name, elements in self._stated.items() if elements < self._elements(name)):
             self._inexact[f"{name} is one tensor here, and the optimizer had a state of only a part of it"] = None
         host_state, lost, self._notes = carried_over(
-            self._provider, self._host_state or {}, options=options, version=version, own=self._own
+            self._provider, self._host_state or {}, options=options, version=version, own=self._own, given=self._given
         )
         self._inexact |= dict.fromkeys(lost)
         self._provider.load(
