@@ -12,9 +12,9 @@ import pytest
 
 from tests.servers.agents import Node, base, fake_peer, node, open_generation, shard
 from tiercheck.agent.jobs.registry import namespaces_with_jobs
-from tiercheck.agent.server.neighbours import kept_for_neighbours, namespace_opener, shm_name
+from tiercheck.agent.server.neighbours import kept_for_neighbours, namespace_opener, open_own, shm_name
 from tiercheck.agent.server.service import Agent
-from tiercheck.errors import CapacityExceeded, NotFound, Unauthorized
+from tiercheck.errors import CapacityExceeded, ConfigurationError, NotFound, Unauthorized
 from tiercheck.keys import JobKey, LineageKey
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.records import seal
@@ -26,8 +26,8 @@ from tiercheck.tiers.peer.server.effects import Greet, Work
 from tiercheck.tiers.peer.server.protocol import ServerProtocol
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm.driver import ShmDriver
-from tiercheck.tiers.shm.namespaces import NamespaceKind, namespace_names, namespace_path, namespaces
-from tiercheck.types import PutMode
+from tiercheck.tiers.shm.namespaces import NamespaceKind, namespace_names, namespace_path, namespaces, remove_namespace
+from tiercheck.types import ByteRange, PutMode
 
 __all__ = ["node"]
 
@@ -186,6 +186,58 @@ def test_no_client_names_the_namespace_of_another_owner(namespace: str) -> None:
             assert [effect.task for effect in asked if isinstance(effect, Work)] == [
                 Greet(f"{owner}/{namespace}" if owner else namespace)
             ]
+
+
+# A node's own memory: other nodes of the job recover from it.
+
+
+async def test_a_nodes_own_memory_is_read_by_the_other_nodes_and_changed_by_nobody(node: Node) -> None:
+    url = node.shm()
+    name = url.removeprefix("shm://").partition("?")[0]
+    content = b"".join(shard(base(0), nbytes=9 << 20))
+    async with serving_neighbours(node) as endpoint, make_driver(url) as first:
+        await first.put(str(base(0)), [content])
+        await first.put(str(JobKey(0)), [b"secret"])
+        async with make_driver(f"peer://{name}?at={endpoint}&own=yes&deadline=10") as other:
+            assert str(base(0)) in [info.key async for info in other.list("r00000/")]
+            assert bytes(await other.get(str(base(0)))) == content
+            assert bytes(await other.get(str(base(0)), range=ByteRange(7, 1007))) == content[7:1007]
+            for attempt in (other.put(str(base(1)), [b"x"]), other.delete([str(base(0))]), other.get(str(JobKey(0)))):
+                with pytest.raises(Unauthorized):
+                    await attempt
+            with pytest.raises(Unauthorized):  # in several pieces
+                await other.put(str(base(1)), [bytes(9 << 20)])
+            assert (await first.stat(str(base(0)))).nbytes == len(content)
+            await first.close()
+            remove_namespace(name)  # nobody holds it
+            with pytest.raises(NotFound):
+                await other.get(str(base(0)))
+            await first.open()
+
+
+async def test_a_nodes_own_memory_is_no_memory_that_it_keeps_and_not_for_other_owners(
+    node: Node, tmp_path: Path
+) -> None:
+    node.namespaces.append(shm_name(node.name, "run"))
+    async with serving_neighbours(node) as endpoint, make_driver(f"peer://run?at={endpoint}") as neighbour:
+        await neighbour.put(str(base(0)), shard(base(0)))
+        for name in ("run", shm_name(node.name, "run"), "../run"):
+            with pytest.raises((NotFound, ConfigurationError)):
+                async with make_driver(f"peer://{name}?at={endpoint}&own=yes"):
+                    pass
+        with pytest.raises(ConfigurationError, match="own=yes"):
+            make_driver(f"peer://own:run?at={endpoint}")
+    ours, theirs = (PeerKeys.generate(tmp_path / owner, owner=owner) for owner in ("ours", "theirs"))
+    listed = replace(ours, allowed={**ours.allowed, **theirs.allowed})
+    async with PeerServer(namespace_opener(node.name), keys=listed, open_own=open_own) as server:
+        url = node.shm()
+        name = url.removeprefix("shm://").partition("?")[0]
+        async with make_driver(url):
+            async with PeerDriver(name, server.endpoint, keys=ours, own=True):
+                pass
+            with pytest.raises(Unauthorized):
+                async with PeerDriver(name, server.endpoint, keys=theirs, server_key=server.server_key, own=True):
+                    pass
 
 
 # The page.

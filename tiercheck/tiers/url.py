@@ -21,6 +21,7 @@ __all__ = [
     "directory_of",
     "number_from",
     "parse_size",
+    "parse_yes",
     "seconds_from",
     "shown_value",
     "size_from",
@@ -210,6 +211,13 @@ def directory_of(scheme: str, location: str | Path) -> Path:
             f"{scheme}:// needs an absolute directory below /, such as {scheme}:///mnt/scratch/run, not {str(path)!r}"
         )
     return path
+
+
+def parse_yes(text: str) -> bool:
+    """``ValueError`` for what is neither ``yes`` nor ``no``."""
+    if text not in ("yes", "no"):
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return text == "yes"
 
 
 def number_from(low: int, high: int) -> Callable[[str], int]:

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from pathlib import Path
 from urllib.parse import quote
 
 from tiercheck import keys
@@ -17,11 +16,12 @@ from tiercheck.agent.jobs.job_store import check_newest, first_tier, read_job, r
 from tiercheck.agent.jobs.leaving import free_copies
 from tiercheck.agent.jobs.replicator import RankReplicator
 from tiercheck.agent.protocol.rundir import RunDirectory
-from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError, Transient
+from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError
 from tiercheck.keys import REPLICATION, JobKey
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.tiers.registry import make_driver
-from tiercheck.tiers.shm.namespaces import SHM, NamespaceKind, kind_of, namespace_names, namespace_path
+from tiercheck.tiers.shm.found import own_namespaces
+from tiercheck.tiers.shm.namespaces import SHM
 
 __all__ = ["JobRegistry"]
 
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 REPLICATORS_MAX = 4096
 FORGET_S = 86400.0
-MOUNTS = Path("/proc/self/mounts")
 
 ReplicatorKey = tuple[str, int]
 """A first tier (its driver's URL, the same however the options were given) and a rank."""
@@ -230,18 +229,7 @@ def namespaces_with_jobs() -> list[str]:
     What a peer server keeps is none of them: there a neighbour could register.
     """
     urls: list[str] = []
-    for mount in tmpfs_mounts():
-        option = "" if mount == SHM else f"?mount={quote(str(mount))}"
-        with contextlib.suppress(PermissionError, Transient):
-            for name in namespace_names(mount):
-                root = namespace_path(name, mount)
-                if (root / REPLICATION).is_dir() and kind_of(root) is NamespaceKind.OWN:
-                    urls.append(f"shm://{name}{option}")
+    for name, root in own_namespaces():
+        if (root / REPLICATION).is_dir():
+            urls.append(f"shm://{name}" + ("" if root.parent == SHM else f"?mount={quote(str(root.parent))}"))
     return urls
-
-
-def tmpfs_mounts() -> list[Path]:
-    """Where memory is mounted as a file system."""
-    lines = [line.split() for line in MOUNTS.read_text().splitlines()]
-    found = {Path(fields[1].encode().decode("unicode_escape")) for fields in lines if fields[2] in ("tmpfs", "ramfs")}
-    return sorted(found | {SHM})

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from tiercheck.agent.protocol.settings import AgentSettings
@@ -15,7 +16,9 @@ from tiercheck.errors import CapacityExceeded, NotFound, Transient, Unauthorized
 from tiercheck.keys import ClaimKey, CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.shm.driver import NamespaceKind, ShmDriver
+from tiercheck.tiers.shm.found import own_namespaces
 from tiercheck.tiers.shm.namespaces import in_use, keep_under, kept_under, namespace_names, namespace_path, remove_one
+from tiercheck.types import shown
 
 __all__ = [
     "MakePeerServer",
@@ -25,6 +28,7 @@ __all__ = [
     "make_peer_server",
     "namespace_opener",
     "neighbours_namespaces",
+    "open_own",
     "peer_snapshot",
     "shm_name",
 ]
@@ -73,7 +77,25 @@ def make_peer_server(settings: AgentSettings, open_namespace: OpenNamespace, bin
     if settings.memory_bytes is not None:
         limits = dataclasses.replace(limits, memory_bytes=settings.memory_bytes)
     keys = PeerKeys.load(settings.keys) if settings.keys else None
-    return PeerServer(open_namespace, bind=bind, keys=keys, limits=limits, may_name=may_name)
+    return PeerServer(open_namespace, bind=bind, keys=keys, limits=limits, may_name=may_name, open_own=open_own)
+
+
+@contextlib.asynccontextmanager
+async def open_own(name: str) -> AsyncIterator[TierDriver]:
+    """The memory of a job of this user on this node, to be read: other nodes recover from it. No lock is taken on it,
+    so that its job may remove it at any time.
+
+    Errors: ``NotFound`` if there is none, or it is not known to be a job's.
+    """
+    found = await asyncio.to_thread(own_namespaces, re.escape(name))
+    if not found:
+        raise NotFound(f"there is no memory of a job {shown(name)} on this node")
+    driver = ShmDriver(name, mount=found[0][1].parent, kind=NamespaceKind.OWN, make=False)
+    await driver.open_to_read()
+    try:
+        yield driver
+    finally:
+        await driver.close()
 
 
 def may_name(text: str) -> bool:

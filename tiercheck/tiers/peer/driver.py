@@ -2,6 +2,7 @@
 
 Options: ``server_key`` (64 hex digits; default: the one in ``keys``), ``keys`` (a directory; default: the environment
 variable ``TIERCHECK_KEYS``; a socket takes none, and over TCP without them only a server for tests lets anybody in),
+``own`` (``yes``: the node's own memory of that name, to be read, instead of what it keeps for neighbours),
 ``connections``, ``credit`` (bytes under way at once), ``deadline`` (seconds without progress before a call fails),
 ``survives``.
 """
@@ -40,9 +41,10 @@ from tiercheck.tiers.peer.messages import (
     UsageIs,
     Welcome,
 )
+from tiercheck.tiers.peer.own_memory import is_own, own_memory
 from tiercheck.tiers.peer.server.limits import CHUNK_BYTES, CHUNK_BYTES_MIN, CREDIT_BYTES, ENCRYPTED_CHUNK_BYTES
 from tiercheck.tiers.peer.server.store import check_namespace
-from tiercheck.tiers.url import TierURL, number_from, seconds_from, size_from
+from tiercheck.tiers.url import TierURL, number_from, parse_yes, seconds_from, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, is_unicode
 
 __all__ = ["PeerDriver"]
@@ -80,8 +82,9 @@ class PeerDriver(TierDriver):
         chunk_bytes: int | None = None,
         deadline_s: float = DEADLINE_S,
         survives: Survives = Survives.NODE,
+        own: bool = False,
     ) -> None:
-        self._namespace = namespace
+        self._namespace = own_memory(namespace) if own else namespace
         self._at = at
         self._keys = keys
         self._server_key = server_key or (keys.server_public if keys is not None else None)
@@ -89,7 +92,7 @@ class PeerDriver(TierDriver):
         self._credit_bytes = credit_bytes
         self._chunk_bytes = chunk_bytes or (CHUNK_BYTES if keys is None else ENCRYPTED_CHUNK_BYTES)
         self._deadline_s = deadline_s
-        self._url = TierURL("peer", namespace, {"at": at}).text
+        self._url = TierURL("peer", namespace, {"at": at, **({"own": "yes"} if own else {})}).text
         self._capabilities = Capabilities(
             survives=survives,
             conditional_put=True,
@@ -109,9 +112,11 @@ class PeerDriver(TierDriver):
         credit_bytes = options.take("credit", size_from(CHUNK_BYTES_MIN, CREDIT_BYTES_MAX), CREDIT_BYTES)
         deadline_s = options.take("deadline", seconds_from(0, 86400), DEADLINE_S)
         survives = options.take("survives", Survives.parse, Survives.NODE)
+        own = options.take("own", parse_yes, False)
         options.finish()
         try:
-            check_namespace(url.location)
+            if is_own(check_namespace(url.location)):
+                raise ValueError(f"names that begin with {own_memory('')!r} are taken: write own=yes")
         except ValueError as error:
             raise ConfigurationError(f"peer:// needs a namespace, as in peer://run?at=HOST:PORT: {error}") from None
         if at is None:
@@ -138,6 +143,7 @@ class PeerDriver(TierDriver):
             credit_bytes=credit_bytes,
             deadline_s=deadline_s,
             survives=survives,
+            own=own,
         )
 
     @property

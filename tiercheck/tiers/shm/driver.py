@@ -36,7 +36,7 @@ from tiercheck.tiers.shm.namespaces import (
 from tiercheck.tiers.shm.numa import Locality
 from tiercheck.tiers.shm.pinning import PIN_MODES, CudaPinning
 from tiercheck.tiers.shm.segments import SegmentDirectory
-from tiercheck.tiers.url import TierURL, number_from, parse_size, size_from
+from tiercheck.tiers.url import TierURL, number_from, parse_size, parse_yes, size_from
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage, bytes_text
 
 __all__ = ["NamespaceInfo", "NamespaceKind", "ShmDriver", "namespaces", "remove_namespace"]
@@ -51,12 +51,6 @@ def _choice(option: str, value: str, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ConfigurationError(f"shm:// knows {option}={f', {option}='.join(choices)}; not {option}={value}")
     return value
-
-
-def parse_yes(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ValueError(f"{text!r} is neither yes nor no")
-    return text == "yes"
 
 
 class ShmDriver(FileDriver):

@@ -39,7 +39,7 @@ from tiercheck.tiers.peer.server.limits import (
     PeerStatistics,
 )
 from tiercheck.tiers.peer.server.protocol import ServerProtocol
-from tiercheck.tiers.peer.server.store import NamespaceStore
+from tiercheck.tiers.peer.server.store import NamespaceStore, OpenOwn
 
 __all__ = ["PeerServer"]
 
@@ -77,7 +77,8 @@ class PeerServer:
     """Serves the namespaces that ``open_namespace`` opens (once each; :meth:`close` closes them).
 
     It is given the namespace's name, and for clients of another owner than this server's ``OWNER/NAME``. ``may_name``
-    says which keys objects may have here; others are ``Unauthorized``.
+    says which keys objects may have here; others are ``Unauthorized``. ``open_own`` opens a namespace of the node's own
+    memory, which clients of this server's owner may read; without it nobody may.
 
     ``bind``: ``tcp://HOST:PORT``, port 0 for a free one; or ``ipc:///PATH``, a socket in a directory of this user's
     alone, which lets nobody else in. With ``keys`` only clients whose public key is listed get in, and all traffic is
@@ -93,8 +94,10 @@ class PeerServer:
         keys: PeerKeys | None = None,
         limits: PeerLimits | None = None,
         may_name: Callable[[str], bool] = lambda _: True,
+        open_own: OpenOwn | None = None,
     ) -> None:
         self._may_name = may_name
+        self._open_own = open_own
         self._bind = check_bind(bind, with_keys=keys is not None)
         self._keys = keys
         self._limits = limits or PeerLimits()
@@ -127,7 +130,7 @@ class PeerServer:
         """Bind and serve. Errors: ``ConfigurationError`` if the address cannot be bound; ``RuntimeError`` twice."""
         if self._running is not None:
             raise RuntimeError("the peer server is running already")
-        store = NamespaceStore(self._open_namespace, self._limits, self._may_name)
+        store = NamespaceStore(self._open_namespace, self._limits, self._may_name, self._open_own)
         self._running = _Running(self._bind, self._keys, self._limits, store)
         if is_socket(self.endpoint):
             log.info("peer server at %s for this user", self.endpoint)

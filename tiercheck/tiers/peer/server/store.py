@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 
-from tiercheck.errors import CapacityExceeded, Closed, NotFound, Transient, Unauthorized
+from tiercheck.errors import CapacityExceeded, Closed, Transient, Unauthorized
 from tiercheck.keys import validate_key
 from tiercheck.tiers.driver import TierDriver
-from tiercheck.tiers.peer.messages import HEAD_BYTES_MAX, PAGE_MAX, Page
+from tiercheck.tiers.peer.own_memory import is_own, name_of_own
 from tiercheck.tiers.peer.server.effects import (
     DeleteObjects,
     DropMemory,
@@ -18,7 +19,6 @@ from tiercheck.tiers.peer.server.effects import (
     Memory,
     OpenObject,
     PublishMemory,
-    ReadableObject,
     ReadChunk,
     ReserveMemory,
     StatObject,
@@ -27,15 +27,16 @@ from tiercheck.tiers.peer.server.effects import (
     UsageOf,
 )
 from tiercheck.tiers.peer.server.limits import PeerLimits
-from tiercheck.types import ByteRange, ObjectInfo, PutMode, Usage, bytes_text, shown
+from tiercheck.tiers.peer.server.reading import read
+from tiercheck.types import ObjectInfo, PutMode, Usage, bytes_text, shown
 
-__all__ = ["NamespaceStore", "check_namespace"]
+__all__ = ["NamespaceStore", "OpenOwn", "check_namespace"]
 
-OPEN_ATTEMPTS_MAX = 100
 CHANGED = 64
 REST = 9
 """So many times as long as a count took none is made, unless much has changed."""
-PAGE_BYTES_MAX = HEAD_BYTES_MAX // 2
+
+OpenOwn = Callable[[str], AbstractAsyncContextManager[TierDriver]]
 
 
 def check_namespace(name: str) -> str:
@@ -53,6 +54,16 @@ def keys_of(task: Task) -> tuple[str, ...]:
         case DeleteObjects(_, keys):
             return keys
     return ()
+
+
+def namespace_of(task: Task) -> str:
+    """The namespace that a client names by it; none of what was reserved before."""
+    match task:
+        case PublishMemory() | DropMemory():
+            return ""
+        case ReadChunk(source, _):
+            return source.namespace
+    return task.namespace
 
 
 class BufferMemory:
@@ -127,8 +138,11 @@ class NamespaceStore:
         open_namespace: Callable[[str], Awaitable[TierDriver]],
         limits: PeerLimits,
         may_name: Callable[[str], bool] = lambda _: True,
+        open_own: OpenOwn | None = None,
     ) -> None:
+        """``open_own``: opens a part of the node's own memory, to be read."""
         self._open_namespace = open_namespace
+        self._open_own = open_own
         self._limits = limits
         self._may_name = may_name
         self._drivers: dict[str, TierDriver] = {}
@@ -156,7 +170,7 @@ class NamespaceStore:
             if not self._may_name(key):
                 raise Unauthorized("no object of this name may lie in a neighbour's memory", key=key)
         try:
-            return await self._done(task)
+            return await (self._done_for_own(task) if is_own(namespace_of(task)) else self._done(task))
         except Closed as error:
             raise Transient("the namespace, which was empty, is being closed; try again") from error
 
@@ -165,10 +179,10 @@ class NamespaceStore:
             case Greet(namespace):
                 await self.driver(namespace)
                 return None
-            case StatObject(namespace, key):
-                return await (await self.driver(namespace)).stat(key)
-            case ListObjects():
-                return await self._list(task)
+            case StatObject(namespace, _) | ListObjects(namespace, _, _) | OpenObject(namespace, _, _, _):
+                return await read(await self.driver(namespace), task)
+            case ReadChunk(source, _):
+                return await read(await self.driver(source.namespace), task)
             case DeleteObjects(namespace, keys):
                 await (await self.driver(namespace)).delete(keys)
                 self._objects.changed(len(keys))
@@ -188,10 +202,17 @@ class NamespaceStore:
             case DropMemory(memory):
                 await memory.drop()
                 return None
-            case OpenObject():
-                return await self._open(task)
-            case ReadChunk(source, wanted):
-                return await self._read(source, wanted)
+
+    async def _done_for_own(self, task: Task) -> object:
+        """The node's own memory is opened for each task: nothing of it is held when its job removes it.
+
+        Errors: ``Unauthorized`` for a client of another owner, and for what would change it.
+        """
+        namespace = namespace_of(task)
+        if "/" in namespace or self._open_own is None:
+            raise Unauthorized("this node's own memory is for clients of its own owner")
+        async with self._open_own(name_of_own(namespace)) as driver:
+            return None if isinstance(task, Greet) else await read(driver, task)
 
     async def driver(self, namespace: str) -> TierDriver:
         """The namespace's driver, open. Errors: ``CapacityExceeded`` for one namespace too many; the driver's."""
@@ -271,75 +292,3 @@ class NamespaceStore:
         if usage.limit_bytes is not None:
             room = min(room, max(0, usage.limit_bytes - usage.used_bytes))
         return Usage(usage.used_bytes, usage.used_bytes + room)
-
-    # Reading.
-
-    async def _list(self, task: ListObjects) -> Page:
-        driver = await self.driver(task.namespace)
-        after = task.after.encode()
-        entries: list[tuple[str, int, str]] = []
-        nbytes = 0
-        async for info in driver.list(task.prefix):
-            encoded = info.key.encode()
-            if encoded <= after:
-                continue
-            nbytes += len(encoded) + len(info.etag) + 32
-            if entries and (nbytes > PAGE_BYTES_MAX or len(entries) >= PAGE_MAX):
-                return Page(tuple(entries), True)
-            entries.append((info.key, info.nbytes, info.etag))
-        return Page(tuple(entries), False)
-
-    async def _open(self, task: OpenObject) -> ReadableObject:
-        driver = await self.driver(task.namespace)
-        for _ in range(OPEN_ATTEMPTS_MAX):
-            if not driver.capabilities.mappable:
-                source = await self._open_unmapped(driver, task)
-                if source is not None:
-                    return source
-                continue
-            info = await driver.stat(task.key)
-            content = await driver.get(task.key, range=task.wanted)
-            # The content's own etag matters only to a reader that has to come back for more of it.
-            if content.nbytes <= task.whole_bytes or await self._is_still(driver, info):
-                start = 0 if task.wanted is None else task.wanted.start
-                wanted = ByteRange(start, start + content.nbytes)
-                return ReadableObject(task.namespace, task.key, wanted, info.etag, content)
-        raise Transient("the object is replaced faster than it can be opened; try again", key=task.key)
-
-    async def _open_unmapped(self, driver: TierDriver, task: OpenObject) -> ReadableObject | None:
-        """``None`` if the object was replaced meanwhile by one that is no longer what was prepared for."""
-        info = await driver.stat(task.key)
-        wanted = ByteRange(0, info.nbytes) if task.wanted is None else task.wanted
-        if wanted.stop > info.nbytes:
-            raise ValueError(f"{wanted} reaches past the end of {task.key!r}, which has {info.nbytes} bytes")
-        content = None
-        if len(wanted) <= task.whole_bytes:
-            try:
-                content = await driver.get(task.key, range=task.wanted)
-            except ValueError:
-                if await self._is_still(driver, info):
-                    raise
-                return None
-            if content.nbytes != len(wanted):
-                return None
-        return ReadableObject(task.namespace, task.key, wanted, info.etag, content, copied=content is not None)
-
-    async def _read(self, source: ReadableObject, wanted: ByteRange) -> memoryview:
-        driver = await self.driver(source.namespace)
-        replaced = NotFound("the object was replaced while it was read", key=source.key)
-        try:
-            content = await driver.get(source.key, range=wanted)
-        except ValueError as error:  # past the end of a shorter one
-            if (await driver.stat(source.key)).etag != source.etag:
-                raise replaced from error
-            raise
-        if (await driver.stat(source.key)).etag != source.etag:
-            raise replaced
-        return content
-
-    @staticmethod
-    async def _is_still(driver: TierDriver, info: ObjectInfo) -> bool:
-        try:
-            return await driver.stat(info.key) == info
-        except NotFound:
-            return False

@@ -7,7 +7,7 @@ import pytest
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerLimits
 from tiercheck.tiers.peer.messages import PAGE_MAX, Page
-from tiercheck.tiers.peer.server import store as store_module
+from tiercheck.tiers.peer.server import reading
 from tiercheck.tiers.peer.server.effects import ListObjects
 from tiercheck.tiers.peer.server.store import NamespaceStore
 
@@ -44,5 +44,5 @@ async def test_a_page_holds_as_many_bytes_as_it_may_and_one_object_at_least(monk
     ((key, _, etag),) = (await pages_of(1))[0].entries
     entry_nbytes = len(key.encode()) + len(etag) + 32
     for most, lengths in ((2 * entry_nbytes, [2, 2, 1]), (2 * entry_nbytes - 1, [1] * 5), (0, [1] * 5)):
-        monkeypatch.setattr(store_module, "PAGE_BYTES_MAX", most)
+        monkeypatch.setattr(reading, "PAGE_BYTES_MAX", most)
         assert [len(page.entries) for page in await pages_of(5)] == lengths
