@@ -191,6 +191,13 @@ class OpenTier:
     driver: TierDriver
     codec: str = ""
     """Encodes gradients on their way into this tier. Empty: they stay as they were captured."""
+    elsewhere: bool = False
+    """It is no tier of the job's: a recovery reads another node's memory by it."""
+
+    @property
+    def seen_by_all(self) -> bool:
+        """Whether every rank sees the same objects here, and each looks for its own."""
+        return self.elsewhere or self.role.shared
 
     @property
     def capabilities(self) -> Capabilities:
@@ -222,6 +229,16 @@ class OpenHierarchy:
     def first(self) -> OpenTier:
         """The tier in which versions are captured."""
         return self.tiers[0]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The tiers, the cheapest to read first: another node's memory comes before what all share."""
+        shared = min((tier.index for tier in self.tiers if tier.role.shared), default=len(self.tiers))
+        return tuple(sorted(range(len(self.tiers)), key=lambda each: self._cost(self.tiers[each], shared)))
+
+    @staticmethod
+    def _cost(tier: OpenTier, shared: int) -> tuple[int, int, int]:
+        return (shared, 0, tier.index) if tier.elsewhere else (tier.index, 1, 0)
 
     @property
     def roles(self) -> tuple[Role, ...]:

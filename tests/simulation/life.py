@@ -10,15 +10,23 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.simulation.number_state import NumberState
+from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.agent.client.node_agent import NodeAgent
+from tiercheck.agent.jobs.opening import lineage_of
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import Closed, DeadlineExceeded, JobConflict
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import ShardKey, parse
 from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
+from tiercheck.policy.recovery.spans import spans_of
+from tiercheck.recovery.elsewhere import NodeMemory
+from tiercheck.replication.handle import MoverHandle, MoverStatus
+from tiercheck.replication.job import ReplicationJob
+from tiercheck.replication.mover import Mover
 from tiercheck.runtime.runtime import Runtime, TaskScheduler
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
@@ -102,8 +110,89 @@ class ProcessDriver(WrappingDriver):
         return result
 
 
-async def no_agent(*_: object) -> NodeAgent:
-    raise AssertionError("the mover runs in the trainer")
+class HostAgent:
+    """The agent of a host, as one rank knows it. Its mover is a process of the host's, too, and dies with the rank."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._mover: HostMover | None = None
+        self.node = process.cluster.label(process.rank)
+
+    def endpoint(self, node: int) -> RankEndpoint:
+        return RankEndpoint(self.node, "", self.node, f"{self.node}:7", None)
+
+    async def memories(self, hierarchy: Hierarchy, endpoint: RankEndpoint) -> list[NodeMemory]:
+        cluster, found = self._process.cluster, []
+        cluster.asked.append(self._process.rank)
+        captured, kept = cluster.memory(self._process.rank), cluster.kept(self._process.rank)
+        for place, name, local in ((captured, "memory", f"memory://{captured}"), (kept, "kept", "")):
+            if ranks := ranks_in(place):
+                spans = spans_of(ranks)
+                found.append(NodeMemory(f"{name} of {self.node}", self.node, f"memory://{place}", local, False, spans))
+        return found
+
+    def mover(self, job: ReplicationJob, first: TierDriver) -> MoverHandle:
+        self._mover = HostMover(self._process, job)
+        return self._mover
+
+    async def register(self) -> None:
+        assert self._mover is not None
+        await self._mover.open()
+
+    async def withdraw(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        if self._mover is not None:
+            await self._mover.close()
+
+
+class HostMover:
+    """A mover with tiers of its own, which it opens when it is registered."""
+
+    def __init__(self, process: Process, job: ReplicationJob) -> None:
+        self._tiers = process.hierarchy().open()
+        self._job = job
+        self._mover: Mover | None = None
+        self._mark: int | None = None
+
+    async def open(self) -> None:
+        await self._tiers.opened(None)
+        job, policies = self._job, self._job.policies()
+        self._mover = Mover(
+            self._tiers,
+            rank=job.rank,
+            world_size=job.world_size,
+            generation=job.generation,
+            placement=policies.placement,
+            retention=policies.retention,
+            lineage=await lineage_of(self._tiers, job.generation),
+            mark=self._mark,
+        )
+
+    async def close(self) -> None:
+        await self._tiers.__aexit__(None, None, None)
+
+    @property
+    def status(self) -> MoverStatus:
+        return self._mover.status if self._mover else MoverStatus()
+
+    @property
+    def conflict(self) -> JobConflict | None:
+        return self._mover.conflict if self._mover else None
+
+    def nudge(self) -> None:
+        if self._mover is not None:
+            self._mover.nudge()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mover, name)
+
+
+def ranks_in(place: str) -> set[int]:
+    """The ranks that have shards in that memory."""
+    keys = map(parse, MemoryDriver(place).store.objects)
+    return {key.rank for key in keys if isinstance(key, ShardKey)}
 
 
 class Process:
@@ -125,10 +214,10 @@ class Process:
         """Train up to version ``last``, and close."""
         job = self.job = await open_job(
             self.state,
-            self._hierarchy(),
+            self.hierarchy(),
             group=self._group,
             runtime=Runtime(self._scheduler, {}, self._token, self._lock),
-            find_agent=no_agent,
+            find_agent=self._agent,
             config=self.cluster.config,
             caveats=tuple,
         )
@@ -159,15 +248,20 @@ class Process:
     def release(self) -> None:
         self.cluster.locked.difference_update(self._locked)
 
-    def _hierarchy(self) -> Hierarchy:
+    async def _agent(self, *_: object) -> NodeAgent:
+        return HostAgent(self)
+
+    def hierarchy(self) -> Hierarchy:
         def tier(name: str, place: str, survives: Survives) -> Tier:
             return Tier(f"memory://{place}", name, wrap=lambda driver: ProcessDriver(driver, self, survives))
 
-        first = tier("memory", self.cluster.memory(self.rank), Survives.PROCESS)
+        tiers = [tier("memory", self.cluster.memory(self.rank), Survives.PROCESS)]
+        if self.cluster.has_neighbours:
+            neighbour = (self.rank + 1) % self.cluster.world
+            tiers.append(tier("neighbour", self.cluster.kept(neighbour), Survives.NODE))
         if self.cluster.has_store:
-            return Hierarchy.of(first, tier("shared", self.cluster.shared, Survives.RACK))
-        neighbour = (self.rank + 1) % self.cluster.world
-        return Hierarchy.of(first, tier("neighbour", self.cluster.kept(neighbour), Survives.NODE))
+            tiers.append(tier("shared", self.cluster.shared, Survives.RACK))
+        return Hierarchy.of(*tiers)
 
     def _lock(self, urls: Sequence[str], rank: int) -> Process:
         self._locked = [(url, rank) for url in urls]
@@ -188,19 +282,36 @@ class Process:
 
 class Cluster:
     """A node a rank, each with a memory of its own. Copies go to a store that all see or, without ``has_store``, to the
-    memory of the next node."""
+    memory of the next node; with ``has_neighbours`` to both. If the config has agents move, they tell what their hosts'
+    memory holds."""
 
-    def __init__(self, seed: int, world: int = 3, config: CheckpointConfig = CONFIG, *, has_store: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        world: int = 3,
+        config: CheckpointConfig = CONFIG,
+        *,
+        has_store: bool = True,
+        has_neighbours: bool | None = None,
+    ) -> None:
         self.config = config
         self.random = random.Random(seed)
         self.world = world
         self.has_store = has_store
+        self.has_neighbours = not has_store if has_neighbours is None else has_neighbours
+        self.hosts = list(range(world))
+        """By rank, the host that it runs on."""
+        self.names: dict[int, str] = {}
+        """By host, another name than it has by itself."""
+        self.asked: list[int] = []
+        """The ranks that have told what their hosts' memory holds."""
         self.shared = f"life-{seed}-shared"
         self.locked: set[tuple[str, int]] = set()
         self.base_begun = asyncio.Event()
         """A base has begun after the one that its generation opens with."""
         self.history: dict[tuple[int, int], tuple[bytes, bytes, int]] = {}
         """The bits of (rank, version), in whichever life it came to be first."""
+        self._used: set[str] = set()
         self.calls = 0
         """The calls that any rank has made to any tier so far."""
         self.kill_at = (0, "")
@@ -209,21 +320,26 @@ class Cluster:
         self.recovered: list[int] = []
         """Per start, the version that the ranks went on from."""
 
+    def label(self, rank: int) -> str:
+        host = self.hosts[rank]
+        return self.names.get(host, f"host-{host}")
+
     def memory(self, rank: int) -> str:
-        return f"{self.shared}-{rank}"
+        """What is captured on the rank's host."""
+        return f"{self.shared}-{self.hosts[rank]}"
 
-    def kept(self, node: int) -> str:
-        """What the node keeps for its neighbour."""
-        return f"{self.shared}-kept-{node}"
+    def kept(self, rank: int) -> str:
+        """What the rank's host keeps for its neighbour."""
+        return f"{self.shared}-kept-{self.hosts[rank]}"
 
-    def lose_node(self, node: int) -> None:
-        for name in (self.memory(node), self.kept(node)):
+    def lose_node(self, rank: int) -> None:
+        self._used |= {self.memory(rank), self.kept(rank)}
+        for name in (self.memory(rank), self.kept(rank)):
             MemoryDriver.forget(name)
 
     def forget(self) -> None:
-        MemoryDriver.forget(self.shared)
-        for node in range(self.world):
-            self.lose_node(node)
+        for name in self._used | {self.shared}:
+            MemoryDriver.forget(name)
 
     def check(self, process: Process) -> None:
         """A version has the same bits on every way to it."""
@@ -245,6 +361,7 @@ class Cluster:
         self, last: int, until: Callable[[list[Process]], Awaitable[object]] | None = None
     ) -> list[Process]:
         """Start the job, and let it train to its end or, if that comes first, ``until``: then kill it, rank by rank."""
+        self._used |= {place for rank in range(self.world) for place in (self.memory(rank), self.kept(rank))}
         room, training = Room(self.world), Room(self.world)
         ranks = range(self.world)
         processes = [Process(self, rank, LoopGroup(rank, room), LoopGroup(rank, training)) for rank in ranks]

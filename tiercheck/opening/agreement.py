@@ -38,8 +38,9 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     anew. Returns the mark that the generation begins with.
 
     What was saved under another layout stays until this generation has a base that outlives the nodes: ranks need each
-    other's shards of it. A tier that cannot be cleared just now is left as it is, and so is one that was away at the
-    survey. Errors: ``RecoveryError``; ``GroupError``.
+    other's shards of it. So does what other ranks have left in this node's memory, if some rank was restored from
+    memory that is none of its tiers now. A tier that cannot be cleared just now is left as it is, and so is one that
+    was away at the survey. Errors: ``RecoveryError``; ``GroupError``.
     """
     roles, past, sound = hierarchy.roles, restored.past, restored.sound
     lineage, owned = past.own_lineage, past.owned
@@ -53,11 +54,16 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
     unsure = past.unsure
 
+    def is_own(source: Copy) -> bool:
+        return source.key.rank == ranks.rank
+
     async def clear(tier: OpenTier) -> None:
         try:
             held = await visible(tier, generation)
-            held = {source for source in held if source.key.rank == ranks.rank or source.key.rank not in unsure}
+            held = {source for source in held if is_own(source) or source.key.rank not in unsure}
             held = {source for source in held if source.key.generation not in others}
+            if past.is_scattered:
+                held = {source for source in held if is_own(source) or source.key.generation not in ancestors}
             gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned)
             if gone:
                 await tier.driver.delete([str(source.key) for source in gone])

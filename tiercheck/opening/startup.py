@@ -43,6 +43,7 @@ from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
+from tiercheck.recovery.elsewhere import Elsewhere, NodeMemory
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restorer import Restored, Restorer
@@ -159,7 +160,8 @@ class _Startup:
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
-        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart=restart, request=asked, keeps=keeps)
+        elsewhere = self.elsewhere(hierarchy, opened.tiers, agent, nodes)
+        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, elsewhere)
         restored = await restorer.restore()
         turn = restored.turn
         kept = turn.kept if turn else kept_by(restored) if keeps else ()
@@ -230,6 +232,23 @@ class _Startup:
             placed, self.ranks.rank, self.ranks.scheduler, self.config.deadline_s, environment
         )
         return (placed, agent), schema.plain(agent.endpoint(node))
+
+    def elsewhere(
+        self, hierarchy: Hierarchy, tiers: OpenHierarchy, agent: NodeAgent | None, nodes: Sequence[Any]
+    ) -> Elsewhere:
+        """The other nodes' memory, if each node has an agent. The first rank of a node tells of that node's."""
+        ranks = self.ranks
+        if agent is None or None in nodes:
+            return Elsewhere(tiers, ranks)
+        endpoints = [schema.read(RankEndpoint, each) for each in nodes]
+        own = endpoints[ranks.rank]
+        agents = [(each.host, each.endpoint) for each in endpoints]
+        leads = agents.index((own.host, own.endpoint)) == ranks.rank
+
+        async def tell() -> Sequence[NodeMemory]:
+            return await agent.memories(hierarchy, own) if leads else ()
+
+        return Elsewhere(tiers, ranks, tell, own.host)
 
     async def open_tiers(
         self, stream: StateStream, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]

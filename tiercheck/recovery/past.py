@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from tiercheck.errors import Mismatch, RecoveryError
-from tiercheck.keys import LineageKey
+from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Reachable, admitted, common, meeting
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
@@ -114,7 +114,7 @@ class Past:
 
     @property
     def _captured_anywhere(self) -> set[int]:
-        return set().union(*self._captured)
+        return set().union(*self._captured, _numbers({each.elsewhere for each in self._different}))
 
     @cached_property
     def _bearing(self) -> Lineage:
@@ -190,7 +190,7 @@ class Past:
     @property
     def begun(self) -> bool:
         """Whether anything tells of a past."""
-        return any(any(each.captured) or any(each.recorded) for each in self._different)
+        return any(any(each.captured) or any(each.recorded) or each.elsewhere for each in self._different)
 
     @cached_property
     def away(self) -> list[tuple[int, str, str]]:
@@ -209,6 +209,29 @@ class Past:
     @property
     def owned(self) -> OwnedCopies:
         return OwnedCopies(self.told)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether some rank has shards in memory that is none of its tiers: other ranks see them in theirs."""
+        return any(each.elsewhere for each in self._different)
+
+    @property
+    def asks_elsewhere(self) -> bool:
+        """Whether other nodes' memory may lead further, or be nearer: unless every rank has its way to the newest
+        version in its own node's memory, and sees what others see of it."""
+        eras, own, version = self.lineage.eras, self._layout, self.version()
+        changed = bool(eras) and own is not None and not own.is_like(eras[0][0])
+        return changed or not self.in_memory(version) or self._is_seen_elsewhere(version or 0)
+
+    def _is_seen_elsewhere(self, version: int) -> bool:
+        """Whether some rank sees something newer of another one that has another memory now, or none."""
+        if not any(each.others_last > version for each in self._different):
+            return False
+        return any(
+            last > version and Copy(tier, ShardKey.base(generation, last, rank)) not in self.owned
+            for others in self._others
+            for tier, rank, generation, last in others
+        )
 
     # Where the ranks can meet
 
@@ -420,6 +443,8 @@ class Past:
         return said
 
     def _place(self, tier: int, rank: int) -> str:
+        if tier >= len(self._tiers):
+            return f"the memory of other nodes that rank {rank} has looked into"
         name = self._tiers[tier].name
         return name if self._tiers[tier].shared else f"{name} of rank {rank}"
 

@@ -149,7 +149,7 @@ class Reader:
             finally:
                 stream.close()
             due, left_s = stream.due, stream.left_s
-            following = partial(batches, part.point, due, self.rank)
+            following = partial(batches, part.point, due, self.rank, order=self.hierarchy.order)
             if pause_s := self.copies.pause(own, following, left_s):
                 await asyncio.sleep(pause_s)
                 left_s -= pause_s
@@ -187,8 +187,9 @@ class Reader:
         """Read and verify all that the rank needs to get to ``point``; ``None`` if some version has no good copy
         left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
         until = asyncio.get_running_loop().time() + self.deadline_s
+        choice = partial(plan, point, self.rank, order=self.hierarchy.order)
         while True:
-            chosen = self.copies.choose(own, partial(plan, point, self.rank))
+            chosen = self.copies.choose(own, choice)
             if isinstance(chosen, Unreachable):
                 log.warning("rank %d has no good copy of %s %d", self.rank, chosen.stream, chosen.version)
                 self._let_go()
@@ -203,7 +204,7 @@ class Reader:
                 self.copies.note(failed)
                 self._let_go()
             left_s = until - asyncio.get_running_loop().time()
-            if pause_s := self.copies.pause(own, partial(plan, point, self.rank), left_s):
+            if pause_s := self.copies.pause(own, choice, left_s):
                 await asyncio.sleep(pause_s)
 
     async def _verified_base(self, chosen: Plan, own: Collection[Copy], until: float) -> Any:

@@ -12,8 +12,9 @@ of them holds it until all have replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,8 +26,16 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
-from tiercheck.policy.recovery.plan import Availability, Held, availability, held
+from tiercheck.policy.recovery.plan import (
+    Availability,
+    Held,
+    HeldElsewhere,
+    availability,
+    availability_elsewhere,
+    held,
+)
 from tiercheck.policy.recovery.request import Request, Turn
+from tiercheck.recovery.elsewhere import Elsewhere
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
@@ -106,6 +115,8 @@ class _Attempt:
     """What it has, if copies have failed since it told the last time."""
     held: Held = ()
     """What each tier could give it, before anything was read."""
+    elsewhere: HeldElsewhere = ()
+    """What other nodes' memory could give it."""
 
 
 @dataclass
@@ -127,6 +138,8 @@ class Restorer:
     """The same on every rank."""
     keeps: bool = True
     """What requests leave behind stays in the tiers that all ranks share."""
+    elsewhere: Elsewhere = None  # type: ignore[assignment]  # made below, of the hierarchy
+    """The other nodes' memory; by default it cannot be asked."""
     _past: Past | None = None
     _survey: Survey = field(default_factory=Survey)
     """What this rank has found, without the copies that failed."""
@@ -142,6 +155,9 @@ class Restorer:
     """Tiers that are away were asked until the deadline."""
     _turn: Turn | None = None
 
+    def __post_init__(self) -> None:
+        self.elsewhere = self.elsewhere or Elsewhere(self.hierarchy, self.ranks)
+
     async def restore(self) -> Restored:
         """Bring every rank to the newest version that all can reach. Collective.
 
@@ -152,6 +168,12 @@ class Restorer:
         be read by every rank, and for a tier that stays away and may hold something newer; with a ``request`` also for
         a version that not every rank can come to, and for any tier that stays away. ``GroupError``.
         """
+        try:
+            return await self._restored()
+        finally:
+            await self.elsewhere.close()
+
+    async def _restored(self) -> Restored:
         await self._look_around()
         if self._turn is not None and self.request.fresh:
             return Restored(None, self._found, turn=self._turn)
@@ -188,7 +210,7 @@ class Restorer:
     async def _restore_own(self, began: float) -> Restored | None:
         """Of each rank, what the rank of its number saved; ``None`` if there is no version that all can come to."""
         rank, deadline_s = self.ranks.rank, self.ranks.deadline_s
-        reader = Reader(self.hierarchy, rank, deadline_s, self.state.reader(), self._found.lineage)
+        reader = Reader(self.elsewhere.reading, rank, deadline_s, self.state.reader(), self._found.lineage)
         best: int | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
@@ -235,6 +257,8 @@ class Restorer:
         soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
         everywhere = range(len(self.hierarchy.tiers))
         self._past = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
+        if self.elsewhere.can_be_asked and self._found.asks_elsewhere and await self.elsewhere.ask():
+            self._past = await self._look_elsewhere()
         if is_to_turn(self._found, self.request):
             await self._turn_back()
             return
@@ -280,17 +304,26 @@ class Restorer:
         """What every rank has found, once each has looked into these of its tiers. Collective. Options: as
         :func:`.survey`."""
         chosen = [self.hierarchy.tiers[tier] for tier in tiers]
+        looking = partial(survey, chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
+        return await self._tell("the survey before recovery", looking, max(retry_s, answer_s) + ANSWER_S / 2)
 
-        async def look() -> _Found:
-            looking = survey(chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
-            within_s = max(retry_s, answer_s) + ANSWER_S / 2
-            found = await self.ranks.scheduler.call(looking, what="the survey of the tiers", deadline_s=within_s)
-            self._survey = self._survey.joined(found)
+    async def _look_elsewhere(self) -> Past:
+        """As :meth:`_look`, in the memory of the other nodes that this rank has shards in."""
+
+        async def look() -> Survey:
+            return replace(await self.elsewhere.look(), away=self._survey.away)
+
+        return await self._tell("the survey of other nodes' memory", look, self.ranks.deadline_s)
+
+    async def _tell(self, what: str, look: Callable[[], Coroutine[Any, Any, Survey]], within_s: float) -> Past:
+        """What every rank has found, once each has looked. Collective."""
+
+        async def found() -> _Found:
+            surveyed = await self.ranks.scheduler.call(look(), what=what, deadline_s=within_s)
+            self._survey = self._survey.joined(surveyed)
             return _Found(Raw(schema.pack(self._told())), packed_others(self._survey))
 
-        answers: list[_Found] = await self.ranks.gather(
-            "the survey before recovery", look, more_s=ANSWER_S, kind=_Found
-        )
+        answers: list[_Found] = await self.ranks.gather(what, found, more_s=ANSWER_S, kind=_Found)
         told = [bytes(answer.told) for answer in answers]
         read = {each: msgspec.msgpack.decode(each, type=Told) for each in set(told)}
         all_told = [read[each] for each in told]
@@ -300,7 +333,9 @@ class Restorer:
 
     def _told(self) -> Told:
         names = [tier.name for tier in self.hierarchy.tiers]
-        return Told.of(self._survey, names, self.ranks.rank, self._failed, self._unusable)
+        return Told.of(
+            self._survey, names, self.ranks.rank, self._failed, self._unusable, elsewhere=self.elsewhere.names
+        )
 
     async def _lineages(self, told: Sequence[Told]) -> dict[int, Collection[Branch]]:
         """The branches behind every digest that some rank tells of. Collective, unless every rank knows all."""
@@ -331,8 +366,10 @@ class Restorer:
     ) -> tuple[VerifiedPart | None, tuple[Availability, ...]]:
         """Read and verify this rank's part; ``None`` if some rank cannot. And what every tier could give."""
         parts: list[VerifiedPart] = []
-        names = [tier.name for tier in self.hierarchy.tiers]
-        here = held(point, self.ranks.rank, len(names), self._own)
+        names, elsewhere = [tier.name for tier in self.hierarchy.tiers], self.elsewhere.names
+        everywhere = held(point, self.ranks.rank, len(names) + len(elsewhere), self._own)
+        here, there = everywhere[: len(names)], zip(elsewhere, everywhere[len(names) :], strict=True)
+        further = tuple((name, *what) for name, what in there if any(what))
 
         async def attempt() -> bool:
             reader.state.expect()
@@ -342,8 +379,9 @@ class Restorer:
             parts.extend([part] if part else [])
             return part is not None
 
-        answers = await self._together(reader, "reading the checkpoint", attempt, here)
+        answers = await self._together(reader, "reading the checkpoint", attempt, here, further)
         matrix = availability(names, [answer.held for answer in answers])
+        matrix += availability_elsewhere([answer.elsewhere for answer in answers])
         return (parts[0] if all(answer.succeeded for answer in answers) else None), matrix
 
     async def _rebuild(self, reader: Reader, part: VerifiedPart) -> Rebuilt | None:
@@ -373,7 +411,12 @@ class Restorer:
         return done[0] if all(answer.succeeded for answer in answers) else None
 
     async def _together(
-        self, reader: Reader, what: str, attempt: Callable[[], Awaitable[bool]], here: Held = ()
+        self,
+        reader: Reader,
+        what: str,
+        attempt: Callable[[], Awaitable[bool]],
+        here: Held = (),
+        there: HeldElsewhere = (),
     ) -> list[_Attempt]:
         """What became of it on every rank. If one did not succeed, copies that failed are none for all from here on."""
 
@@ -385,7 +428,7 @@ class Restorer:
                 self._survey = replace(self._survey, sources=self._survey.sources - self._failed)
                 self._unusable |= reader.copies.unusable
                 told = self._told()
-            return _Attempt(succeeded, told, here)
+            return _Attempt(succeeded, told, here, there)
 
         answers: list[_Attempt] = await self.ranks.gather(what, produce, more_s=ANSWER_S, kind=_Attempt)
         later = {rank: answer.told for rank, answer in enumerate(answers) if answer.told is not None}
@@ -422,7 +465,7 @@ class Restorer:
         fidelity, notes = fidelity_and_notes
         for note in self._found.done_without if self.ranks.rank == 0 else ():
             log.warning("%s", note)
-        names = [tier.name for tier in self.hierarchy.tiers]
+        names = [tier.name for tier in self.elsewhere.reading.tiers]
         return Recovery(
             point=part.point,
             sources=tuple((str(source.key), names[source.tier]) for source in reader.used),

@@ -52,7 +52,8 @@ class Looked:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one rank found in all its tiers. ``tier`` is always an index in the hierarchy."""
+    """What one rank found in all its tiers. ``tier`` is always an index in the hierarchy that is read: the job's tiers,
+    and behind them the other nodes' memory in which it has looked."""
 
     sources: frozenset[Copy] = frozenset()
     """Copies of the rank's own shards."""
@@ -131,7 +132,7 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     looked = Looked()
     records: dict[LineageKey, int] = {}
     others: dict[int, ShardKey] = {}
-    prefixes = (LINEAGE, rank_prefix(rank)) if tier.role.shared else ("",)
+    prefixes = (LINEAGE, rank_prefix(rank)) if tier.seen_by_all else ("",)
     async for info in tier.listed(prefixes):
         key = keys.parse(info.key)
         if isinstance(key, ShardKey):

@@ -45,7 +45,8 @@ class Told:
     recorded: tuple[tuple[Span, ...], ...]
     """By tier, the generations that have a lineage record, or of which one tells."""
     lineages: tuple[int, ...]
-    """By tier, a digest of the branches that the lineage records tell of; 0 if there are none."""
+    """By tier, a digest of the branches that the lineage records tell of; 0 if there are none. Behind the job's tiers
+    those in which it has looked elsewhere."""
     taken: int
     """The highest number that any generation here has, had, or was to have."""
     newest: int
@@ -66,6 +67,8 @@ class Told:
     """The versions that it could come to if the job could use each copy that is whole; empty if it can."""
     unusable: tuple[tuple[str, str], ...] = ()
     """Why it cannot use such copies, and which: the first ones."""
+    elsewhere: tuple[Span, ...] = ()
+    """The generations of its shards in the memory of other nodes."""
 
     @classmethod
     def of(
@@ -76,10 +79,13 @@ class Told:
         failed: Collection[Copy] = (),
         unusable: Mapping[Copy, str] | None = None,
         named_max: int = 3,
+        elsewhere: Sequence[str] = (),
     ) -> Told:
-        """``tiers``: their names. ``failed``: copies that are none any more; the survey is without them. ``unusable``:
-        those of them that are whole, and why the job cannot use them."""
+        """``tiers``: their names; ``elsewhere``: of those behind them. ``failed``: copies that are none any more; the
+        survey is without them. ``unusable``: those of them that are whole, and why the job cannot use them."""
         places = range(len(tiers))
+        names = [*tiers, *elsewhere]
+        found = [generation for tier, generation in survey.generations if tier >= len(tiers)]
         own = [*survey.sources, *failed]
         held = [source.key for source in survey.sources | survey.others]
         newest = max((key.generation for key in held), default=0)
@@ -91,7 +97,7 @@ class Told:
             own=tuple(spans_of({each.key.generation for each in own if each.tier == tier}) for tier in places),
             captured=tuple(spans_of(_of_tier(survey.generations, tier)) for tier in places),
             recorded=tuple(spans_of(_of_tier(survey.recorded, tier)) for tier in places),
-            lineages=tuple(lineage_digest(_of_tier(survey.branches, tier)) for tier in places),
+            lineages=tuple(lineage_digest(_of_tier(survey.branches, tier)) for tier in range(len(names))),
             taken=survey.taken,
             newest=newest,
             newest_base=max((key.first - (key.stream is Stream.SNAPSHOT) for key in bases), default=NOTHING),
@@ -104,9 +110,10 @@ class Told:
             others_last=_last(each.key for each in survey.others),
             whole=Readable.of(source.key for source in (*survey.sources, *whole)).reach() if whole else (),
             unusable=tuple(
-                (why, f"rank {rank}, tier {tiers[source.tier]}: {source.key}")
+                (why, f"rank {rank}, tier {names[source.tier]}: {source.key}")
                 for source, why in sorted(whole.items())[:named_max]
             ),
+            elsewhere=spans_of(found),
         )
 
 

@@ -351,6 +351,9 @@ class InSession:
     def endpoint(self, node: int) -> RankEndpoint:
         return RankEndpoint("node", "", "here", "127.0.0.1:7", None)
 
+    async def memories(self, hierarchy: Any, endpoint: Any) -> list[Any]:
+        return []
+
     def mover(self, job: Any, first: Any) -> Any:
         return SimpleNamespace(conflict=None, nudge=lambda: None)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.recovery.elsewhere import NodeMemory
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
@@ -28,6 +29,12 @@ class NodeAgent(Protocol):
 
         Errors: ``ConfigurationError`` if the agent serves no neighbours.
         """
+        ...
+
+    async def memories(self, hierarchy: Hierarchy, endpoint: RankEndpoint) -> Sequence[NodeMemory]:
+        """What this node's memory holds of the job's ranks, captured here or kept for neighbours. ``hierarchy``: as the
+        job was given it, with its fields: also what other nodes of this machine have captured. ``endpoint``: this
+        rank's. On the event loop."""
         ...
 
     def mover(self, job: ReplicationJob, first: TierDriver) -> MoverHandle:

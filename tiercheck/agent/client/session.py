@@ -9,13 +9,14 @@ import asyncio
 import concurrent.futures
 import logging
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.recovery.elsewhere import NodeMemory
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
@@ -38,6 +39,8 @@ LISTEN_EVERYWHERE = "tcp://0.0.0.0:0"
 KEEP_S = 0.5
 """How often a rank that recovers looks whether the agent lives."""
 LEFT_S_MIN = 0.1
+READ_S_MAX = 30.0
+"""How long a read from another node's memory may stand still."""
 TOLD_S = 5.0
 """What a call may take beyond its own deadline, whose error says more."""
 
@@ -126,6 +129,13 @@ class AgentSession:
             raise ConfigurationError(f"the agent of node {hello.node!r} serves no neighbours; its log says why")
         name = f"{socket.gethostname()}/{node}"
         return RankEndpoint.of(name, hello.peer_endpoint, hello.peer_server_key, self._environment)
+
+    async def memories(self, hierarchy: Hierarchy, endpoint: RankEndpoint) -> Sequence[NodeMemory]:
+        """As :meth:`tiercheck.agent.client.node_agent.NodeAgent.memories`."""
+        from tiercheck.agent.client.memories import memories_of_node
+
+        within_s = min(READ_S_MAX, self._deadline_s / 4)
+        return await asyncio.to_thread(memories_of_node, hierarchy, self.node, endpoint, within_s)
 
     def mover(self, job: ReplicationJob, first: TierDriver) -> MoverHandle:
         """What stands for the mover here, and moves nothing before :meth:`register`."""

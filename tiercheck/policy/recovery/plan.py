@@ -1,8 +1,9 @@
 """From which tier each object of a recovery is read.
 
-Tiers are asked in the order of the hierarchy, cheapest first: own memory, the node's, a neighbour's, remote
-storage. If a copy fails verification, it is quarantined, and the plan is made again without it. If no copy of
-a version is left, the rank says so, and the ranks decide on another recovery point.
+Tiers are asked in the order of their cost: own memory, the node's, a neighbour's, another node's, remote storage. It
+is the order of the hierarchy, unless another one is given. If a copy fails verification, it is quarantined, and the
+plan is made again without it. If no copy of a version is left, the rank says so, and the ranks decide on another
+recovery point.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.spans import Span, both, joined, spans_of
 
-__all__ = ["Availability", "Held", "Plan", "Unreachable", "availability", "batches", "grouped", "held", "plan"]
+__all__ = [
+    "Availability",
+    "Held",
+    "HeldElsewhere",
+    "Plan",
+    "Unreachable",
+    "availability",
+    "availability_elsewhere",
+    "batches",
+    "grouped",
+    "held",
+    "plan",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,10 @@ Held = tuple[tuple[bool, tuple[Span, ...]], ...]
 the anchor it has. For a snapshot: only its own version."""
 
 
+HeldElsewhere = tuple[tuple[str, bool, tuple[Span, ...]], ...]
+"""The same of the other nodes' memory that has anything of it, by its name."""
+
+
 @dataclass(frozen=True)
 class Availability:
     """A row of the availability matrix: what one tier can give these ranks for the recovery point."""
@@ -60,9 +77,12 @@ class Availability:
         return sum(last - first + 1 for first, last in self.ranks)
 
 
-def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy]) -> Plan | Unreachable:
-    """The cheapest way for ``rank`` to the recovery point, given the copies it can still read."""
-    own = sorted(s for s in sources if (s.key.rank, s.key.generation) == (rank, point.generation))
+def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy], order: Sequence[int] = ()) -> Plan | Unreachable:
+    """The cheapest way for ``rank`` to the recovery point, given the copies it can still read. ``order``: all tiers,
+    cheapest first."""
+    cost = {tier: at for at, tier in enumerate(order)}
+    own = [s for s in sources if (s.key.rank, s.key.generation) == (rank, point.generation)]
+    own.sort(key=lambda source: (cost.get(source.tier, source.tier), source))
     bases: dict[int, Copy] = {}
     for source in own:
         if source.key.stream is Stream.BASE:
@@ -73,19 +93,22 @@ def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy]) -> Plan | Unr
         snapshot = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
         led = next((source for source in own if source.key == snapshot), None)
         return Plan(point, bases[point.anchor], (led,)) if led else Unreachable(Stream.SNAPSHOT, point.last)
-    following = batches(point, point.anchor + 1, rank, own)
+    following = batches(point, point.anchor + 1, rank, own, order)
     return following if isinstance(following, Unreachable) else Plan(point, bases[point.anchor], following)
 
 
-def batches(point: RecoveryPoint, first: int, rank: int, sources: Iterable[Copy]) -> tuple[Copy, ...] | Unreachable:
+def batches(
+    point: RecoveryPoint, first: int, rank: int, sources: Iterable[Copy], order: Sequence[int] = ()
+) -> tuple[Copy, ...] | Unreachable:
     """The cheapest objects that together hold the versions from ``first`` to the point's last one, in order. An object
-    may begin before ``first``, or overlap the object before it."""
+    may begin before ``first``, or overlap the object before it. ``order``: as for :func:`plan`."""
+    cost = {tier: at for at, tier in enumerate(order)}
     by_tier: dict[int, list[Copy]] = {}
     for source in sources:
         key = source.key
         if (key.stream, key.rank, key.generation) == (Stream.DIFFERENTIAL, rank, point.generation):
             by_tier.setdefault(source.tier, []).append(source)
-    walks = [_Walk(sorted(by_tier[tier])) for tier in sorted(by_tier)]
+    walks = [_Walk(sorted(by_tier[tier])) for tier in sorted(by_tier, key=lambda tier: cost.get(tier, tier))]
     chosen: list[Copy] = []
     version = first
     while version <= point.last:
@@ -155,3 +178,12 @@ def availability(tiers: Sequence[str], ranks: Sequence[Held]) -> tuple[Availabil
             alike.setdefault(each[index], []).append(rank)
         rows += [Availability(spans_of(found), tier, *what) for what, found in alike.items()]
     return tuple(rows)
+
+
+def availability_elsewhere(ranks: Sequence[HeldElsewhere]) -> tuple[Availability, ...]:
+    """Further rows of the matrix: the other nodes' memory that can give some rank something."""
+    alike: dict[tuple[str, bool, tuple[Span, ...]], list[int]] = {}
+    for rank, each in enumerate(ranks):
+        for row in each:
+            alike.setdefault(row, []).append(rank)
+    return tuple(Availability(spans_of(found), *row) for row, found in sorted(alike.items()))

@@ -1,0 +1,169 @@
+"""The memory of the other nodes, as further tiers of a recovery: what it holds is found there, not computed.
+
+Each rank looks for its shards in the tiers where they should be: its node's memory, its neighbour's, what all share. If
+that does not lead every rank by its own memory to the newest version, one rank a node tells which ranks have shards in
+the node's memory: in what was captured there, and in what it keeps for neighbours. A rank that is named looks there by
+the peer transport. So hosts may come back in another order, under other names, or be replaced.
+
+Such a tier is only read. It is opened when something is looked for in it. If it does not answer, its copies are lost to
+this recovery, and nothing else is. If each rank finds all that there is where it should be, no node is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from tiercheck.errors import ConfigurationError, TierCheckError
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.policy.recovery.spans import Span, contain
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.survey import Survey, survey
+from tiercheck.schema import Text
+from tiercheck.tiers.registry import make_driver
+from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
+from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
+
+__all__ = ["Elsewhere", "NodeMemory"]
+
+log = logging.getLogger(__name__)
+
+TELL_S_MAX = 5.0
+"""How long a rank waits for what its own node's memory holds."""
+ANSWER_S_MAX = 10.0
+"""How long another node's memory may take to be opened and listed."""
+CLOSE_S_MAX = 5.0
+MEMORIES_MAX = 64
+"""What one node tells of."""
+SPANS_MAX = 4096
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """A part of a node's memory that holds shards of the job's ranks."""
+
+    name: Text
+    """In messages and reports."""
+    host: Text
+    url: Text
+    """Of the tier that it is for other nodes."""
+    local: Text
+    """The URL by which it is the first tier of ranks of this host; empty for what is kept for neighbours."""
+    only_here: bool
+    """Nobody but its own host can reach it."""
+    ranks: Annotated[tuple[Span, ...], Meta(max_length=SPANS_MAX)]
+    """Those that have shards there."""
+
+
+Tell = Callable[[], Coroutine[Any, Any, Sequence[NodeMemory]]]
+"""What this rank has to tell of its node's memory; nothing, if another rank of the node does."""
+
+
+class Elsewhere:
+    """The other nodes' memory, as one rank reads it. ``tell``: ``None`` on all ranks if no agents serve the memory.
+    ``host``: this rank's, as :attr:`NodeMemory.host`."""
+
+    def __init__(self, hierarchy: OpenHierarchy, ranks: Ranks, tell: Tell | None = None, host: str = "") -> None:
+        self.reading = OpenHierarchy(hierarchy.tiers, hierarchy.must_survive)
+        """The job's tiers, and behind them those that were found. Never opened or closed as a whole."""
+        self._own = hierarchy.tiers
+        self._ranks = ranks
+        self._tell = tell
+        self._host = host
+        self._memories: dict[NodeMemory, OpenTier | None] = {}
+        """What the nodes have told, and the tiers that were made of it."""
+        self._opened: set[OpenTier] = set()
+
+    @property
+    def can_be_asked(self) -> bool:
+        return self._tell is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tiers that were found."""
+        return [tier.name for tier in self.reading.tiers[len(self._own) :]]
+
+    async def ask(self) -> bool:
+        """Learn what each node's memory holds. Collective. Returns whether there is anything."""
+        if self._tell is None:
+            return False
+        tell, scheduler = self._tell, self._ranks.scheduler
+        within_s = min(TELL_S_MAX, self._ranks.deadline_s / 4)
+
+        async def told() -> Sequence[NodeMemory]:
+            try:
+                return tuple(await scheduler.call(tell(), what="looking at this node's memory", deadline_s=within_s))
+            except TierCheckError as error:
+                log.warning("other ranks are not told what this node's memory holds: %s", error)
+                return ()
+
+        kind = Annotated[tuple[NodeMemory, ...], Meta(max_length=MEMORIES_MAX)]
+        answers = await self._ranks.gather("what the memory of the nodes holds", told, kind=kind)
+        # Agents that share a machine see the same memory there.
+        places: set[tuple[str, str]] = set()
+        for memory in (each for answer in answers for each in answer):
+            place = (memory.host, memory.local or memory.url)
+            if place not in places:
+                places.add(place)
+                self._memories.setdefault(memory, None)
+        return bool(self._memories)
+
+    async def look(self) -> Survey:
+        """This rank's own shards there, and the lineage. On the event loop."""
+        rank, within_s = self._ranks.rank, min(ANSWER_S_MAX, self._ranks.deadline_s / 4)
+        tiers = await self.holding({rank})
+        found = await survey(tiers, rank, retry_s=within_s / 2, answer_s=within_s, insist=False)
+        for tier, error in found.away:
+            log.warning("the %s is done without, since it does not answer: %s", self.reading.tiers[tier].name, error)
+        return replace(found, away=())
+
+    async def holding(self, olds: Collection[int]) -> list[OpenTier]:
+        """The tiers that hold shards of any of these ranks, open as far as they answer. On the event loop."""
+        here = [self._tier(memory) for memory in self._memories if any(contain(memory.ranks, old) for old in olds)]
+        tiers = [tier for tier in here if tier is not None]
+        fresh = [tier for tier in tiers if tier not in self._opened]
+        self._opened.update(fresh)
+        await asyncio.gather(*(tier.driver.open() for tier in fresh))
+        return tiers
+
+    async def close(self) -> None:
+        """Idempotent."""
+        opened, self._opened = self._opened, set()
+
+        async def close_all() -> None:
+            await asyncio.gather(*(tier.driver.close() for tier in opened))
+
+        if opened:
+            try:
+                await self._ranks.scheduler.call(close_all(), what="closing", deadline_s=CLOSE_S_MAX)
+            except TierCheckError as error:
+                log.warning("the other nodes' memory is not let go of: %s", error)
+
+    def _tier(self, memory: NodeMemory) -> OpenTier | None:
+        """``None`` if it cannot be reached from here, or is a tier of this rank's anyhow."""
+        tier = self._memories[memory]
+        if tier is not None:
+            return tier
+        is_here = memory.host == self._host
+        if memory.only_here and not is_here:
+            return None
+        try:
+            driver = make_driver(memory.url)
+        except ConfigurationError as error:
+            log.warning("the %s cannot be read: %s", memory.name, error)
+            return None
+        if any(driver.url == own.driver.url or (is_here and memory.local == own.driver.url) for own in self._own):
+            return None
+        within_s = min(ANSWER_S_MAX, self._ranks.deadline_s / 4)
+        reading = LazyOpenDriver(ReadOnlyDriver(driver), open_s=within_s / 2)
+        same = self.names.count(memory.name)
+        name = f"{memory.name} ({same + 1})" if same else memory.name
+        tier = OpenTier(len(self.reading.tiers), name, reading, elsewhere=True)
+        self._memories[memory] = tier
+        self.reading.tiers = (*self.reading.tiers, tier)
+        return tier
