@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <setjmp.h>
 #include <tuple>
 #include <ucontext.h>
 #include <utility>
@@ -43,8 +44,8 @@ struct Thread {
     State state = State::READY;
     unsigned operation = 0;             // which of the warp's operations it has met, to catch lanes that diverge
     unsigned deposit = 0;               // what it brings to one
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
+    jmp_buf context;
+    std::unique_ptr<char[]> stack;      // none until it runs
 };
 
 struct Block {
@@ -57,7 +58,7 @@ struct Block {
 };
 
 inline Thread *current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Index grid_size, block_size;
 inline std::function<void()> kernel;
 inline bool failed;
@@ -80,14 +81,19 @@ inline void *shared_memory(std::size_t size) {
     return block.shared.get();
 }
 
+// swapcontext would ask the kernel for the signal mask at every switch.
+inline void to_scheduler() {
+    if (!_setjmp(current->context)) _longjmp(scheduler, 1);
+}
+
 inline void yield() {
     pauses = 0;
-    swapcontext(&current->context, &scheduler);
+    to_scheduler();
 }
 
 inline void pause() {
     if (++pauses > PATIENCE) fail("threads wait for memory that nobody writes");
-    swapcontext(&current->context, &scheduler);
+    to_scheduler();
 }
 
 inline void barrier() {
@@ -112,11 +118,9 @@ inline const unsigned *exchange(unsigned mask, unsigned word, unsigned operation
     self.operation = operation;
     self.state = State::IN_WARP;
     bool complete = true;
-    for (unsigned lane = 0; lane < WARP; lane++) {
-        const Thread &other = block.threads[first + lane];
-        if (other.state != State::IN_WARP) complete = false;
-        else if (other.operation != operation) fail("the lanes of a warp meet in different operations");
-    }
+    for (unsigned lane = 0; lane < WARP && complete; lane++) complete = block.threads[first + lane].state == State::IN_WARP;
+    for (unsigned lane = 0; lane < WARP && complete; lane++)
+        if (block.threads[first + lane].operation != operation) fail("the lanes of a warp meet in different operations");
     if (complete)
         for (unsigned lane = 0; lane < WARP; lane++) {
             block.seen[first + lane] = block.threads[first + lane].deposit;
@@ -136,6 +140,21 @@ inline void fiber() {
     yield();
 }
 
+// Let a fiber run, until it yields.
+inline void run(Thread &thread) {
+    current = &thread;
+    if (_setjmp(scheduler)) return;
+    if (thread.stack) _longjmp(thread.context, 1);
+    ucontext_t context;
+    getcontext(&context);
+    thread.stack.reset(new char[STACK]);
+    context.uc_stack.ss_sp = thread.stack.get();
+    context.uc_stack.ss_size = STACK;
+    context.uc_link = nullptr;
+    makecontext(&context, fiber, 0);
+    setcontext(&context);
+}
+
 inline std::unique_ptr<Block> start(unsigned index) {
     auto block = std::make_unique<Block>();
     block->index.x = index;
@@ -145,12 +164,6 @@ inline std::unique_ptr<Block> start(unsigned index) {
         Thread &thread = block->threads[at];
         thread.block = block.get();
         thread.index.x = at;
-        thread.stack.reset(new char[STACK]);
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.get();
-        thread.context.uc_stack.ss_size = STACK;
-        thread.context.uc_link = nullptr;
-        makecontext(&thread.context, fiber, 0);
     }
     return block;
 }
@@ -165,8 +178,7 @@ inline bool run_some(std::vector<std::unique_ptr<Block>> &resident, std::mt19937
         for (unsigned step = 0; step < count && (!ran || step < WARP); step++) {
             Thread &thread = block.threads[(from + step) % count];
             if (thread.state != State::READY) continue;
-            current = &thread;
-            swapcontext(&scheduler, &thread.context);
+            run(thread);
             ran = true;
         }
         if (ran) return true;
