@@ -215,7 +215,9 @@ def start(
         if program.startswith("tests."):
             become_rank(rank, ranks, listener)
             sys.argv = [program, *arguments]
-            importlib.import_module(program).main()
+            module = importlib.import_module(program)
+            gc.freeze()
+            module.main()
             code = 0
         else:
             run_as_interpreter(program, arguments)

@@ -6,6 +6,7 @@ Arguments: ``DIRECTORY (replays | edges | resumes | compressed | indexes | CHECK
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -52,5 +53,8 @@ def main() -> None:
             raise
         finally:
             (directory / f"r{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
+        # DeepSpeed collects the garbage several times an engine: not of what this check has imported.
+        gc.collect()
+        gc.freeze()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
