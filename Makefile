@@ -26,7 +26,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports pytest cluster servers bench bench-kernels fidelity soak format hooks clean
+.PHONY: help install demo test lint types imports pytest cluster together alone servers bench bench-kernels fidelity soak format hooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,16 +49,17 @@ demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="-
 
 test: $(INSTALLED) ## everything that must pass: lint, types, import contracts, all tests
 	@$(MAKE) --no-print-directory --jobs=2 lint imports $(COMPILED)
-	@# mypy computes on one core, npm waits for the network, and the tests for both.
-	@$(MAKE) --no-print-directory --jobs=3 types servers pytest
-	@$(MAKE) --no-print-directory cluster
+	@# npm waits for the network while the tests compute, and whole jobs wait while mypy does.
+	@$(MAKE) --no-print-directory --jobs=2 servers pytest
+	@$(MAKE) --no-print-directory --jobs=2 types together
+	@$(MAKE) --no-print-directory alone
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(INSTALLED) ## mypy, strict
-	$(BIN)/mypy
+	nice -n 5 $(BIN)/mypy
 	MYPYPATH=plugins/tiercheck-obstore/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-template/sqlite_tier.py plugins/tiercheck-template/keep_progress.py plugins/tiercheck-template/truncated_codec.py
 
 imports: $(INSTALLED) ## who may import whom
@@ -80,8 +81,14 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
 	$(PYTEST) -n $(PYTEST_WORKERS) --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
-cluster: $(COMPILED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
+cluster: ## the other tests: whole jobs, real servers, plug-ins installed from wheels
+	@$(MAKE) --no-print-directory together
+	@$(MAKE) --no-print-directory alone
+
+together: $(COMPILED) $(SERVERS)
 	$(PYTEST) -n $(CLUSTER_WORKERS) -o testpaths="tests/cluster tests/plugins" -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+
+alone: $(COMPILED)
 	$(BIN)/pytest -o testpaths=tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")

@@ -18,8 +18,7 @@ from tests.cluster.test_demo_trainers import wait_until_gone
 from tests.forks import Forks
 from tiercheck.cli import main
 
-# Agents stand back: on a busy machine a neighbour would have less than what these recover from its memory.
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 COMMAND = [sys.executable, "-m", "tiercheck.cli", "demo", "--json"]
 COMMAND += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 REQUIRED = {
@@ -42,7 +41,10 @@ GONE_S_MAX = 10.0
 
 @pytest.fixture(scope="module")
 def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the demos ran that start no interpreter of their own."""
+    """Where the demos ran that start no interpreter of their own.
+
+    Agents stand back: on a busy machine a neighbour would have less than what is recovered from its memory.
+    """
     directory = tmp_path_factory.mktemp("demos")
     codes = forks.run("tests.cluster.forked_demo", directory, log=directory / "log")
     assert codes == [0], (directory / "log").read_text()[-4000:]
@@ -80,6 +82,7 @@ def leftovers() -> list[Path]:
     ]
 
 
+@pytest.mark.alone
 def test_a_software_failure_loses_nothing(forked: Path) -> None:
     result = of_forked(forked, "software")
     assert result["seed"] == 11
@@ -88,6 +91,7 @@ def test_a_software_failure_loses_nothing(forked: Path) -> None:
     assert result["nodes_lost"] == []
 
 
+@pytest.mark.alone
 def test_a_lost_node_recovers_from_its_neighbours_memory(forked: Path) -> None:
     result = of_forked(forked, "node")
     assert len(result["nodes_lost"]) == 1
