@@ -18,7 +18,7 @@ from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.agent.jobs.opening import lineage_of
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import Closed, DeadlineExceeded, JobConflict
-from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ShardKey, parse
 from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
@@ -132,7 +132,7 @@ class HostAgent:
         return found
 
     def mover(self, job: ReplicationJob, first: TierDriver) -> MoverHandle:
-        self._mover = HostMover(self._process, job)
+        self._mover = HostMover(self._process.hierarchy().open(), job)
         return self._mover
 
     async def register(self) -> None:
@@ -150,8 +150,8 @@ class HostAgent:
 class HostMover:
     """A mover with tiers of its own, which it opens when it is registered."""
 
-    def __init__(self, process: Process, job: ReplicationJob) -> None:
-        self._tiers = process.hierarchy().open()
+    def __init__(self, tiers: OpenHierarchy, job: ReplicationJob) -> None:
+        self._tiers = tiers
         self._job = job
         self._mover: Mover | None = None
         self._mark: int | None = None

@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 TELL_S_MAX = 5.0
 """How long a rank waits for what its own node's memory holds."""
 ANSWER_S_MAX = 10.0
-"""How long another node's memory may take to be opened and listed."""
 CLOSE_S_MAX = 5.0
 MEMORIES_MAX = 64
 """What one node tells of."""
@@ -78,6 +77,8 @@ class Elsewhere:
         self._memories: dict[NodeMemory, OpenTier | None] = {}
         """What the nodes have told, and the tiers that were made of it."""
         self._opened: set[OpenTier] = set()
+        self.answer_s = min(ANSWER_S_MAX, ranks.deadline_s / 4)
+        """How long a tier of theirs may take to be opened and listed."""
 
     @property
     def can_be_asked(self) -> bool:
@@ -115,12 +116,16 @@ class Elsewhere:
 
     async def look(self) -> Survey:
         """This rank's own shards there, and the lineage. On the event loop."""
-        rank, within_s = self._ranks.rank, min(ANSWER_S_MAX, self._ranks.deadline_s / 4)
+        rank = self._ranks.rank
         tiers = await self.holding({rank})
-        found = await survey(tiers, rank, retry_s=within_s / 2, answer_s=within_s, insist=False)
+        found = await survey(tiers, rank, retry_s=self.answer_s / 2, answer_s=self.answer_s, insist=False)
         for tier, error in found.away:
             log.warning("the %s is done without, since it does not answer: %s", self.reading.tiers[tier].name, error)
         return replace(found, away=())
+
+    def tells_of(self, old: int) -> bool:
+        """Whether some node's memory that can be reached from here holds shards of the rank."""
+        return any(self._is_reached(memory) and contain(memory.ranks, old) for memory in self._memories)
 
     async def holding(self, olds: Collection[int]) -> list[OpenTier]:
         """The tiers that hold shards of any of these ranks, open as far as they answer. On the event loop."""
@@ -144,13 +149,16 @@ class Elsewhere:
             except TierCheckError as error:
                 log.warning("the other nodes' memory is not let go of: %s", error)
 
+    def _is_reached(self, memory: NodeMemory) -> bool:
+        return memory.host == self._host or not memory.only_here
+
     def _tier(self, memory: NodeMemory) -> OpenTier | None:
         """``None`` if it cannot be reached from here, or is a tier of this rank's anyhow."""
         tier = self._memories[memory]
         if tier is not None:
             return tier
         is_here = memory.host == self._host
-        if memory.only_here and not is_here:
+        if not self._is_reached(memory):
             return None
         try:
             driver = make_driver(memory.url)
@@ -159,8 +167,7 @@ class Elsewhere:
             return None
         if any(driver.url == own.driver.url or (is_here and memory.local == own.driver.url) for own in self._own):
             return None
-        within_s = min(ANSWER_S_MAX, self._ranks.deadline_s / 4)
-        reading = LazyOpenDriver(ReadOnlyDriver(driver), open_s=within_s / 2)
+        reading = LazyOpenDriver(ReadOnlyDriver(driver), open_s=self.answer_s / 2)
         same = self.names.count(memory.name)
         name = f"{memory.name} ({same + 1})" if same else memory.name
         tier = OpenTier(len(self.reading.tiers), name, reading, elsewhere=True)

@@ -1,15 +1,15 @@
 """What can be found of the ranks that saved under another layout: their shards, and what their tensors are pieces of.
 
 Each new rank looks for the old ranks' shards: in the tiers inside its node for those of all ranks, in the tiers that
-all share for those of the old ranks that are dealt to it. For each old rank one new rank reads from a base what its
-tensors are pieces of, and tells the others.
+all share, and in the other nodes' memory, for those of the old ranks that are dealt to it. For each old rank one new
+rank reads from a base what its tensors are pieces of, and tells the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +18,13 @@ from tiercheck import keys
 from tiercheck.errors import Corruption, NotFound, RecoveryError, TierError
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import INDEX, read_index
-from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, rank_prefix
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable
 from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.relayout import dealt, readers
+from tiercheck.recovery.elsewhere import Elsewhere
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S
 from tiercheck.replication.asking import first_answer, patiently
@@ -41,8 +42,8 @@ NAMED_MAX = 5
 
 @dataclass(frozen=True)
 class _Seen:
-    """By old rank, the newest version that one new rank has found a way to: by the shared tiers, and by all of its
-    tiers together."""
+    """By old rank, the newest version that one new rank has found a way to: by the tiers that all see, and by all of
+    its tiers together."""
 
     shared: dict[int, int]
     here: dict[int, int]
@@ -57,7 +58,7 @@ class OldRanks:
 
     def __init__(
         self,
-        hierarchy: OpenHierarchy,
+        elsewhere: Elsewhere,
         ranks: Ranks,
         lineage: Lineage,
         layout: Layout,
@@ -70,7 +71,8 @@ class OldRanks:
         self.identities: dict[int, Any] = {}
         self.indexes: dict[int, LogicalIndex] = {}
         """Of the old ranks of which a base was found."""
-        self._hierarchy = hierarchy
+        self._elsewhere = elsewhere
+        self._hierarchy = elsewhere.reading
         self._ranks = ranks
         self._lineage = lineage
         self._layout = layout
@@ -102,7 +104,8 @@ class OldRanks:
         """By old rank that this one can read, the newest version of it, as far as is known."""
         found = dict(self._seen[self._ranks.rank].here)
         for each in self._seen:
-            for old, version in each.shared.items():
+            further = {old: version for old, version in each.here.items() if self._elsewhere.tells_of(old)}
+            for old, version in (each.shared | further).items():
                 found[old] = max(version, found.get(old, version))
         return {old: version for old, version in found.items() if old in self.indexes}
 
@@ -111,10 +114,10 @@ class OldRanks:
     async def look(self) -> None:
         """Find their shards, and who can read from whom. Collective. Errors: ``RecoveryError``; ``GroupError``."""
         own = dealt(self._ranks.rank, self._ranks.world_size, self._layout.world_size)
-        shared = {tier.index for tier in self._hierarchy.tiers if tier.role.shared}
 
         async def look() -> _Seen:
-            await self._find([prefixes(own) if tier.index in shared else ("",) for tier in self._hierarchy.tiers])
+            await self._find(own, inside=True)
+            shared = {tier.index for tier in self._hierarchy.tiers if tier.seen_by_all}
             here = self._newest(range(len(self._hierarchy.tiers)))
             return _Seen(self._newest(shared), here, max((copy.key.last for copy in self.nbytes), default=0))
 
@@ -122,8 +125,8 @@ class OldRanks:
         self._seen = await self._ranks.gather(doing, look, more_s=2 * LATE_S, kind=_Seen)
 
     async def find_shared(self, olds: Collection[int]) -> None:
-        """What the shared tiers hold of these as well. Errors: ``RecoveryError``."""
-        await self._find([prefixes(olds) if tier.role.shared else () for tier in self._hierarchy.tiers])
+        """What the tiers that all see hold of these as well. Errors: ``RecoveryError``."""
+        await self._find(olds, inside=False)
 
     def _newest(self, tiers: Collection[int]) -> dict[int, int]:
         """By old rank, the newest version to which what these tiers hold of it leads."""
@@ -134,20 +137,26 @@ class OldRanks:
         reach = {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
         return {old: max(ways) for old, ways in reach.items() if ways}
 
-    async def _find(self, wanted: Sequence[Collection[str]]) -> None:
-        """``wanted``: prefixes to list, by tier. Errors: ``RecoveryError``."""
-        tiers = [(tier, each) for tier, each in zip(self._hierarchy.tiers, wanted, strict=True) if each]
+    async def _find(self, olds: Collection[int], *, inside: bool) -> None:
+        """What the tiers that all see hold of these, and with ``inside`` those inside the node of all. Another node's
+        memory that does not answer is done without. Errors: ``RecoveryError``."""
         deadline_s = self._ranks.deadline_s
 
-        async def find() -> list[dict[Copy, int] | TierError]:
-            listings = (
-                patiently(partial(self._listed, tier, each), tier, deadline_s, deadline_s, True) for tier, each in tiers
-            )
-            return await asyncio.gather(*listings)
+        async def listed(tier: OpenTier) -> tuple[OpenTier, dict[Copy, int] | TierError]:
+            ask = partial(self._listed, tier, prefixes(olds) if tier.seen_by_all else ("",))
+            within_s = self._elsewhere.answer_s if tier.elsewhere else deadline_s
+            return tier, await patiently(ask, tier, within_s, within_s, not tier.elsewhere)
+
+        async def find() -> list[tuple[OpenTier, dict[Copy, int] | TierError]]:
+            own = [tier for tier in self._hierarchy.tiers if not tier.elsewhere and (inside or tier.seen_by_all)]
+            return await asyncio.gather(*map(listed, [*own, *await self._elsewhere.holding(olds)]))
 
         finding = self._ranks.scheduler.call(find(), what="looking for shards", deadline_s=deadline_s + LATE_S)
-        for (tier, _), found in zip(tiers, await finding, strict=True):
+        for tier, found in await finding:
             if isinstance(found, TierError):
+                if tier.elsewhere:
+                    log.warning("the %s is done without, since it does not answer: %s", tier.name, found)
+                    continue
                 raise RecoveryError(
                     f"tier {tier.name} could not be asked what it holds of the {self._layout.world_size} ranks that "
                     f"saved: {found}. Start again when it answers"

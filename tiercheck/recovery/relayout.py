@@ -21,7 +21,6 @@ from typing import Any
 
 from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.format.index.assemble import Assembly, Holdings, assemble
-from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed
@@ -30,6 +29,7 @@ from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, held
 from tiercheck.policy.recovery.relayout import reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.recovery.elsewhere import Elsewhere
 from tiercheck.recovery.matching import Matched, match
 from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
@@ -76,15 +76,15 @@ class Relayout:
     """
 
     def __init__(
-        self, hierarchy: OpenHierarchy, state: TrainingState, ranks: Ranks, lineage: Lineage, layout: Layout
+        self, elsewhere: Elsewhere, state: TrainingState, ranks: Ranks, lineage: Lineage, layout: Layout
     ) -> None:
-        self._hierarchy = hierarchy
+        self._hierarchy = elsewhere.reading
         self._state = state
         self._ranks = ranks
         self._lineage = lineage
         self._layout = layout
         self._conversion: Conversion = state.conversion()
-        self._old = OldRanks(hierarchy, ranks, lineage, layout, self._conversion.read_identity)
+        self._old = OldRanks(elsewhere, ranks, lineage, layout, self._conversion.read_identity)
         self._matched = Matched({}, self._conversion.wanted)
         self._replays = True
         self.lacking = ""

@@ -197,7 +197,7 @@ class Restorer:
     async def _convert(self, layout: Layout, lineage: Lineage, began: float) -> Restored | None:
         """Bring what was saved under another layout into this one, or what was saved under this one before another;
         ``None`` if there is no version of it that all ranks can come to."""
-        relayout = Relayout(self.hierarchy, self.state, self.ranks, lineage, layout)
+        relayout = Relayout(self.elsewhere, self.state, self.ranks, lineage, layout)
         converted = await relayout.restore(began)
         if converted is None:
             self._lacking = self._lacking or relayout.lacking
