@@ -7,6 +7,7 @@ is told as gone. Several tiers are one view.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -14,10 +15,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercheck.archive.change.copying import Copied, copy
+from tiercheck.archive.duration import Duration, ReplayRate, duration, probe
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
 from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
-from tiercheck.errors import Closed, ConfigurationError
+from tiercheck.errors import Closed, ConfigurationError, TierCheckError
+from tiercheck.format.index.logical import MASTER
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.spans import Span
 from tiercheck.runtime.front import ThreadScheduler, run
@@ -121,6 +124,38 @@ class Archive:
         if version is None and generation is None and self.inventory.branches:
             self.inventory.past.check()
         return self.inventory.at(version, generation=generation)
+
+    def duration(self, chosen: Recoverable) -> Duration:
+        """How long a recovery along this plan would take on machines like this one.
+
+        Parts of its objects are read, at most 48 MiB from each tier (one whole object, if it gives no parts), and some
+        steps of its optimizer are replayed on a state that is made up. What cannot be measured is told, and raises
+        nothing.
+        """
+        rates = run(
+            self._running().call(
+                probe(self._hierarchy, self.inventory, chosen, deadline_s=self._deadline_s),
+                what="measuring the tiers",
+                deadline_s=FOREVER_S,
+            )
+        )
+        mappable = frozenset(tier.name for tier in self._hierarchy.tiers if tier.capabilities.mappable)
+        if not any(point.replayed and not point.by_snapshot for point in chosen.points):
+            return duration(chosen, self.inventory, rates, mappable)
+        elements, replay = self._replay_rate(chosen)
+        return duration(chosen, self.inventory, rates, mappable, elements=elements, replay=replay)
+
+    def _replay_rate(self, chosen: Recoverable) -> tuple[int, ReplayRate]:
+        try:
+            with needing_torch():
+                from tiercheck.archive.contents import read_contents
+                from tiercheck.archive.replay_rate import replay_rate
+            contents = self._call(read_contents(self._hierarchy, self.inventory, chosen, 0))
+        except TierCheckError as error:
+            return 0, ReplayRate(None, False, str(error))
+        trained = (spec for spec in contents.tensors if spec.name.startswith(MASTER))
+        elements = sum(math.prod(spec.shape) for spec in trained)
+        return elements, replay_rate(contents.identity, contents.hyperparameters, elements)
 
     def show(self, version: int | None = None, *, rank: int = 0, generation: int | None = None) -> Contents:
         """What a rank has of a version: tensors, host state, and who wrote it. Errors: ``RecoveryError``."""

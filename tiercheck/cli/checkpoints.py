@@ -33,6 +33,7 @@ from tiercheck.types import bytes_text, shown
 if TYPE_CHECKING:
     from tiercheck.archive.archive import Archive
     from tiercheck.archive.contents import Contents
+    from tiercheck.archive.duration import Duration
     from tiercheck.archive.inventory import Generation, Held, Recoverable, Stored
     from tiercheck.archive.verify import Verified
 
@@ -64,15 +65,25 @@ def plan(
     version: VERSION = None,
     generation: GENERATION = None,
     deadline_s: DEADLINE = DEADLINE_S,
+    measured: Annotated[
+        bool, typer.Option("--time/--no-time", help="Measure how long it would take: parts of its objects are read.")
+    ] = True,
     as_json: JSON = False,
 ) -> None:
-    """Say what a recovery would reach now, from which tiers, and how many bytes it would read."""
+    """Say what a recovery would reach now, from which tiers, how many bytes it would read, and how long that takes.
+
+    The time is a range: from all ranks reading at the rate that this machine measured, to all of them sharing it.
+    """
     with opened(urls, deadline_s) as archive:
         chosen = archive.plan(version, generation=generation)
+        expected = archive.duration(chosen) if measured else None
         if as_json:
-            typer.echo(json.dumps(plan_object(archive.inventory, chosen)))
+            time_object = None if expected is None else expected.to_object()
+            typer.echo(json.dumps({**plan_object(archive.inventory, chosen), "time": time_object}))
             return
         show_plan(Console(), archive, chosen)
+        if expected is not None:
+            show_duration(Console(), expected)
 
 
 def show(
@@ -260,6 +271,35 @@ def show_plan(console: Console, archive: Archive, chosen: Recoverable) -> None:
         console.print(Text(f"  and {chosen.world_size - RANKS_SHOWN_MAX} ranks more (--json lists every object)"))
     console.print(Text(f"{bytes_text(sum(sizes))} in {counted(len(sizes), 'object')}"))
     show_problems(console, archive.problems)
+
+
+def show_duration(console: Console, expected: Duration) -> None:
+    if expected.seconds is None:
+        console.print(Text(f"How long it takes is not known: {'; '.join(expected.unknown)}", style="yellow"))
+    else:
+        shortest, longest = expected.seconds
+        said = f"Expected to take {seconds_text(shortest)} to {seconds_text(longest)}"
+        if expected.steps:
+            said += f", {counted(expected.steps, 'replayed step')} included"
+        console.print(Text(f"{said}, from each rank reading at the rate measured here to all of them sharing it"))
+    for each in expected.tiers:
+        if each.bytes_per_s is not None:
+            slow, fast = each.bytes_per_s
+            said = f"{bytes_text(int(slow))}/s to {bytes_text(int(fast))}/s"
+            console.print(Text(f"  {each.tier}: {said}, measured on {bytes_text(each.probed_nbytes)} of it"))
+    if expected.replay is not None and expected.replay.elements_per_s is not None:
+        slow, fast = expected.replay.elements_per_s
+        how = "by a kernel" if expected.replay.kernel else "by calling the optimizer"
+        console.print(Text(f"  replay {how}: {slow:,.0f} to {fast:,.0f} elements a second"))
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.0123`` to ``12 ms``."""
+    if seconds < 1:
+        return f"{max(1, round(1000 * seconds))} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show_contents(console: Console, archive: Archive, contents: Contents) -> None:

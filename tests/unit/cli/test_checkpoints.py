@@ -55,8 +55,14 @@ def test_plan_tells_what_is_read_from_where(finished: Left) -> None:
     assert found["bytes"] == sum(source["bytes"] for source in sources)
     assert all((finished.root / source["object"]).stat().st_size == source["bytes"] for source in sources)
     assert [row["ranks"] for row in found["matrix"]] == [[[0, 1]]]
+    shortest, longest = found["time"]["seconds"]
+    assert 0 < shortest <= longest
+    assert (found["time"]["tiers"][0]["bytes"], found["time"]["replay"]["steps"]) == (found["bytes"], 1)
+    assert told("plan", finished.url, "--no-time")["time"] is None
     text = printed("plan", finished.url)
     assert f"Version {LAST}, of {WORLD} ranks" in text
+    assert "Expected to take" in text
+    assert "1 replayed step included" in " ".join(text.split())
     rows = [line.split() for line in printed("plan", finished.url, "--version", "6", "--generation", "1").splitlines()]
     assert [row[:3] for row in rows if row[:1] == ["1"]] == [["1", "base", "4"]]
     assert [row[:2] for row in rows if row[:1] == ["differential"]] == [["differential", "5..6"]] * WORLD

@@ -1,0 +1,103 @@
+"""How long a recovery would take: a range that rests on what was measured, and nothing is written for it."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+import tiercheck
+from tests.archived import LAST, Left
+from tiercheck.archive import duration as durations
+from tiercheck.archive.duration import ReplayRate, TierRate, duration
+from tiercheck.archive.replay_rate import replay_rate
+from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
+
+NOWHERE = frozenset[str]()
+
+
+def rate(archive: Any, slow: float, fast: float, latency_s: float = 0.0) -> TierRate:
+    return TierRate("nvme", 0, 0, (slow, fast), latency_s, 0)
+
+
+def test_the_range_is_from_each_rank_by_itself_to_all_sharing_one_rate(finished: Left) -> None:
+    with tiercheck.open(finished.url) as archive:
+        chosen = archive.plan()
+        sizes = [[archive.inventory.nbytes(each) for each in plan.sources] for plan in chosen.plans]
+        rates, replay = [rate(archive, 100.0, 200.0, 0.5)], ReplayRate((10.0, 20.0), True)
+        found = duration(chosen, archive.inventory, rates, NOWHERE, elements=26, replay=replay)
+        shortest = max(sum(each) for each in sizes) / 200
+        twice = sum(each[0] + 2 * sum(each[1:]) for each in sizes) / 100
+        assert found.seconds == pytest.approx((shortest, twice + 0.5 * 2 * (1 + 2) + 26 / 10))
+        mapped = duration(chosen, archive.inventory, rates, frozenset(["nvme"]), elements=26, replay=replay)
+        assert mapped.seconds == pytest.approx((shortest, sum(map(sum, sizes)) / 100 + 0.5 * 4 + 26 / 10))
+        slow = ReplayRate((1e-3, 1e-2), True)
+        long = duration(chosen, archive.inventory, rates, NOWHERE, elements=26, replay=slow)
+        assert long.seconds is not None
+        assert long.seconds[0] == 26 / 1e-2, "the replay takes longer than the reading, and goes on meanwhile"
+
+
+def test_parts_of_the_very_objects_are_read_and_nothing_is_written(
+    finished: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durations, "PROBE_NBYTES", 5000)
+    before = sorted((path, path.stat().st_mtime_ns) for path in finished.root.rglob("*"))
+    with tiercheck.open(finished.url) as archive:
+        chosen = archive.plan(LAST)
+        found = archive.duration(chosen)
+        (tier,) = found.tiers
+        assert (tier.tier, tier.objects, tier.probed_nbytes) == ("nvme", 4, 3 * 5000)
+        assert tier.nbytes == sum(archive.inventory.nbytes(each) for plan in chosen.plans for each in plan.sources)
+        assert found.seconds is not None
+        assert 0 < found.seconds[0] <= found.seconds[1]
+        assert (found.steps, found.elements) == (1, 26)
+        assert found.replay is not None
+        assert found.replay.kernel, "AdamW's"
+        assert archive.duration(archive.plan(12)).replay is None, "a base: nothing is replayed"
+    assert sorted((path, path.stat().st_mtime_ns) for path in finished.root.rglob("*")) == before
+
+
+def test_a_slow_tier_is_asked_for_no_more_than_it_takes_to_know(finished: Left) -> None:
+    ticks = count(step=3)
+    with tiercheck.open(finished.url) as archive:
+        probing = durations.probe(
+            archive._hierarchy, archive.inventory, archive.plan(), deadline_s=30, clock=lambda: float(next(ticks))
+        )
+        (tier,) = archive._call(probing)
+    assert tier.latency_s == 3
+    assert tier.bytes_per_s == (tier.probed_nbytes / 3,) * 2, "one object"
+
+
+def test_what_cannot_be_measured_is_told_and_no_time_is_made_up(left: Left) -> None:
+    with tiercheck.open(left.url) as archive:
+        chosen = archive.plan()
+        shutil.rmtree(left.root / "r00000")
+        found = archive.duration(chosen)
+    assert found.seconds is None
+    assert any(each.startswith("nvme: ") for each in found.unknown)
+    assert found.to_object()["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "framework", "kernel", "why"),
+    [
+        ("torch.optim.adamw.AdamW", "torch", True, ""),
+        ("torch.optim.adagrad.Adagrad", "torch", False, ""),
+        ("mine.Own", "torch", False, "neither torch's nor registered"),
+        ("torch.optim.adagrad.Adagrad", "fsdp-2", False, "on tensors that lie on several ranks"),
+    ],
+)
+def test_the_replay_is_measured_by_the_optimizer_that_took_the_steps(
+    kind: str, framework: str, kernel: bool, why: str
+) -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    optimizer = OptimizerIdentity(kind, "single_tensor", str(torch.__version__), capability, "cpu")
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    made = torch.optim.AdamW([parameter]) if kernel else torch.optim.Adagrad([parameter])
+    options = [{name: value for name, value in made.param_groups[0].items() if name != "params"}]
+    found = replay_rate(Identity(framework, "", "", optimizer), options, 1000)
+    assert (found.elements_per_s is None) == bool(why)
+    assert (found.kernel, why in found.why_not) == (kernel, True)

@@ -1,0 +1,195 @@
+"""How long a recovery would take, from what this machine has just measured: a range, and what it rests on.
+
+Of each tier that the recovery would read, parts of the very objects are read and hashed, as a recovery does. Nothing is
+written. The range is honest about what one machine cannot know. Its lower end has every rank read at the fastest rate
+that was measured, all at the same time, and read and replay at once. Its upper end has all ranks share the slowest rate
+that was measured, with a round trip for each object, read twice what a recovery may read twice, and replay afterwards.
+Starting processes, finding tiers and capturing the next base are no part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiercheck.archive.inventory import Inventory, Recoverable
+from tiercheck.errors import TierError
+from tiercheck.format.checksums import checksum_of
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.policy.observation import Copy
+from tiercheck.replication.shards import read
+from tiercheck.types import ByteRange
+
+__all__ = ["Duration", "ReplayRate", "TierRate", "duration", "probe"]
+
+PROBE_NBYTES = 16 << 20
+"""Of one object, so much is read."""
+PROBES = 3
+PROBE_S = 2.0
+"""No further object of a tier is read after so long."""
+SMALL_NBYTES = 4 << 10
+
+Span = tuple[float, float]
+"""The slowest and the fastest that was measured, or the shortest and the longest time."""
+
+
+@dataclass(frozen=True)
+class TierRate:
+    """What one tier would be asked for, and what it gave this machine."""
+
+    tier: str
+    nbytes: int
+    """That all ranks together read there."""
+    objects: int
+    bytes_per_s: Span | None
+    """Read and hashed; ``None``: it could not be measured."""
+    latency_s: float
+    """Of a small read."""
+    probed_nbytes: int
+    why_not: str = ""
+    """Why it could not be measured."""
+
+
+@dataclass(frozen=True)
+class ReplayRate:
+    """How fast steps are replayed on this machine."""
+
+    elements_per_s: Span | None
+    """Of the trained tensors, times steps; ``None``: not measured."""
+    kernel: bool
+    """They are replayed by a kernel, and not by calling the optimizer."""
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long a recovery would take, if the ranks are machines like this one."""
+
+    tiers: tuple[TierRate, ...]
+    steps: int
+    """The most that any rank replays."""
+    elements: int
+    """Of the trained tensors of rank 0."""
+    replay: ReplayRate | None
+    """``None``: nothing is replayed."""
+    seconds: Span | None
+    """The range; ``None`` if something that it rests on was not measured."""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Why there is no range."""
+        replay = [] if self.replay is None or self.replay.elements_per_s else [f"the replay: {self.replay.why_not}"]
+        return (*(f"{each.tier}: {each.why_not}" for each in self.tiers if each.bytes_per_s is None), *replay)
+
+    def to_object(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "seconds": None if self.seconds is None else list(self.seconds),
+            "unknown": list(self.unknown),
+            "tiers": [
+                {
+                    "tier": each.tier,
+                    "bytes": each.nbytes,
+                    "objects": each.objects,
+                    "bytes_per_s": None if each.bytes_per_s is None else list(each.bytes_per_s),
+                    "latency_s": each.latency_s,
+                    "probed_bytes": each.probed_nbytes,
+                }
+                for each in self.tiers
+            ],
+            "replay": self.replay
+            and {
+                "steps": self.steps,
+                "elements": self.elements,
+                "elements_per_s": self.replay.elements_per_s and list(self.replay.elements_per_s),
+                "kernel": self.replay.kernel,
+            },
+        }
+
+
+async def probe(
+    hierarchy: OpenHierarchy,
+    inventory: Inventory,
+    chosen: Recoverable,
+    *,
+    deadline_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[TierRate, ...]:
+    """Of each tier that the recovery reads, in their order. ``deadline_s``: how long one of them may take."""
+    by_tier: dict[int, list[Copy]] = defaultdict(list)
+    for plan in chosen.plans:
+        for copy in plan.sources:
+            by_tier[copy.tier].append(copy)
+    found = []
+    for index, copies in sorted(by_tier.items()):
+        sizes = {copy: inventory.nbytes(copy) for copy in copies}
+        tier, rates, latency_s, probed, why = hierarchy.tiers[index], list[float](), 0.0, 0, ""
+        try:
+            async with asyncio.timeout(deadline_s):
+                asked = chosen_of(sizes, ranged=tier.capabilities.ranged_get)
+                latency_s, _ = await timed(tier, asked[-1], sizes[asked[-1]], SMALL_NBYTES, clock)
+                began = clock()
+                for copy in asked:
+                    seconds, nbytes = await timed(tier, copy, sizes[copy], PROBE_NBYTES, clock)
+                    rates.append(nbytes / max(seconds, 1e-9))
+                    probed += nbytes
+                    if clock() - began > PROBE_S:
+                        break
+        except TierError as error:
+            why = str(error)
+        except TimeoutError:
+            why = f"it gave nothing within {deadline_s:g} s"
+        measured = (min(rates), max(rates)) if rates else None
+        found.append(TierRate(tier.name, sum(sizes.values()), len(sizes), measured, latency_s, probed, why))
+    return tuple(found)
+
+
+def chosen_of(sizes: Mapping[Copy, int], *, ranged: bool) -> list[Copy]:
+    """What is read: parts of the largest ones; the smallest one, if it must be read whole."""
+    largest = sorted(sizes, key=lambda copy: (-sizes[copy], copy))
+    return largest[:PROBES] if ranged else largest[-1:]
+
+
+async def timed(
+    tier: OpenTier, copy: Copy, nbytes: int, nbytes_max: int, clock: Callable[[], float]
+) -> tuple[float, int]:
+    """Read the object's first bytes, and hash them. Errors: ``TierError``."""
+    wanted = min(nbytes, nbytes_max) if tier.capabilities.ranged_get else nbytes
+    began = clock()
+    content = await read(tier, copy.key, ByteRange(0, wanted), nbytes)
+    await asyncio.to_thread(checksum_of, content)
+    return clock() - began, wanted
+
+
+def duration(
+    chosen: Recoverable,
+    inventory: Inventory,
+    rates: Sequence[TierRate],
+    mappable: frozenset[str],
+    *,
+    elements: int = 0,
+    replay: ReplayRate | None = None,
+) -> Duration:
+    """``mappable``: the tiers that no byte is read from twice. ``elements``, ``replay``: if steps are replayed."""
+    steps = max((0 if point.by_snapshot else point.replayed for point in chosen.points), default=0)
+    known = {each.tier: each for each in rates if each.bytes_per_s is not None}
+    given = None if replay is None else replay.elements_per_s
+    if len(known) < len(rates) or (replay is not None and given is None):
+        return Duration(tuple(rates), steps, elements, replay, None)
+    fastest, slowest = 0.0, 0.0
+    for plan in chosen.plans:
+        reading = 0.0
+        for copy in plan.sources:
+            rate, nbytes = known[inventory.tiers[copy.tier].name], inventory.nbytes(copy)
+            slow, fast = rate.bytes_per_s or (1.0, 1.0)
+            times = 2 if copy != plan.anchor and rate.tier not in mappable else 1
+            reading += nbytes / fast
+            slowest += times * (rate.latency_s + nbytes / slow)
+        fastest = max(fastest, reading)
+    if given is not None:
+        fastest, slowest = max(fastest, steps * elements / given[1]), slowest + steps * elements / given[0]
+    return Duration(tuple(rates), steps, elements, replay, (fastest, slowest))
