@@ -26,7 +26,7 @@ class Left:
     """What the job left in ``root``. ``weights[rank, version]``: the bits that rank had after that version."""
 
     root: Path
-    weights: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    weights: dict[tuple[int, int], bytes] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tiercheck import errors as errors
     from tiercheck.archive.archive import Archive as Archive
     from tiercheck.archive.archive import open as open  # noqa: A004  it is tiercheck.open(url)
+    from tiercheck.archive.changeable import ChangeableArchive as ChangeableArchive
+    from tiercheck.archive.changeable import open_to_change as open_to_change
     from tiercheck.checkpointer import Checkpointer as Checkpointer
     from tiercheck.config import CheckpointConfig as CheckpointConfig
     from tiercheck.errors import TierCheckError as TierCheckError
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Archive": "tiercheck.archive.archive",
     "Capabilities": "tiercheck.types",
+    "ChangeableArchive": "tiercheck.archive.changeable",
     "CheckpointConfig": "tiercheck.config",
     "Checkpointer": "tiercheck.checkpointer",
     "Fidelity": "tiercheck.types",
@@ -54,12 +57,14 @@ _MODULES = {
     "TierCheckError": "tiercheck.errors",
     "TierDriver": "tiercheck.tiers.driver",
     "open": "tiercheck.archive.archive",
+    "open_to_change": "tiercheck.archive.changeable",
 }
 """Where each public name is defined."""
 
 __all__ = [
     "Archive",
     "Capabilities",
+    "ChangeableArchive",
     "CheckpointConfig",
     "Checkpointer",
     "Fidelity",
@@ -76,6 +81,7 @@ __all__ = [
     "__version__",
     "errors",
     "open",
+    "open_to_change",
 ]
 
 

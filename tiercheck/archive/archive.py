@@ -64,6 +64,7 @@ class Archive:
     """See :func:`open`. It shows the tiers as they were when it was opened, or last looked at again (:meth:`look`)."""
 
     def __init__(self, *urls: str, deadline_s: float = DEADLINE_S) -> None:
+        self._urls = urls
         self._deadline_s = deadline_s
         self._scheduler: ThreadScheduler | None = ThreadScheduler()
         self._stack = AsyncExitStack()

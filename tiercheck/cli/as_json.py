@@ -11,6 +11,7 @@ from tiercheck.types import shown
 
 if TYPE_CHECKING:
     from tiercheck.archive.change.copying import Copied
+    from tiercheck.archive.change.removal import Removal
     from tiercheck.archive.compare.paths import PathDifference
     from tiercheck.archive.compare.versions import Compared, Form
     from tiercheck.archive.contents import Contents
@@ -26,6 +27,7 @@ __all__ = [
     "exported_object",
     "listing_object",
     "plan_object",
+    "removal_object",
     "verified_object",
 ]
 
@@ -229,6 +231,26 @@ def copied_object(found: Copied) -> dict[str, Any]:
         "damaged": found.damaged,
         "gone": found.gone,
         "versions": [list(span) for span in found.versions],
+    }
+
+
+def removal_object(removal: Removal, *, done: bool) -> dict[str, Any]:
+    tiers = removal.inventory.tiers
+    return {
+        "done": done,
+        "objects": removal.objects,
+        "bytes": removal.nbytes,
+        "tiers": [
+            {
+                "tier": tiers[index].name,
+                "gone": [{"object": str(key), "bytes": tiers[index].objects[key].nbytes} for key in keys],
+            }
+            for index, keys in removal.gone.items()
+        ],
+        "bases": [{"generation": generation, "version": version} for generation, version in removal.bases],
+        "lost": [list(span) for span in removal.lost],
+        "versions": [list(span) for span in removal.versions],
+        "refused": list(removal.refused),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tiercheck.cli.agent import agent, keys
-from tiercheck.cli.changes import copy
+from tiercheck.cli.changes import copy, prune, rm
 from tiercheck.cli.checkpoints import export, ls, plan, show, verify
 from tiercheck.cli.compare import diff
 from tiercheck.cli.demo import demo
@@ -45,7 +45,7 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verify, plan, export, copy):
+for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verify, plan, export, copy, prune, rm):
     app.command()(command)
 
 

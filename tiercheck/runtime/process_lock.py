@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiercheck.errors import ConfigurationError, JobConflict
 
-__all__ = ["ProcessLock"]
+__all__ = ["ProcessLock", "holder_of"]
 
 
 class ProcessLock:
@@ -32,8 +32,7 @@ class ProcessLock:
         try:
             directory = _directory()
             for url in tiers:
-                name = hashlib.sha256(f"{url.partition('?')[0]}\0{rank}".encode()).hexdigest()[:32]
-                self._take(directory / name, url, rank)
+                self._take(directory / _name(url, rank), url, rank)
         except OSError as error:
             self.release()
             raise ConfigurationError(
@@ -50,7 +49,7 @@ class ProcessLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = _read(descriptor)
             if holder == str(os.getpid()):
                 raise JobConflict(
                     f"this process is using {url} for rank {rank} already: close the checkpointer that it attached "
@@ -67,6 +66,30 @@ class ProcessLock:
         """Unlock the tiers. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+
+def holder_of(url: str, rank: int) -> str | None:
+    """The process of this node that has the tier locked for the rank; ``None`` if none has. A start in the very moment
+    of the question is refused as if one had."""
+    try:
+        descriptor = os.open(_directory() / _name(url, rank), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _name(url: str, rank: int) -> str:
+    return hashlib.sha256(f"{url.partition('?')[0]}\0{rank}".encode()).hexdigest()[:32]
+
+
+def _read(descriptor: int) -> str:
+    return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
 
 
 _locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()

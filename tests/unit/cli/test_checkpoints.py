@@ -149,6 +149,44 @@ def test_copy_brings_a_version_elsewhere_and_fails_if_something_was_left_out(lef
     assert told("ls", target)["problems"] == []
 
 
+def test_prune_says_what_would_go_and_does_it_only_when_told(left: Left) -> None:
+    dry = told("prune", left.url, "--keep-last", "1", "--keep-versions", "5")
+    assert (dry["done"], dry["refused"]) == (False, [])
+    assert (dry["lost"], dry["versions"]) == ([[0, 3], [7, 11]], [[4, 6], [12, 13]])
+    gone = [each for tier in dry["tiers"] for each in tier["gone"]]
+    assert dry["bytes"] == sum((left.root / each["object"]).stat().st_size for each in gone)
+    assert "would go; nothing was removed: --yes does it" in printed("prune", left.url, "--keep-last", "1")
+    assert told("ls", left.url)["versions"] == [[0, LAST]]
+    done = told("prune", left.url, "--keep-last", "1", "--keep-versions", "5", "--yes")
+    assert done == {**dry, "done": True}
+    assert told("ls", left.url)["versions"] == dry["versions"]
+
+
+def test_rm_asks_for_the_name_of_the_job_or_for_yes(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    dry = told("rm", left.url, "--job", "--job-is-dead")
+    assert (dry["done"], dry["versions"]) == (False, [])
+    monkeypatch.setattr("tiercheck.cli.changes.is_asked", lambda: True)
+    asked = CliRunner().invoke(commands.app, ["rm", left.url, "--job", "--job-is-dead"], input="other\n")
+    assert str(asked.exception) == "the name is another one: nothing is removed"
+    assert told("ls", left.url)["newest"] == LAST
+    asked = CliRunner().invoke(commands.app, ["rm", left.url, "--job", "--job-is-dead"], input="run\n")
+    assert (asked.exit_code, "To delete this type run" in asked.output) == (0, True)
+    assert told("ls", left.url)["generations"] == []
+
+
+def test_what_a_live_job_needs_is_refused_in_one_line(
+    finished: Left, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tiercheck", "rm", finished.url, "--generation", "2", "--yes"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as exit_:
+        commands.run()
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("error: rm is refused: it would delete ")
+    assert line.endswith("(--job-is-dead)")
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])
 def test_an_error_is_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
