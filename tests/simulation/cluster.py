@@ -153,7 +153,7 @@ class Cluster(Surveys):
             for key in rank.node.memory
             if isinstance(key, ShardKey) and key.stream is Stream.BASE and key.rank == index
         ]
-        gone = self.retention.reclaimable(self.observe(index))[0]
+        gone = self.retention.reclaimable(self.observe(index), (0,))[0]
         assert len([key for key in staying if key not in gone]) <= BASES_MAX, "more bases than admission counted"
 
     # Failures

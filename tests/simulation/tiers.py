@@ -57,9 +57,11 @@ class Tier(dict[Key, object]):
         told: dict[int, Branch] = {}
         generations = sorted((key.generation for key in self if isinstance(key, LineageKey)), reverse=True)
         for generation in generations:
+            if generation in told:
+                continue
             record = self[LineageKey(generation)]
             assert isinstance(record, LineageRecord)
-            for branch in (record.branch, *record.told) if generation not in told else ():
+            for branch in (record.branch, *record.told):
                 told.setdefault(branch.generation, branch)
         return told
 

@@ -113,6 +113,9 @@ def checked_deletions(
     refusals: list[Refusal] = []
     for role in seen.roles:
         wanted = list(gone.get(role.index, ()))
+        if not wanted:
+            allowed[role.index] = []
+            continue
         reasons = _Needed.of(seen, role)
         kept = {key: reason for key in wanted if (reason := reasons.why(key)) is not None}
         allowed[role.index] = [key for key in wanted if key not in kept]
@@ -209,7 +212,9 @@ class _Needed:
 
 def _lost_way(seen: Observation, gone: Mapping[int, Collection[Key]]) -> int | None:
     """Without a shared tier: the mark, if this rank could not come to it any more."""
-    before = None if seen.durable.shared else way_to_mark(seen)
+    if seen.durable.shared or not any(_is_own(seen, key) for keys in gone.values() for key in keys):
+        return None
+    before = way_to_mark(seen)
     if before is None:
         return None
     after = way_to_mark(seen.without(gone))

@@ -74,6 +74,26 @@ class _Held:
                 ranks[key.rank] = (*ranks.get(key.rank, ()), key)
         return marked
 
+    @cached_property
+    def commits(self) -> tuple[CommitKey, ...]:
+        return tuple(sorted(key for key in self.nbytes if isinstance(key, CommitKey) and key.is_of_base))
+
+    @cached_property
+    def snapshot_commits(self) -> tuple[CommitKey, ...]:
+        return tuple(sorted(key for key in self.nbytes if isinstance(key, CommitKey) and not key.is_of_base))
+
+    @cached_property
+    def generations(self) -> tuple[LineageKey | ClaimKey, ...]:
+        return tuple(key for key in self.nbytes if isinstance(key, LineageKey | ClaimKey))
+
+    @cached_property
+    def recorded(self) -> tuple[int, ...]:
+        return tuple(sorted(key.generation for key in self.generations if isinstance(key, LineageKey)))
+
+    @cached_property
+    def metrics(self) -> tuple[MetricKey, ...]:
+        return tuple(sorted(key for key in self.nbytes if isinstance(key, MetricKey)))
+
     def _of(self, stream: Stream) -> tuple[ShardKey, ...]:
         found = [key for key in self.nbytes if isinstance(key, ShardKey) and key.stream is stream]
         return tuple(sorted(found, key=lambda key: (key.generation, key.first, key.last)))
@@ -132,34 +152,35 @@ class Contents:
         oldest = ((rank, self._held[rank].oldest_generation) for rank in self.ranks)
         return [rank for rank, each in oldest if each is not None and each < generation]
 
-    @cached_property
+    @property
     def commits(self) -> tuple[CommitKey, ...]:
         """Of bases, oldest first."""
-        return tuple(key for key in self._commits if key.is_of_base)
+        return self._of_no_rank.commits
 
-    @cached_property
+    @property
     def snapshot_commits(self) -> tuple[CommitKey, ...]:
         """Of snapshots, oldest first."""
-        return tuple(key for key in self._commits if not key.is_of_base)
+        return self._of_no_rank.snapshot_commits
 
-    @cached_property
-    def _commits(self) -> list[CommitKey]:
-        return sorted(key for key in self._of_no_rank.nbytes if isinstance(key, CommitKey))
-
-    @cached_property
+    @property
     def generations(self) -> tuple[LineageKey | ClaimKey, ...]:
         """The lineage records, and claims to one."""
-        return tuple(key for key in self._of_no_rank.nbytes if isinstance(key, LineageKey | ClaimKey))
+        return self._of_no_rank.generations
 
-    @cached_property
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The generations that have a lineage record here, ascending."""
+        return self._of_no_rank.recorded
+
+    @property
     def newest_generation(self) -> int:
         """The newest generation that opened here; 0 if there is none."""
-        return max((key.generation for key in self.generations if isinstance(key, LineageKey)), default=0)
+        return self.recorded[-1] if self.recorded else 0
 
-    @cached_property
+    @property
     def metrics(self) -> tuple[MetricKey, ...]:
         """Oldest first."""
-        return tuple(sorted(key for key in self._of_no_rank.nbytes if isinstance(key, MetricKey)))
+        return self._of_no_rank.metrics
 
     def bases(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's bases, oldest first."""

@@ -27,10 +27,10 @@ The newest committed base, and anything newer than it, is never deleted.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiercheck.keys import CommitKey, Key, LineageKey, MetricKey, ShardKey, Stream
+from tiercheck.keys import CommitKey, Key, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPolicy
 from tiercheck.policy.guard import Refusal, ask_retention
@@ -64,15 +64,17 @@ class Retention:
     policy: RetentionPolicy = field(default_factory=KeepLast)
     placement: Placement = field(default_factory=Placement)
 
-    def reclaimable(self, seen: Observation) -> dict[int, list[Key]]:
+    def reclaimable(self, seen: Observation, tiers: Collection[int] | None = None) -> dict[int, list[Key]]:
         """Per tier index, the objects that nothing needs any more: this rank's, and in memory also those that other
         ranks have left behind. Commit records are deleted first: a base that is being deleted must not look
-        committed."""
+        committed. ``tiers``: the indices that are asked for; by default all."""
         gone: dict[int, list[Key]] = {}
         way = None if seen.durable.shared else way_to_mark(seen)
         mark = watermark(seen)
         settled = _is_settled(seen, mark, way)
         for role in seen.roles:
+            if tiers is not None and role.index not in tiers:
+                continue
             records = _records_passed(seen, role) if settled else []
             if role.shared:
                 shared = [key for key in self._shared(seen, role) if not _is_kept(seen, key)]
@@ -80,7 +82,7 @@ class Retention:
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
             gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ()), *records]
-        if seen.rank == COORDINATOR:
+        if seen.rank == COORDINATOR and 0 in gone:
             gone[0] += self._reports_done(seen)
         return gone
 
@@ -88,7 +90,8 @@ class Retention:
         """The transfers without those whose outcome would be deleted again at once."""
         if not transfers:
             return []
-        gone = self.reclaimable(seen.after((each.target_tier, each.target) for each in transfers))
+        after = seen.after((each.target_tier, each.target) for each in transfers)
+        gone = self.reclaimable(after, {each.target_tier for each in transfers})
         return [each for each in transfers if each.target not in gone[each.target_tier]]
 
     def reports(self, seen: Observation, tier: int) -> list[MetricKey]:
@@ -107,7 +110,7 @@ class Retention:
     def has_room(self, seen: Observation, reclaimable: Sequence[Key] | None = None) -> bool:
         """Whether the first tier may take another base: no more than two of its bases must stay. ``reclaimable``: what
         may go from it, if that is known."""
-        gone = self.reclaimable(seen)[0] if reclaimable is None else reclaimable
+        gone = self.reclaimable(seen, (0,))[0] if reclaimable is None else reclaimable
         bases = seen.contents[0].bases(seen.rank)
         staying = [base for base in bases if base not in gone and base.generation not in seen.lineage.kept]
         return len(staying) <= BASES_IN_VOLATILE_TIERS
@@ -314,12 +317,11 @@ def _left_behind(seen: Observation, role: Role) -> list[Key]:
 def _records_passed(seen: Observation, role: Role) -> list[Key]:
     """Lineage records and claims of older generations: the newest record tells what is worth knowing of them. A few
     stay, in case that it is damaged."""
-    records = seen.contents[role.index].generations
-    numbers = sorted({key.generation for key in records if isinstance(key, LineageKey)})
-    if seen.generation not in numbers:
+    contents = seen.contents[role.index]
+    if seen.generation not in contents.recorded:
         return []
-    kept = numbers[-LINEAGE_RECORDS_KEPT:]
-    return [key for key in records if key.generation < kept[0]]
+    oldest = contents.recorded[-LINEAGE_RECORDS_KEPT:][0]
+    return [key for key in contents.generations if key.generation < oldest]
 
 
 def _led_to(seen: Observation, contents: Contents) -> list[CommitKey]:

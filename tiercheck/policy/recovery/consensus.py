@@ -60,11 +60,12 @@ class Readable:
         differentials: set[tuple[int, int]] = set()
         snapshots: set[tuple[int, int, int]] = set()
         for shard in shards:
-            if shard.stream is Stream.SNAPSHOT:
+            if shard.stream is Stream.BASE:
+                bases.add((shard.generation, shard.first))
+            elif shard.stream is Stream.SNAPSHOT:
                 snapshots.add((shard.generation, shard.first - 1, shard.last))
             else:
-                versions = bases if shard.stream is Stream.BASE else differentials
-                versions.update((shard.generation, version) for version in shard.versions)
+                differentials.update((shard.generation, version) for version in shard.versions)
         return cls(frozenset(bases), frozenset(differentials), frozenset(snapshots))
 
     def points(self) -> dict[tuple[int, int], RecoveryPoint]:

@@ -86,7 +86,7 @@ class LineageRecord(Branch):
         older = tuple(_fields(each) for each in sorted(past) if each.generation < branch.generation)
         return cls(*_fields(branch), past=older)
 
-    @property
+    @cached_property
     def branch(self) -> Branch:
         return Branch(*_fields(self))
 
