@@ -27,10 +27,14 @@ __all__ = [
 ]
 
 
+PLACES_NAMED_MAX = 8
+
+
 def begun(
     recovery: Recovery | None, read_from: Iterable[str], tiers: OpenHierarchy, generation: int, base_nbytes: int
 ) -> str:
-    """Where the job goes on. ``read_from``: the tiers that any rank read its state from; ``base_nbytes``: of a rank."""
+    """Where the job goes on. ``read_from``: the tiers, and the nodes' memory, that any rank read its state from;
+    ``base_nbytes``: of a rank."""
     goes_on = f"this is generation {generation}, and what it saves outlives the failure of {what_fails(tiers.survives)}"
     if recovery is None and tiers.survives > Survives.PROCESS:
         last = tiers.tiers[-1].name
@@ -39,9 +43,11 @@ def begun(
         places = ", ".join(tier.driver.url for tier in tiers.tiers)
         return f"nothing to resume from was found in {places}: training begins at version 0; {goes_on}"
     why = "" if recovery.fidelity is Fidelity.EXACT else f" ({'; '.join(recovery.notes)})"
+    found = list(read_from)
+    named = ", ".join(found[:PLACES_NAMED_MAX]) + (", ..." if len(found) > PLACES_NAMED_MAX else "")
     return (
         f"resumed after version {recovery.version}, {recovery.fidelity}{why}: base {recovery.point.anchor} of "
-        f"generation {recovery.point.generation} and what follows it, from {', '.join(read_from)}; {goes_on}"
+        f"generation {recovery.point.generation} and what follows it, from {named}; {goes_on}"
     )
 
 

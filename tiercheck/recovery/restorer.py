@@ -371,6 +371,8 @@ class Restorer:
         here, there = everywhere[: len(names)], zip(elsewhere, everywhere[len(names) :], strict=True)
         further = tuple((name, *what) for name, what in there if any(what))
 
+        self.elsewhere.say_plan(point, reader.copies.usable(self._own))
+
         async def attempt() -> bool:
             reader.state.expect()
             within_s = self.ranks.deadline_s + READ_ANSWER_S

@@ -13,6 +13,7 @@ import torch
 from tests.simulation.life import HostMover, ranks_in
 from tests.unit.recovery.test_relayout import CONFIG, FAILED_AT, Part, joined, succeeded
 from tests.unit.runtime.test_group import on_all_ranks
+from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.agent.client.session import AgentSession
 from tiercheck.checkpointer import Checkpointer
@@ -179,6 +180,16 @@ def test_an_agent_that_is_away_costs_its_copies_and_is_named(
         assert "start the ranks on the nodes where they were" in str(outcome)
     hosts.away = set()
     assert joined(run(monkeypatch, hosts, [2, 0, 1], FAILED_AT), FAILED_AT) == joined(saved, FAILED_AT)
+
+
+def test_what_a_node_tells_is_small() -> None:
+    """Less than 1 KB, of a node with eight ranks, and nothing if another rank of the node tells it."""
+    ranks = spans_of(range(8_000, 8_008)), spans_of(range(7_992, 8_000))
+    url = f"peer://run-7?at=gpu0123.cluster.example.org%3A61234&deadline=30&server_key={'ab' * 32}&own=yes"
+    host = "gpu0123.cluster.example.org"
+    told = [NodeMemory(f"memory of {host}/1000", host, url, "shm://run-7", False, each) for each in ranks]
+    assert len(schema.pack(told)) < 1000
+    assert len(schema.pack(())) == 1
 
 
 def test_lineage_decides_and_not_the_newest_number(monkeypatch: pytest.MonkeyPatch, hosts: Hosts) -> None:

@@ -575,3 +575,29 @@ def test_a_past_of_which_every_copy_is_damaged_is_no_new_job() -> None:
     assert past.version() is None
     with pytest.raises(RecoveryError, match="versions up to 6 were saved"):
         past.check_nothing_is_lost(restart=False)
+
+
+def test_other_nodes_are_asked_only_if_the_ranks_own_memory_does_not_lead_to_the_newest_version() -> None:
+    def shards(rank: int, last: int, generation: int = 1) -> list[ShardKey]:
+        steps = (ShardKey.differential(generation, version, version, rank) for version in range(11, last + 1))
+        return [ShardKey.base(generation, 10, rank), *steps]
+
+    def in_tiers(*held: tuple[int, list[ShardKey]]) -> list[tuple[int, ShardKey]]:
+        return [(tier, key) for tier, keys in held for key in keys]
+
+    branches = [Branch(1, 0, 0, 2, "a" * 16)]
+    placed = in_tiers((0, shards(0, 14)), (1, shards(0, 14))), in_tiers((0, shards(1, 13)), (1, shards(1, 13)))
+    assert not past_of(*placed, branches=branches).asks_elsewhere, "each sees its own"
+    swapped = in_tiers((0, shards(1, 13)), (1, shards(1, 13))), in_tiers((0, shards(0, 14)), (1, shards(0, 14)))
+    assert past_of(*swapped, branches=branches).asks_elsewhere, "each is on the other's node"
+    assert past_of([], [], branches=[]).asks_elsewhere, "nothing is here: it may be elsewhere"
+    # What this rank has of an older generation leads to a version, and others see something newer of it.
+    later = [*branches, Branch(2, 1, 12, 2, "b" * 16)]
+    stale = (
+        in_tiers((0, shards(0, 12)), (0, shards(1, 16, generation=2))),
+        in_tiers((0, shards(1, 12)), (0, shards(0, 16, generation=2))),
+    )
+    past = past_of(*stale, branches=later)
+    assert past.version() == 12
+    assert past.in_memory(12)
+    assert past.asks_elsewhere
