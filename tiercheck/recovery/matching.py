@@ -12,7 +12,7 @@ names, or which allows something else, is found, and named.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import Struct, structs
@@ -286,7 +286,8 @@ def renamed_index(index: LogicalIndex, names: Mapping[str, str]) -> LogicalIndex
 
     try:
         tensors = {names[name]: structs.replace(each, name=names[name]) for name, each in index.tensors.items()}
-        return LogicalIndex(tensors, {name: tuple(map(renamed, pieces)) for name, pieces in index.stored.items()})
+        stored = {name: tuple(map(renamed, pieces)) for name, pieces in index.stored.items()}
+        return replace(index, tensors=tensors, stored=stored, aliases={})
     except ValueError as error:
         raise ConfigurationError(f"rename gives a name that no tensor can have: {error}") from error
 
@@ -302,7 +303,8 @@ def without_tensors(index: LogicalIndex, names: Collection[str]) -> LogicalIndex
         )
         for name, pieces in index.stored.items()
     }
-    return LogicalIndex({name: each for name, each in index.tensors.items() if name not in names}, stored)
+    left = {name: each for name, each in index.tensors.items() if name not in names}
+    return replace(index, tensors=left, stored=stored, aliases={})
 
 
 def state_of(tensor: LogicalTensor) -> str:
