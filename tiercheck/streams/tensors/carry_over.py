@@ -95,6 +95,9 @@ def carried_over(
             if here:
                 said = f"{key} was not saved in a form that this job reads, and begins as it is"
                 (lost if key == SCHEDULER else notes).append(said)
+    groups = next((len(saved[name]) for name in OPTIONS if isinstance(saved.get(name), list)), len(options))
+    if groups != len(options):
+        lost += fit_schedules(state, live, groups, len(options))
     if not own:
         notes.append(
             "nothing is there that a rank of this number saved of its own: random generators and what batches are "
@@ -117,6 +120,32 @@ def after_step(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[dict[
     notes = [f"the state of {name} was not saved, and it begins as it is" for name in new]
     refuse_lost(saved, {AFTER_STEP: here})
     return {name: saved.get(name, each) for name, each in here.items()}, notes
+
+
+def fit_schedules(state: dict[str, Any], live: Mapping[str, Any], before: int, now: int) -> list[str]:
+    """Schedulers hold lists with an element for each parameter group. If their number has changed, those lists stay as
+    the script made them. Returns what there is to tell."""
+    kept: dict[str, None] = {}
+
+    def fitted(saved: Any, here: Any) -> Any:
+        if not isinstance(saved, Mapping) or not isinstance(here, Mapping):
+            return saved
+        lists = {name for name, each in saved.items() if isinstance(each, list) and len(each) == before}
+        lists = {name for name in lists if isinstance(here.get(name), list) and len(here[name]) == now}
+        kept.update(dict.fromkeys(sorted(lists)))
+        return {name: here[name] if name in lists else each for name, each in saved.items()}
+
+    if SCHEDULER in state.get(AFTER_STEP, {}):
+        loops = fitted(state[AFTER_STEP][SCHEDULER], live[AFTER_STEP][SCHEDULER])
+        state[AFTER_STEP] = {**state[AFTER_STEP], SCHEDULER: loops}
+    if isinstance(engines := state.get(SCHEDULER), Mapping) and isinstance(here := live.get(SCHEDULER), Mapping):
+        state[SCHEDULER] = {**engines, "state": fitted(engines.get("state"), here.get("state"))}
+    if not kept:
+        return []
+    return [
+        f"there were {before} parameter groups, and are {now}, so that of the scheduler's state "
+        f"{', '.join(kept)} are as the script made them"
+    ]
 
 
 def is_users(name: str) -> bool:

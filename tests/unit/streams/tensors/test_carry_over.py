@@ -19,6 +19,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.loading import Loading
+from tiercheck.streams.tensors.carry_over import carried_over
 from tiercheck.tiers.memory import MemoryDriver
 
 CONFIG = CheckpointConfig(base_every=4, batch=1, deadline_s=30)
@@ -154,3 +155,44 @@ def test_a_function_that_fails_on_any_rank_is_refused_on_all(job: Job, function:
         assert isinstance(error, ConfigurationError | RecoveryError)
         assert said in str(error)
     assert job.run(3, 0)[0][0].version == FAILED_AT, "the tiers are as they were"
+
+
+class Constant:
+    """A provider whose host state is this."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def host_state(self) -> dict[str, Any]:
+        return self.state
+
+    def translated_host_state(self, state: Mapping[str, Any], version: int) -> dict[str, Any]:
+        return dict(state)
+
+
+def scheduled(groups: int, steps: int) -> tuple[Any, dict[str, Any]]:
+    """A scheduler of so many groups, and the host state of its job."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
+    optimizer = torch.optim.SGD([{"params": [each], "lr": 10.0**-n} for n, each in enumerate(parameters)])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    options = [{"lr": group["lr"]} for group in optimizer.param_groups]
+    return scheduler, {"options": options, "after_step": {"scheduler": scheduler.state_dict()}}
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (3, 2)])
+def test_a_schedule_goes_on_though_parameter_groups_were_added_or_merged(before: int, now: int) -> None:
+    _, saved = scheduled(before, 3)
+    scheduler, here = scheduled(now, 0)
+    provider: Any = Constant(here)
+    state, lost, _ = carried_over(provider, saved, options=here["options"], version=3, own=True)
+    scheduler.load_state_dict(state["after_step"]["scheduler"])
+    scheduler.optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 4
+    assert scheduler.get_last_lr() == [10.0**-n * 0.5**4 for n in range(now)]
+    assert f"there were {before} parameter groups, and are {now}" in lost[0]
+    _, same = scheduled(now, 3)
+    assert carried_over(provider, same, options=here["options"], version=3, own=True)[1] == ()
