@@ -25,6 +25,8 @@ from tests.cluster.deepspeed_harness import (
 from tests.cluster.deepspeed_kit import certified
 from tiercheck.errors import Mismatch, SaveError, TierCheckError, UnsupportedSetup
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider, supported
+from tiercheck.integrations.deepspeed.replicated import EngineReplicas
+from tiercheck.integrations.replicas import Alike
 from tiercheck.streams.tensors.generators import random_state
 
 __all__ = ["EDGES"]
@@ -325,7 +327,26 @@ def refused_setups() -> Iterable[str]:
     yield from raises(UnsupportedSetup, "no optimizer", lambda: supported(engine))
 
 
+def replicas() -> Iterable[str]:
+    """Under stage 0 every rank holds the same, as long as each step is on gradients that were summed."""
+    engine = build(Case(0, False), seed=1)
+    provider, kept = DeepSpeedProvider(engine), EngineReplicas(engine)
+    if kept.alike(provider) != Alike(frozenset(provider.masters()), frozenset(provider.frozen())):
+        yield f"not all of stage 0 is alike: {kept.alike(provider)}"
+    with engine.no_sync():
+        kept.forward()
+    yield from raises(UnsupportedSetup, "were not summed over the ranks", kept.check_step)
+    kept.forward()
+    kept.check_step()
+    engine.enable_backward_allreduce = False
+    if "does not sum gradients" not in kept.alike(provider).obstacle:
+        yield f"nothing sums gradients, and the replicas count: {kept.alike(provider)}"
+    yield from raises(UnsupportedSetup, "replicas='each'", kept.check_step)
+    engine.destroy()
+
+
 EDGES: dict[str, Callable[[], Iterable[str]]] = {
+    "replicas": replicas,
     "skipped-zero1-bf16": lambda: skipped_iterations(Case(1, True, clipping=0.3)),
     "skipped-zero1-bf16-accumulate-fp32": lambda: skipped_iterations(Case(1, True, accumulate_fp32=True)),
     "skipped-zero3-fp32": lambda: skipped_iterations(Case(3, False, scheduler="cosine")),

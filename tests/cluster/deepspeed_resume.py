@@ -132,11 +132,22 @@ def archived(left: Path, outcome: Outcome) -> Iterable[str]:
             "optimizer_state": dict(found.state.optimizer_state()),
             "extras": dict(found.state.buffers()),
         }
-        yield from differences("rebuilt", {name: outcome.state[name] for name in state}, state)
+        yield from differences("rebuilt", stored_of(outcome.state, state), state)
         target = left.with_name(f"{left.name}-{rank}.pt")
         archive.export(target, "torch", dtype="model")
         exported = torch.load(target)
         yield from differences("exported", outcome.parameters, {name: exported[name] for name in outcome.parameters})
+
+
+def stored_of(state: Any, stored: Any) -> Any:
+    """What this rank stores of its state. All ranks together have all of it."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, {kind: list(held) for kind, held in stored.items()})
+    there = {kind: {name for each in ranks for name in each[kind]} for kind in stored}
+    return {
+        kind: {name: each for name, each in state[kind].items() if name in held or name not in there[kind]}
+        for kind, held in stored.items()
+    }
 
 
 class Loader:

@@ -63,6 +63,7 @@ EDGES = (
     "data-sampler",
     "model-parallel-generators",
     "refused-setups",
+    "replicas",
 )
 
 RESUMES = (

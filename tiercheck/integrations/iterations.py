@@ -7,7 +7,7 @@ training begins; or, if neither was seen, the next step comes, or the job's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from tiercheck.checkpointer import Checkpointer
@@ -37,13 +37,24 @@ class Iterations:
     """From the moments that an integration's hooks see to one rank's checkpointer.
 
     ``in_step``: a version is published before the step returns, until something is seen to change after it. That suits
-    a framework whose step does everything, so that the loop has nothing left to do.
+    a framework whose step does everything, so that the loop has nothing left to do. ``meet``: called on every rank once
+    between two steps, when the iteration is said or seen to be over, before anything of it is published.
     """
 
-    def __init__(self, provider: Provider, checkpointer: Checkpointer, *, in_step: bool = False) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        checkpointer: Checkpointer,
+        *,
+        in_step: bool = False,
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
         self._provider = provider
         self._checkpointer = checkpointer
         self._in_step = in_step
+        self._meet = meet
+        self._is_to_meet = False
+        """The optimizer has stepped since the last meeting."""
         self._pending: int | None = None
         """The version whose step is done, and whose iteration is not over."""
         self._ended = False
@@ -55,6 +66,7 @@ class Iterations:
         """The optimizer's step is done."""
         self._begun = False
         self._pending = version
+        self._is_to_meet = True
         self._provider.end_of_step()
         self._checkpointer.stepped(version)
         if self._in_step:
@@ -62,6 +74,7 @@ class Iterations:
 
     def said(self) -> None:
         """The loop says that its iteration is over."""
+        self._meet_once()
         if self._pending is not None:
             self._provider.end_of_iteration(End.SAID)
             self._publish()
@@ -85,10 +98,17 @@ class Iterations:
 
     def over(self, end: End = End.UNSEEN) -> None:
         """The iteration is over, if one is open: the next one has begun, or the job ends."""
+        if end is End.FORWARD:
+            self._meet_once()
         if self._pending is not None:
             self._provider.end_of_iteration(end)
             self._publish()
             self._ended = False
+
+    def _meet_once(self) -> None:
+        if self._is_to_meet:
+            self._is_to_meet = False
+            self._meet()
 
     def _recapture(self) -> None:
         """The version was published in the step: save it again if the loop has written to something since."""

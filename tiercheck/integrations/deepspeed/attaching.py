@@ -33,15 +33,18 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.hooks import StepHooks, attach_hooks
 from tiercheck.integrations.iterations import Iterations, refuse_forgotten_scheduler
+from tiercheck.integrations.replicas import Alike
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import Group, TorchGroup
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.tensors.beside import Beside, End
+from tiercheck.streams.tensors.owned import OwnedProvider
 
 try:
     from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
     from tiercheck.integrations.deepspeed.pipeline import before_train_batch
+    from tiercheck.integrations.deepspeed.replicated import EngineReplicas
     from tiercheck.integrations.deepspeed.support import refuse_ranks_that_share_parameters
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "deepspeed":
@@ -88,15 +91,19 @@ def attach(
         hierarchy, config, in_block, loading_in_block = _read(engine.config)
         request, loading = request or in_block, loading or loading_in_block
 
+    made: list[_Hooks] = []
+
     def hook() -> _Hooks:
         beside = Beside(after_step, stateful)
         provider = DeepSpeedProvider(engine, beside)
         refuse_forgotten_scheduler((provider.optimizer,), engine.lr_scheduler, beside)
         if config is not None and config.train_on_compressed:
             refuse_ranks_that_share_parameters(engine)
-        return _Hooks(provider, engine, in_step=stateful is None and after_step is None)
+        made.append(_Hooks(provider, engine, in_step=stateful is None and after_step is None))
+        return made[0]
 
-    return attach_hooks(hook, hierarchy, group or TorchGroup(), config, policies, request, loading)
+    ranks = group or TorchGroup()
+    return attach_hooks(hook, hierarchy, ranks, config, policies, request, loading, replicating=lambda: made[0])
 
 
 def read_block(config: Mapping[str, Any] | str | Path) -> tuple[Hierarchy, CheckpointConfig]:
@@ -156,6 +163,8 @@ class _Hooks:
     def __init__(self, provider: DeepSpeedProvider, engine: Any, *, in_step: bool) -> None:
         self.provider = provider
         self._in_step = in_step
+        self._replicas = EngineReplicas(engine)
+        self._owned: OwnedProvider | None = None
         self._checkpointer: Checkpointer | None = None
         self._iterations: Iterations | None = None
         self._visited: set[str] = set()
@@ -167,8 +176,15 @@ class _Hooks:
     def caveats(self) -> list[str]:
         return self.provider.beside.caveats()
 
+    def alike(self) -> Alike:
+        return self._replicas.alike(self.provider)
+
+    def own(self, owned: OwnedProvider) -> None:
+        self._owned = owned
+
     def serve(self, checkpointer: Checkpointer) -> None:
-        self._iterations = Iterations(self.provider, checkpointer, in_step=self._in_step)
+        meet = (lambda: None) if self._owned is None else self._owned.meet
+        self._iterations = Iterations(self.provider, checkpointer, in_step=self._in_step, meet=meet)
         checkpointer.on_end_iteration(self._said)
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_close(self._record_skipped)
@@ -191,17 +207,24 @@ class _Hooks:
                 self._iterations.over()
             self._record_skipped()
         self._visited |= self.provider.visited_in_hook(optimizer)
-        self._checkpointer.capture(self.provider.version, self.provider.gradients_in_hook(optimizer))
+        gradients = self.provider.gradients_in_hook(optimizer)
+        if self._owned is not None:
+            self._replicas.check_step()
+            gradients = self._owned.before_step(gradients)
+        self._checkpointer.capture(self.provider.version, gradients)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._iterations is not None and self._visited and self._visited >= self.provider.expected():
             self._visited.clear()
+            if self._owned is not None:
+                self._owned.stepped()
             self._iterations.stepped(self.provider.version)
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._step_hooks.stand_next_to_the_step()
         if self.provider.training:
             self._iteration_begins()
+            self._replicas.forward()
 
     def _iteration_begins(self) -> None:
         """Or goes on: each micro-batch has a forward pass."""

@@ -160,7 +160,8 @@ class _Hooks:
 
     def serve(self, checkpointer: Checkpointer) -> None:
         self._order.prime()
-        self._iterations = Iterations(self.provider, checkpointer)
+        meet = (lambda: None) if self._owned is None else self._owned.meet
+        self._iterations = Iterations(self.provider, checkpointer, meet=meet)
         checkpointer.on_end_iteration(self._iterations.said)
         checkpointer.on_close(self._iterations.over)
         checkpointer.on_end(self.remove)

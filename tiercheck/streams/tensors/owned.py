@@ -7,14 +7,15 @@ stores as ever. A recovery brings each rank to its own part, and :meth:`OwnedPro
 
 Replicas must stay alike, or a version holds what one rank had. They are compared after a recovery, and whenever all
 ranks make a base. If something other than the optimizer's step has written to a tensor that this rank does not store,
-versions say so until the next comparison has found all alike.
+versions say so until the next comparison has found all alike. Loops that write so mostly do it in each iteration: as
+long as any rank sees that, the ranks compare at the end of each.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,8 +32,9 @@ from tiercheck.streams.tensors.provider import (
     check_shapes,
     describe_tensor,
     extras_of,
+    identity_digest,
 )
-from tiercheck.streams.tensors.sharing import bring, digest, fingerprints
+from tiercheck.streams.tensors.sharing import DIGEST_LENGTH, bring, digest, fingerprints
 from tiercheck.streams.tensors.writes import Watch
 
 __all__ = ["OwnedProvider", "Owners"]
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MEETINGS = 8
+"""Iterations after the start, and after a write outside of the step, in which ranks tell each other of such writes."""
 STATE_TIMES_MAX = 16
 STATE_NBYTES_MIN = 1 << 16
 """A tensor that an optimizer keeps of a master is at most so many times as large, or so large."""
@@ -67,7 +71,11 @@ class OwnedProvider(StateProvider):
         self._owners = owners
         self._apart: tuple[str, ...] = ()
         """What may differ between the ranks."""
+        self._seen = False
+        """A write was seen since the last comparison."""
         self._told = False
+        self._meetings = MEETINGS
+        """How many more there are, the same on all ranks."""
         self._others = Watch(self._stored_elsewhere)
 
     # What this rank stores
@@ -76,7 +84,8 @@ class OwnedProvider(StateProvider):
         whole = self._whole.identity()
         tensors = {**self._whole.masters(), **self._whole.frozen()}
         described = [describe_tensor(name, tensor) for name, tensor in tensors.items()]
-        return Identity.of(whole.framework, self, whole.optimizer, parameters=described)
+        part = Identity.of(whole.framework, self, whole.optimizer, parameters=described)
+        return replace(part, model=identity_digest([whole.model, part.model]))
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._own(self._whole.masters(), self._owners.masters)
@@ -124,11 +133,28 @@ class OwnedProvider(StateProvider):
         """The optimizer has stepped: what is written from here on is no part of the step."""
         self._others.mark()
 
+    def meet(self) -> None:
+        """The iteration is over. As long as some rank has seen such a write within the last few iterations, the ranks
+        tell each other whether they have seen one now, and compare. Collective. Errors: those of the group."""
+        if not self._meetings:
+            return
+        self._look()
+        self._meetings -= 1
+        group, deadline_s = self._owners.group, self._owners.deadline_s
+        what = "telling of writes to what all ranks hold alike"
+        if any(group.all_gather(self._said, what=what, deadline_s=deadline_s)):
+            self.compare()
+
+    @property
+    def _said(self) -> bytes:
+        return b"seen" if self._seen else b""
+
     def compare(self) -> None:
         """See whether the ranks still hold alike what they are to. Collective. What does not is told by all versions
         from here on. Errors: those of the group."""
         self._look()
-        apart = self._differing(fingerprints(self._replicas()))
+        apart = self._differing(fingerprints(self._replicas()), self._said)
+        self._seen = False
         if apart and apart != self._apart:
             log.error(
                 "the ranks hold different values of %s, of which one rank stores what all are to have: a recovery "
@@ -141,12 +167,13 @@ class OwnedProvider(StateProvider):
         if not (written := self._others.written()):
             return
         self._others.mark()
+        self._seen = True
         self._apart = Doubts(apart=self._apart).with_apart(written).apart
-        if not self._told:
+        if not self._told and not self._meetings:
             self._told = True
             log.warning(
                 "something other than the optimizer's step wrote to %s, which another rank stores: versions are "
-                "approximate until the ranks have compared what they hold, before their next base",
+                "approximate until the ranks have compared what they hold, at the latest before their next base",
                 named(written),
             )
 
@@ -178,7 +205,7 @@ class OwnedProvider(StateProvider):
         what = "bringing to all ranks what each of them stores"
         self._make_states(group.all_gather(pack(self._described()), what=what, deadline_s=owners.deadline_s))
         bring(self._by_owner(), group, what=what, deadline_s=owners.deadline_s)
-        if apart := self._differing(fingerprints(self._replicas(states=True))):
+        if apart := self._differing(fingerprints(self._replicas(states=True)), b""):
             raise Mismatch(f"after {what}, {named(apart)} differ: start again, and look for what damages messages")
         self._whole.refresh()
         self._others.mark()
@@ -242,11 +269,14 @@ class OwnedProvider(StateProvider):
         own = {**self.masters(), **self.frozen()}
         return {name: each for name, each in self._replicas().items() if name not in own}
 
-    def _differing(self, found: Mapping[str, str]) -> tuple[str, ...]:
-        """The names of what is not the same on all ranks. Collective."""
+    def _differing(self, found: Mapping[str, str], seen: bytes) -> tuple[str, ...]:
+        """The names of what is not the same on all ranks. ``seen``: whether this one has seen a write. Collective."""
         group, deadline_s = self._owners.group, self._owners.deadline_s
         what = "comparing what all ranks are to hold alike"
-        if len(set(group.all_gather(digest(found).encode(), what=what, deadline_s=deadline_s))) == 1:
+        answers = group.all_gather(digest(found).encode() + seen, what=what, deadline_s=deadline_s)
+        if any(each[DIGEST_LENGTH:] for each in answers):
+            self._meetings = MEETINGS
+        if len({each[:DIGEST_LENGTH] for each in answers}) == 1:
             return ()
         told = [unpack(each) for each in group.all_gather(pack(dict(found)), what=what, deadline_s=deadline_s)]
         every = dict.fromkeys(name for each in told if isinstance(each, dict) for name in each)

@@ -36,6 +36,7 @@ __all__ = [
     "check_shapes",
     "copy_into",
     "extras_of",
+    "identity_digest",
     "logical_tensor",
     "whole_index",
 ]
@@ -115,7 +116,7 @@ class Identity:
         model = f"{len(parameters)} parameters, and on this rank " if parameters else ""
         return cls(
             framework=framework,
-            model=digest([*parameters, *tensors]),
+            model=identity_digest([*parameters, *tensors]),
             model_summary=f"{model}{len(masters)} trained tensors of {elements:,} elements, {len(others)} others",
             optimizer=optimizer,
         )
@@ -267,7 +268,7 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tuple(tensor.shape)} {tensor.dtype}"
 
 
-def digest(lines: Iterable[str]) -> str:
+def identity_digest(lines: Iterable[str]) -> str:
     """Sixteen hexadecimal digits that differ where the lines do."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -19,11 +19,13 @@ from tiercheck.format.container import checksum_of
 from tiercheck.runtime.group import Group
 from tiercheck.streams.tensors.as_bytes import array_of
 
-__all__ = ["bring", "digest", "fingerprints"]
+__all__ = ["DIGEST_LENGTH", "bring", "digest", "fingerprints"]
 
 ROUND_NBYTES = 64 << 20
 """What all ranks together give in a round: so much memory each of them needs beside the tensors."""
 GIVEN_NBYTES_MIN = 64 << 10
+DIGEST_LENGTH = 32
+"""Characters of :func:`digest`."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, a dtype that holds its pattern."""
 
