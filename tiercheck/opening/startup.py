@@ -238,8 +238,11 @@ class _Startup:
     ) -> Elsewhere:
         """The other nodes' memory, if each node has an agent. The first rank of a node tells of that node's."""
         ranks = self.ranks
+        environment = self.runtime.environment
+        node = environment.get("TIERCHECK_NODE") or environment.get("GROUP_RANK")
+        place = f"{node} {tiers.first.driver.url}" if node else ""
         if agent is None or None in nodes:
-            return Elsewhere(tiers, ranks)
+            return Elsewhere(tiers, ranks, place=place)
         endpoints = [schema.read(RankEndpoint, each) for each in nodes]
         own = endpoints[ranks.rank]
         agents = [(each.host, each.endpoint) for each in endpoints]
@@ -248,7 +251,7 @@ class _Startup:
         async def tell() -> Sequence[NodeMemory]:
             return await agent.memories(hierarchy, own) if leads else ()
 
-        return Elsewhere(tiers, ranks, tell, own.host)
+        return Elsewhere(tiers, ranks, tell, own.host, place and f"{own.host} {place}")
 
     async def open_tiers(
         self, stream: StateStream, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from tiercheck import keys
-from tiercheck.errors import Corruption, NotFound, RecoveryError, TierError
+from tiercheck.errors import Corruption, NotFound, RecoveryError, TierCheckError, TierError
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import INDEX, read_index
 from tiercheck.hierarchy import OpenTier
@@ -127,6 +127,17 @@ class OldRanks:
     async def find_shared(self, olds: Collection[int]) -> None:
         """What the tiers that all see hold of these as well. Errors: ``RecoveryError``."""
         await self._find(olds, inside=False)
+
+    async def find_in_first(self, olds: Collection[int]) -> None:
+        """What was fetched of these into the first tier. Not a collective. If it cannot be listed, nothing was."""
+        first = self._hierarchy.first
+        if olds:
+            finding = self._listed(first, prefixes(olds))
+            try:
+                within_s = self._ranks.deadline_s / 4
+                self.nbytes |= await self._ranks.scheduler.call(finding, what="looking", deadline_s=within_s)
+            except TierCheckError as error:
+                log.warning("what was fetched into tier %s is not used: %s", first.name, error)
 
     def _newest(self, tiers: Collection[int]) -> dict[int, int]:
         """By old rank, the newest version to which what these tiers hold of it leads."""

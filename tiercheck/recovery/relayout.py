@@ -30,6 +30,7 @@ from tiercheck.policy.recovery.plan import Availability, held
 from tiercheck.policy.recovery.relayout import reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.recovery.elsewhere import Elsewhere
+from tiercheck.recovery.fetching import Fetching
 from tiercheck.recovery.matching import Matched, match
 from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
@@ -85,6 +86,7 @@ class Relayout:
         self._layout = layout
         self._conversion: Conversion = state.conversion()
         self._old = OldRanks(elsewhere, ranks, lineage, layout, self._conversion.read_identity)
+        self._fetching = Fetching(elsewhere.reading, ranks, elsewhere.place)
         self._matched = Matched({}, self._conversion.wanted)
         self._replays = True
         self.lacking = ""
@@ -97,6 +99,12 @@ class Relayout:
         Errors: ``Mismatch`` for another model or optimizer, and for shards that this job cannot use; ``RecoveryError``
         for a tier that cannot be asked; ``GroupError``.
         """
+        try:
+            return await self._restored(began)
+        finally:
+            await self._fetching.forget()
+
+    async def _restored(self, began: float) -> Converted | None:
         await self._old.look()
         await self._old.learn()
         self.lacking = self._old.lacking
@@ -220,7 +228,8 @@ class Relayout:
                     return False
             return True
 
-        most = max(await self._ranks.gather("how many each rank reads", lambda: len(needed)))
+        most, fetched = await self._fetching.fetch(needed, self._old.sound)
+        await self._old.find_in_first(fetched)
         more_s = LATE_S + 2 * self._ranks.deadline_s * most
         answers = await self._ranks.gather(f"reading version {version}", read, more_s=more_s)
         return (needed, came) if all(answers) else None
@@ -302,7 +311,8 @@ class Relayout:
         await self._ranks.gather("loading what was taken", load)
         answers = [Fidelity(each) for each in await self._ranks.gather("the end of the recovery", settle)]
         fidelity = Fidelity.worst(*answers)
-        notes = (self._said(needed), *(fit.notes if fit else ()), *came.notes, *self._conversion.notes)
+        fetched = self._fetching.notes
+        notes = (self._said(needed), *(fit.notes if fit else ()), *fetched, *came.notes, *self._conversion.notes)
         if fidelity is not answers[self._ranks.rank]:
             notes += (f"rank {answers.index(fidelity)} reached {fidelity}; this rank alone would be better",)
         names = [tier.name for tier in self._hierarchy.tiers]

@@ -182,6 +182,7 @@ def parts(
     closed: bool = False,
     trouble: Any = None,
     deadline_s: float = 30,
+    memory: str = "{rank}",
     **options: Any,
 ) -> list[tuple[Any, dict[int, Any]]] | list[Exception]:
     """As :meth:`Job.run`; of each version what the rank has of the weight."""
@@ -191,7 +192,7 @@ def parts(
         provider = Part(group, **options)
         durable = f"nvme://{job.directory}/durable?survives=rack"
         wrap = None if trouble is None else lambda driver: Failing(driver, partial(trouble, group.rank))
-        tiers = Hierarchy.of(f"memory://{job.name}-{{rank}}", Tier(durable, wrap=wrap))
+        tiers = Hierarchy.of(f"memory://{job.name}-{memory}", Tier(durable, wrap=wrap))
         config = replace(CONFIG, deadline_s=deadline_s)
         checkpointer = Checkpointer(provider, tiers, group=group, config=config)
         held = {checkpointer.version: provider.whole()}

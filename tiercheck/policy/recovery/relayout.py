@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tiercheck.policy.recovery.lineage import Lineage
 
-__all__ = ["dealt", "left_to", "reachable", "readers"]
+__all__ = ["dealt", "fetchers", "left_to", "reachable", "readers"]
 
 
 def dealt(rank: int, ranks: int, old_ranks: int) -> range:
@@ -34,6 +34,23 @@ def readers(seen: Sequence[Collection[int]]) -> dict[int, int]:
             before = chosen.get(old)
             if before is None or (rank - old) % len(seen) < (before - old) % len(seen):
                 chosen[old] = rank
+    return chosen
+
+
+def fetchers(reads: Sequence[tuple[str, Collection[int]]]) -> dict[tuple[str, int], int]:
+    """By place and old rank, which new rank fetches what several of the place are to read of that old rank; each has
+    about as many. ``reads``: by new rank, its place (empty: it shares none) and the old ranks that it is to read."""
+    readers: dict[tuple[str, int], list[int]] = {}
+    for rank, (place, olds) in enumerate(reads):
+        for old in olds if place else ():
+            readers.setdefault((place, old), []).append(rank)
+    shared = sorted(each for each, ranks in readers.items() if len(ranks) > 1)
+    loads: dict[int, int] = {}
+    chosen: dict[tuple[str, int], int] = {}
+    for each in shared:
+        rank = min(readers[each], key=lambda rank: (loads.get(rank, 0), rank))
+        loads[rank] = loads.get(rank, 0) + 1
+        chosen[each] = rank
     return chosen
 
 
