@@ -87,12 +87,18 @@ def given_up(kept: Sequence[int]) -> str:
     )
 
 
-def left_out(version: int, generation: int) -> str:
+def left_out(generation: int, tiers: OpenHierarchy) -> str:
     """Of a checkpoint of another model a part was dropped."""
+    places = ", ".join(tier.name for tier in tiers.tiers if tier.role.shared)
+    if not places:
+        return (
+            "a part of what was saved is dropped, and no tier that all ranks share keeps it: it is lost when this "
+            "generation has taken the room"
+        )
     return (
-        f"what was dropped stays with generation {generation} in the tiers that all ranks share, until a start with "
-        f"keep_left_behind=False: version={version}, generation={generation} returns to it, with the model that saved "
-        "it"
+        f"a part of what was saved is dropped. What {places} holds of generation {generation} stays there until a "
+        "start with keep_left_behind=False: the model that saved it returns to it by version=..., "
+        f"generation={generation} ('tiercheck ls' names the version)"
     )
 
 

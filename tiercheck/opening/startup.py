@@ -189,7 +189,7 @@ class _Startup:
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)
             if keeps and restored.dropped:
-                log.warning("%s", left_out(restored.version, restored.parent))
+                log.warning("%s", left_out(restored.parent, opened.tiers))
             if not turn and not keeps and restored.past.kept:
                 log.warning("%s", given_up(restored.past.kept))
         for caution in recording.cautions:

@@ -232,9 +232,11 @@ def test_names_may_be_swapped(job: Job) -> None:
     assert {name.split(".")[0] for name in recovery.fit.dropped} == {"trained"}
 
 
-def test_what_is_dropped_stays_where_all_ranks_see_it(job: Job) -> None:
+def test_what_is_dropped_stays_where_all_ranks_see_it(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """The model that saved it can go back to it, though the other one has gone on."""
     (_, _, _, saved), *_ = job.run(with_head(2), FAILED_AT)
+    job.run(with_head(5), 8, loading=FITTING)
+    assert "What nvme holds of generation 1 stays there until a start with keep_left_behind=False" in caplog.text
     for _ in range(2):
         job.run(with_head(5), 20, loading=FITTING, closed=True)
     for error in job.run(with_head(2)):
@@ -264,7 +266,7 @@ class Flat(ModuleProvider):
         return self.optimizer_state()["part"][what].tolist() if what else self.masters()["part"].tolist()
 
 
-def test_a_partition_may_be_loaded_in_part(job: Job) -> None:
+def test_a_partition_may_be_loaded_in_part(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.ranks_ever = 1
 
     def attached(provider: Flat, loading: Loading | None = None) -> Checkpointer:
@@ -283,6 +285,7 @@ def test_a_partition_may_be_loaded_in_part(job: Job) -> None:
         assert after.part("exp_avg") == [0, 0, 0, *before.part("exp_avg")[:4], 0, 0, 0]
         recovery = checkpointer.recovery
         assert recovery is not None
+        assert "a part of what was saved is dropped, and no tier that all ranks share keeps it" in caplog.text
         assert str(recovery.fidelity) == "approximate"
         assert "part is one tensor here, and the optimizer had a state of only a part of it" in recovery.notes
         assert "not saved, so that the script's values are kept: 1 tensor, c" in recovery.notes
