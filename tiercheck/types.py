@@ -13,6 +13,7 @@ __all__ = [
     "ByteRange",
     "Capabilities",
     "Fidelity",
+    "Leftover",
     "ObjectInfo",
     "Payload",
     "PutMode",
@@ -117,6 +118,19 @@ class ObjectInfo:
     written_s: float | None = field(default=None, compare=False)
     """In a listing, when the object was written: seconds since the epoch, by the store's clock. ``None``: the driver
     does not tell."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a dead process has left in a tier beside the objects: it is of no use to anybody."""
+
+    what: str
+    """Such as ``temporary file``."""
+    name: str
+    nbytes: int | None
+    """``None``: the store does not tell."""
+    age_s: float
+    """Since somebody last wrote to it."""
 
 
 @dataclass(frozen=True)

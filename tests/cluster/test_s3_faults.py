@@ -468,7 +468,11 @@ class TestSweep:
             headers = {name: value for name, value in answer.headers.items() if name.lower() != "content-length"}
             return Answer(answer.status, headers, body)
 
-        place.proxy.add(Fault(is_operation("ListMultipartUploads"), 1, after=age))
+        place.proxy.add(Fault(is_operation("ListMultipartUploads"), 2, after=age))
+        async with place.driver(access="read") as driver:
+            (left,) = await driver.leftovers()
+            assert (left.what, left.name) == ("unfinished upload", f"{place.prefix}/abandoned")
+            assert left.age_s > 47 * 3600
         async with place.driver() as driver:
             assert driver.swept == 1
         assert set(place.uploads()) == {ids["live"], ids["fed"]}

@@ -11,6 +11,7 @@ from tiercheck.types import shown
 
 if TYPE_CHECKING:
     from tiercheck.archive.change.copying import Copied
+    from tiercheck.archive.change.leftovers import Found
     from tiercheck.archive.change.removal import Removal
     from tiercheck.archive.compare.paths import PathDifference
     from tiercheck.archive.compare.versions import Compared, Form
@@ -25,6 +26,7 @@ __all__ = [
     "contents_object",
     "copied_object",
     "exported_object",
+    "leftovers_object",
     "listing_object",
     "plan_object",
     "removal_object",
@@ -251,6 +253,24 @@ def removal_object(removal: Removal, *, done: bool) -> dict[str, Any]:
         "lost": [list(span) for span in removal.lost],
         "versions": [list(span) for span in removal.versions],
         "refused": list(removal.refused),
+    }
+
+
+def leftovers_object(found: Sequence[Found], *, done: bool) -> dict[str, Any]:
+    return {
+        "done": done,
+        "leftovers": [
+            {
+                "where": each.where,
+                "what": each.left.what,
+                "name": each.left.name,
+                "bytes": each.left.nbytes,
+                "age_s": each.left.age_s,
+                "stays": each.stays,
+                "removed": each.removed,
+            }
+            for each in found
+        ],
     }
 
 

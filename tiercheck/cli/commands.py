@@ -12,6 +12,7 @@ import typer
 from tiercheck.cli.agent import agent, keys
 from tiercheck.cli.changes import copy, prune, rm
 from tiercheck.cli.checkpoints import export, ls, plan, show, verify
+from tiercheck.cli.collect import gc
 from tiercheck.cli.compare import diff
 from tiercheck.cli.demo import demo
 from tiercheck.cli.tiers import bench, doctor, plugins
@@ -45,7 +46,7 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verify, plan, export, copy, prune, rm):
+for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verify, plan, export, copy, prune, rm, gc):
     app.command()(command)
 
 

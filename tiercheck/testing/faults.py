@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from tiercheck.errors import CapacityExceeded
 from tiercheck.tiers.driver import Reservation, TierDriver
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Usage
 
 __all__ = ["Fault", "FaultPlan", "FaultyDriver", "Killed", "Moment", "Point", "count_points"]
 
@@ -190,6 +190,9 @@ class FaultyDriver(TierDriver):
 
     async def open(self) -> None:
         await self._call("open", None, self.inner.open(), undo=lambda _: self.inner.close())
+
+    async def leftovers(self) -> Sequence[Leftover]:
+        return await self._call("leftovers", None, self.inner.leftovers())
 
     async def close(self) -> None:
         if self.plan.dead:

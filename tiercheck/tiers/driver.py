@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from tiercheck.errors import Unsupported
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Usage
 
 __all__ = ["Reservation", "TierDriver"]
 
@@ -109,6 +109,15 @@ class TierDriver(abc.ABC):
         Errors: as for :meth:`open`; ``NotFound`` if the tier is not there.
         """
         await self.open()
+
+    async def leftovers(self) -> Sequence[Leftover]:
+        """What dead writers have left, and :meth:`open` would reclaim, as far as that can be told without disturbing
+        anybody.
+
+        Nothing is changed, also if the driver was opened to read. It is optional: this default knows of nothing.
+        Idempotent. Errors: ``Transient``; ``Unauthorized``.
+        """
+        return ()
 
     @abc.abstractmethod
     async def close(self) -> None:

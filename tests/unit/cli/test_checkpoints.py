@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
+from tests.shared_memory import root_of
 from tiercheck.cli import commands
+from tiercheck.tiers.shm.namespaces import hold_namespace, release_namespace
 
 
 def printed(*arguments: str, code: int = 0) -> str:
@@ -185,6 +187,23 @@ def test_what_a_live_job_needs_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("error: rm is refused: it would delete ")
     assert line.endswith("(--job-is-dead)")
+
+
+def test_gc_says_what_would_go_and_does_it_only_when_told(name: str, left: Left) -> None:
+    root = root_of(name)
+    release_namespace(hold_namespace(root))
+
+    def mine(*options: str) -> Any:
+        (found,) = [each for each in told("gc", *options)["leftovers"] if each["name"] == name]
+        return found
+
+    assert mine()["stays"] == "it has changed since, and a job may come back for it"
+    dry = mine("--older-than-h", "0")
+    assert (dry["stays"], dry["removed"], dry["where"]) == (None, False, f"shm://{name}")
+    assert "--yes does it" in printed("gc", "--older-than-h", "0")
+    assert root.exists()
+    assert told("gc", left.url, "--yes") == {"done": True, "leftovers": []}
+    assert "0 removed, 0 B" in printed("gc", left.url, "--yes")
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])

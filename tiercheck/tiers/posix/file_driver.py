@@ -22,7 +22,7 @@ from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.files import close_read, map_os_errors
 from tiercheck.tiers.posix.mounts import is_local, mount_of
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives, Usage
+from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Survives, Usage
 
 __all__ = ["Abandoned", "FileDriver"]
 
@@ -86,6 +86,9 @@ class FileDriver(TierDriver):
         except BaseException:
             await self.close()
             raise
+
+    async def leftovers(self) -> Sequence[Leftover]:
+        return await self.run(lambda _: tuple(self.directory.leftovers()))
 
     async def close(self) -> None:
         threads, self._threads = self._threads, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from tiercheck.errors import TierError, Unauthorized, Unsupported
 from tiercheck.tiers.driver import TierDriver
@@ -14,11 +14,11 @@ from tiercheck.tiers.s3.failures import Refused, to_open_error
 from tiercheck.tiers.s3.listing import Listing
 from tiercheck.tiers.s3.names import Names, etag_in
 from tiercheck.tiers.s3.payload import Buffers
-from tiercheck.tiers.s3.probe import check_layout, delete_names, probe, sweep
+from tiercheck.tiers.s3.probe import abandoned, check_layout, delete_names, probe, sweep
 from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.upload import Upload
 from tiercheck.tiers.url import TierURL
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Usage
 
 __all__ = ["S3Driver"]
 
@@ -174,6 +174,12 @@ class S3Driver(TierDriver):
                 self._url,
                 error.message,
             )
+
+    async def leftovers(self) -> Sequence[Leftover]:
+        """Uploads that nobody has added to for ``abandoned_after``; how long they are is not asked."""
+        self._client.check_open()
+        found = [each async for each in abandoned(self._client)]
+        return tuple(Leftover("unfinished upload", upload["Key"], None, idle_s) for upload, idle_s in found)
 
     async def close(self) -> None:
         self._opened = False

@@ -20,7 +20,7 @@ from tiercheck.tiers.s3.failures import UNAUTHORIZED, Refused
 from tiercheck.tiers.s3.listing import pages
 from tiercheck.tiers.s3.names import Names, new_token
 
-__all__ = ["Findings", "check_layout", "delete_names", "probe", "sweep"]
+__all__ = ["Findings", "abandoned", "check_layout", "delete_names", "probe", "sweep"]
 
 DELETE_BATCH = 1000
 ERRORS_SHOWN = 5
@@ -95,20 +95,28 @@ async def sweep(client: S3Client, names: Names) -> int:
     An upload counts as live as long as it, or a part of it, is younger than ``abandoned_after``, by the server's
     clock on both sides: another client's upload under way is left alone, however long it takes.
     """
-    abandoned = 0
-    oldest = timedelta(seconds=client.settings.abandoned_after_s)
-    async for upload, now in uploads(client):
-        if now - upload["Initiated"] <= oldest or now - await last_part(client, upload) <= oldest:
-            continue
+    swept = 0
+    async for upload, _ in abandoned(client):
         try:
             await client.ask("AbortMultipartUpload", upload["Key"], Key=upload["Key"], UploadId=upload["UploadId"])
         except (Refused, NotFound):
             continue  # completed, or swept by another client, since it was listed
-        abandoned += 1
+        swept += 1
+    oldest = timedelta(seconds=client.settings.abandoned_after_s)
     answer = await client.ask("ListObjectsV2", Prefix=names.probe_root)
     probes = [item["Key"] for item in answer.get("Contents", []) if clock(answer) - item["LastModified"] > oldest]
     await delete_names(client, probes)
-    return abandoned + len(probes)
+    return swept + len(probes)
+
+
+async def abandoned(client: S3Client) -> AsyncIterator[tuple[dict[str, Any], float]]:
+    """The uploads under the prefix whose clients are gone, and for how many seconds nobody has added to each."""
+    oldest_s = client.settings.abandoned_after_s
+    async for upload, now in uploads(client):
+        if (now - upload["Initiated"]).total_seconds() > oldest_s:
+            idle_s = (now - await last_part(client, upload)).total_seconds()
+            if idle_s > oldest_s:
+                yield upload, idle_s
 
 
 async def uploads(client: S3Client) -> AsyncIterator[tuple[dict[str, Any], datetime]]:

@@ -28,6 +28,7 @@ __all__ = [
     "SHM",
     "NamespaceInfo",
     "NamespaceKind",
+    "changed_s",
     "hold_namespace",
     "is_to_be_left",
     "keep_under",
@@ -39,6 +40,7 @@ __all__ = [
     "release_namespace",
     "remove_namespace",
     "remove_one",
+    "remove_unheld",
 ]
 
 SHM = Path("/dev/shm")
@@ -206,6 +208,36 @@ def remove_one(name: str, mount: Path = SHM) -> None:
             if not still_there(root, fd):  # somebody else has removed it; what has its name now is another one
                 raise missing
             clear_away(root)
+        finally:
+            release_namespace(fd)
+
+
+def changed_s(root: Path) -> float:
+    """When something in the namespace last changed its name or its length, in seconds since the epoch."""
+    latest = 0.0
+    for folder, _, names in os.walk(root):
+        for path in (Path(folder), *(Path(folder) / name for name in names)):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                status = path.lstat()
+                latest = max(latest, status.st_mtime, status.st_ctime)
+    return latest
+
+
+def remove_unheld(name: str, unchanged_s: float, mount: Path = SHM) -> bool:
+    """Remove the namespace if no process has it open, and nothing in it has changed for so long. Nobody is asked to let
+    go, and nobody is waited for. Returns whether it is gone. Errors: ``Unauthorized``."""
+    root = namespace_path(name, mount)
+    with map_os_errors(f"shm://{name}"):
+        try:
+            check_private(root)
+            fd = os.open(root / CONTROL / "alive", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return not root.exists()
+        try:
+            if not try_lock(fd) or not still_there(root, fd) or time.time() - changed_s(root) < unchanged_s:
+                return False
+            clear_away(root)
+            return True
         finally:
             release_namespace(fd)
 

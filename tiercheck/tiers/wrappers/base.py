@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from tiercheck.tiers.driver import Reservation, TierDriver
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Usage
+from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Usage
 
 __all__ = ["Call", "Operation", "WrappingDriver", "WrappingReservation", "payload_bytes"]
 
@@ -75,6 +75,9 @@ class WrappingDriver(TierDriver):
 
     async def open_to_read(self) -> None:
         await self.around(Call(Operation.OPEN_TO_READ), self.inner.open_to_read)
+
+    async def leftovers(self) -> Sequence[Leftover]:
+        return await self.inner.leftovers()
 
     async def close(self) -> None:
         await self.around(Call(Operation.CLOSE), self.inner.close)

@@ -30,6 +30,7 @@ from typing import TypeVar
 from tiercheck.errors import AlreadyExists, NotFound, TierError, Transient, Unsupported
 from tiercheck.keys import validate_key
 from tiercheck.tiers.posix.beneath import Beneath, parent_of, status_of
+from tiercheck.tiers.posix.directories.debris import leftover
 from tiercheck.tiers.posix.directories.object_files import (
     CONTROL,
     FOREIGN_DEBRIS_AGE_S,
@@ -57,7 +58,7 @@ from tiercheck.tiers.posix.files import (
     unlock_and_close,
 )
 from tiercheck.tiers.posix.transfer import Sequential, Transfer
-from tiercheck.types import ObjectInfo, Payload, PutMode
+from tiercheck.types import Leftover, ObjectInfo, Payload, PutMode
 
 __all__ = ["ObjectDirectory"]
 
@@ -449,6 +450,14 @@ class ObjectDirectory:
                             unlock(fd)
                     finally:
                         os.close(fd)
+
+    def leftovers(self) -> Iterator[Leftover]:
+        """What :meth:`reclaim` would remove, or most of it; nothing is touched."""
+        with suppress(FileNotFoundError):
+            for name, _ in self._temporary_files():
+                ours = name.rpartition("-")[0].rpartition("-")[0] == HOST
+                if (found := leftover(self.beneath, f"{TEMPORARIES}/{name}", lock_reaches=ours)) is not None:
+                    yield found
 
     def _temporary_files(self) -> list[tuple[str, os.stat_result]]:
         """The regular files in ``tmp``; those that vanish meanwhile are left out."""

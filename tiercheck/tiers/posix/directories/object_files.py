@@ -14,6 +14,7 @@ from tiercheck.types import ObjectInfo, Payload, PutMode
 
 __all__ = [
     "CONTROL",
+    "DEBRIS_AGE_S",
     "FOREIGN_DEBRIS_AGE_S",
     "HOST",
     "TEMPORARIES",
@@ -31,6 +32,8 @@ __all__ = [
 CONTROL = ".tiercheck"
 """The directory, beside the objects, that is TierCheck's own; no key may begin with it."""
 TEMPORARIES = f"{CONTROL}/tmp"
+DEBRIS_AGE_S = 60.0
+"""A younger temporary file may be one whose writer has yet to lock it."""
 FOREIGN_DEBRIS_AGE_S = 24 * 3600
 """Another host's temporary file is debris once it is this old: its lock may not reach us."""
 HOST = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64] or "host"

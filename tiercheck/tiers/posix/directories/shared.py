@@ -27,9 +27,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 
 from tiercheck.tiers.posix.beneath import parent_of
+from tiercheck.tiers.posix.directories.debris import leftover
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
 from tiercheck.tiers.posix.directories.object_files import (
     CONTROL,
+    DEBRIS_AGE_S,
     FOREIGN_DEBRIS_AGE_S,
     HOST,
     Temporary,
@@ -40,14 +42,12 @@ from tiercheck.tiers.posix.directories.object_files import (
 from tiercheck.tiers.posix.directories.place import make_place
 from tiercheck.tiers.posix.files import try_lock, unlink_quietly, unlock, unlock_and_close
 from tiercheck.tiers.posix.mounts import Traits
-from tiercheck.types import ObjectInfo, Payload, PutMode
+from tiercheck.types import Leftover, ObjectInfo, Payload, PutMode
 
 __all__ = ["NO_LOCKS", "TEMPORARY_PREFIX", "SharedDirectory"]
 
 TEMPORARY_PREFIX = f"{CONTROL}\\"
 """No key has a backslash, so that no key, and no listing, ever meets a file being written."""
-DEBRIS_AGE_S = 60.0
-"""A writer locks its file at once; what is unlocked and older than this has lost its writer."""
 ANCHORED_MAX = 4096
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """What flock answers on a mount that carries no locks."""
@@ -234,9 +234,17 @@ class SharedDirectory(ObjectDirectory):
         for path in self._half_written(""):
             host, made_s = parse_temporary_name(name_in_folder(path))
             age_s = time.time() - made_s
-            lock_reaches = self.locks and (host == HOST or (self.traits.locks and self.traits.coherent))
-            if age_s > FOREIGN_DEBRIS_AGE_S or (lock_reaches and age_s > DEBRIS_AGE_S):
+            if age_s > FOREIGN_DEBRIS_AGE_S or (self._lock_reaches(host) and age_s > DEBRIS_AGE_S):
                 self._remove_unlocked(path)
+
+    def leftovers(self) -> Iterator[Leftover]:
+        for path in self._half_written(""):
+            host, _ = parse_temporary_name(name_in_folder(path))
+            if (found := leftover(self.beneath, path, lock_reaches=self._lock_reaches(host))) is not None:
+                yield found
+
+    def _lock_reaches(self, host: str) -> bool:
+        return self.locks and (host == HOST or (self.traits.locks and self.traits.coherent))
 
     def _remove_unlocked(self, path: str) -> None:
         try:
