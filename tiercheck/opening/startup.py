@@ -251,7 +251,9 @@ class _Startup:
         async def tell() -> Sequence[NodeMemory]:
             return await agent.memories(hierarchy, own) if leads else ()
 
-        return Elsewhere(tiers, ranks, tell, own.host, place and f"{own.host} {place}")
+        # Where each tier is another one on another node, none of them tells of what was captured by another order.
+        always = all("{" in tier.url for tier in hierarchy.tiers)
+        return Elsewhere(tiers, ranks, tell, own.host, place and f"{own.host} {place}", always)
 
     async def open_tiers(
         self, stream: StateStream, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]

@@ -68,13 +68,21 @@ Tell = Callable[[], Coroutine[Any, Any, Sequence[NodeMemory]]]
 
 class Elsewhere:
     """The other nodes' memory, as one rank reads it. ``tell``: ``None`` on all ranks if no agents serve the memory.
-    ``host``: this rank's, as :attr:`NodeMemory.host`. ``place``: the same text for ranks that see the same first tier;
+    ``host``: this rank's, as :attr:`NodeMemory.host`. ``always``: the ranks' own tiers may know nothing of what was
+    captured last. ``place``: the same text for ranks that see the same first tier;
     empty, if that is not known."""
 
     def __init__(
-        self, hierarchy: OpenHierarchy, ranks: Ranks, tell: Tell | None = None, host: str = "", place: str = ""
+        self,
+        hierarchy: OpenHierarchy,
+        ranks: Ranks,
+        tell: Tell | None = None,
+        host: str = "",
+        place: str = "",
+        always: bool = False,
     ) -> None:
         self.place = place
+        self.always = always
         self.reading = OpenHierarchy(hierarchy.tiers, hierarchy.must_survive)
         """The job's tiers, and behind them those that were found. Never opened or closed as a whole."""
         self._own = hierarchy.tiers

@@ -217,11 +217,13 @@ class Past:
 
     @property
     def asks_elsewhere(self) -> bool:
-        """Whether other nodes' memory may lead further, or be nearer: unless every rank has its way to the newest
-        version in its own node's memory, and sees what others see of it."""
+        """Whether other nodes' memory may lead further, or be nearer. Not so if every rank has its way to the newest
+        version in its own node's memory, and sees what others see of it, and something of the newest generation was
+        found."""
         eras, own, version = self.lineage.eras, self._layout, self.version()
         changed = bool(eras) and own is not None and not own.is_like(eras[0][0])
-        return changed or not self.in_memory(version) or self._is_seen_elsewhere(version or 0)
+        missing = bool(self.branches) and self.branches[-1].generation not in self._captured_anywhere
+        return changed or missing or not self.in_memory(version) or self._is_seen_elsewhere(version or 0)
 
     def _is_seen_elsewhere(self, version: int) -> bool:
         """Whether some rank sees something newer of another one that has another memory now, or none."""
@@ -377,7 +379,8 @@ class Past:
             raise RecoveryError(
                 f"versions up to {min(newest)} of every rank were found, but where the ranks are now they can "
                 f"all come to version {reached} only ({'; '.join(self._evidence())}): start the ranks on the nodes "
-                f"where they were, or remove what is newer from {self._places} to go on from version {reached}"
+                f"where they were; have the agents there answer, so that it is read from them; or remove what is "
+                f"newer from {self._places} to go on from version {reached}"
             )
 
     def check_nothing_is_lost(self, *, restart: bool, failed: Sequence[str] = (), lacking: str = "") -> None:
@@ -406,7 +409,8 @@ class Past:
         if elsewhere and whole == set(range(len(self.told))):
             raise RecoveryError(
                 f"{what}. Every rank's versions were found, some of them on other ranks' nodes: start the ranks on the "
-                f"nodes where they were, or remove what is left in {self._places} to begin at version 0"
+                "nodes where they were; have the agents there answer, so that it is read from them; or remove what is "
+                f"left in {self._places} to begin at version 0"
             )
         if restart:
             log.error("%s. They are given up, and training begins anew at version 0 (on_nothing_left='restart')", what)

@@ -257,7 +257,8 @@ class Restorer:
         soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
         everywhere = range(len(self.hierarchy.tiers))
         self._past = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
-        if self.elsewhere.can_be_asked and self._found.asks_elsewhere and await self.elsewhere.ask():
+        asks = self.elsewhere.can_be_asked and (self.elsewhere.always or self._found.asks_elsewhere)
+        if asks and await self.elsewhere.ask():
             self._past = await self._look_elsewhere()
         if is_to_turn(self._found, self.request):
             await self._turn_back()

@@ -36,7 +36,8 @@ def memories_of_node(hierarchy: Hierarchy, agent: str, endpoint: RankEndpoint, d
         for name, root in own_namespaces(pattern_of(first)):
             mount = {} if root.parent == SHM else {"mount": str(root.parent)}
             found.append((name, "&own=yes", TierURL(FIRST_TIER, name, mount).text, ranks_in(root)))
-    for name, root in kept_namespaces(agent, peers):
+    # Of a job that has one node left, and so no neighbour, the other nodes' may be kept under the first tier's name.
+    for name, root in kept_namespaces(agent, peers or [first]):
         found.append((name, "", "", ranks_in(root)))
     how = f"at={quote(endpoint.endpoint)}&deadline={deadline_s:g}"
     if endpoint.server_key:

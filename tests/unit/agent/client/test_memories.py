@@ -40,4 +40,6 @@ async def test_memory_is_told_with_the_ranks_that_have_shards_there(node: Node) 
     assert {(each.host, each.only_here) for each in found} == {("gpu1", True)}
     driver = make_driver(found[0].url)
     assert driver.url == make_driver(f"peer://{job}-0?at=ipc:///run/x.sock&own=yes").url
+    alone = memories_of_node(Hierarchy.of(f"shm://{job}?size=1MiB"), node.name, endpoint, 5.0)
+    assert [each.ranks for each in alone] == [((5, 5),)], "the last node of a job has what others kept there"
     assert memories_of_node(Hierarchy.of("memory://x"), node.name, endpoint, 5.0) == []
