@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import tiercheck
 from tests.forks import join
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
@@ -77,7 +78,11 @@ def life(directory: Path, rank: int, name: str, **options: bool) -> dict[str, ob
     losses |= train(*trained, recovered, LAST, checkpointer.end_iteration)
     checkpointer.close()
     remove_namespace(f"{name}-{rank}")
+    dist.barrier()
+    with tiercheck.open(f"nvme://{directory}/{name}") as archive:
+        stored = sorted(archive.rebuild(rank).state.masters())
     return {
+        "stored": stored,
         "recovered": recovered,
         "same": losses == reference,
         "version": checkpointer.version,
