@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -149,25 +148,34 @@ def warm_up(optimizer: ReplayableOptimizer[Any], setting: Setting, *, exact: boo
     """Compile what :func:`replay_for` may choose, or load it from a cache, so that no recovery waits for a compiler.
 
     Each form that could stand for the optimizer takes two steps with eight elements, one step with a sparse gradient,
-    for each of the optimizer's variants. That certifies none of them. ``exact=False``: its approximation, too.
+    for each of the optimizer's variants, once a process. That certifies none of them. ``exact=False``: its
+    approximation, too.
     """
-    functions = [
-        function_of(form, setting.implementation, setting.instruction_set)
-        for form in optimizer.forms
-        if form.automatic and unsupported(form, setting) is None
-    ]
-    if not exact:
-        try:
-            functions += [function for _, function in filter(None, [optimizer.approximation()])]
-        except ConfigurationError as error:
-            logger.info("the approximation of %s is not compiled: %s", optimizer.kind, error)
+    for form in optimizer.forms:
+        if form.automatic and unsupported(form, setting) is None:
+            compile_once(function_of(form, setting.implementation, setting.instruction_set), optimizer)
+    if exact:
+        return
+    try:
+        approximation = optimizer.approximation()
+    except ConfigurationError as error:
+        logger.info("the approximation of %s is not compiled: %s", optimizer.kind, error)
+        return
+    if approximation is not None:
+        compile_by_calling(approximation[1], optimizer)
+
+
+def compile_by_calling(function: Function, optimizer: ReplayableOptimizer[Any]) -> None:
     gradient = np.linspace(-1, 1, 8, dtype=np.float32)
     gradients = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]
-    for function, options in product(functions, optimizer.variants()):
+    for options in optimizer.variants():
         steps = [optimizer.step(options, 2) for _ in gradients]
         state = {name: np.zeros_like(gradient) for name in optimizer.needs(steps[0])}
         with np.errstate(all="ignore"):
             function(np.zeros_like(gradient), state, gradients, steps)
+
+
+compile_once = cache(compile_by_calling)
 
 
 def unsupported(form: Form, setting: Setting) -> str | None:
