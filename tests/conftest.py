@@ -68,8 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look through it again and again."""
+    """What was imported stays: the garbage collector need not look through it again and again, nor through what is
+    imported and compiled later."""
     gc.freeze()
+    gc.set_threshold(700, 10, 50)
 
 
 @pytest.fixture(autouse=True)

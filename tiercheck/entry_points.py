@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from tiercheck.errors import ConfigurationError
@@ -30,8 +31,7 @@ class EntryPointGroup:
 
     def all(self) -> list[EntryPoint]:
         """By name, then by distribution. One that is found twice (an editable install and its source tree) is one."""
-        found = {(each.name, distribution_of(each), each.value): each for each in entry_points(group=self.group)}
-        return [found[key] for key in sorted(found)]
+        return list(_all(self.group, tuple(map(_changed_at, sys.path))))
 
     def names(self) -> dict[str, str]:
         """Each registered name and the distribution that provides it, in order of the names."""
@@ -81,6 +81,22 @@ class EntryPointGroup:
     def called(self, name: str) -> str:
         """``driver s3://``, or ``codec 'sparse'``."""
         return f"{self.noun} {self.spelling.format(name)}"
+
+
+@functools.lru_cache(maxsize=32)  # a shard may name any number of codecs that are not installed
+def _all(group: str, path: tuple[tuple[str, int | None], ...]) -> list[EntryPoint]:
+    """``path``: where distributions are looked for, and when each place changed."""
+    del path
+    found = {(each.name, distribution_of(each), each.value): each for each in entry_points(group=group)}
+    return [found[key] for key in sorted(found)]
+
+
+def _changed_at(directory: str) -> tuple[str, int | None]:
+    """Where a distribution is installed or removed, a directory of its own comes or goes."""
+    try:
+        return directory, Path(directory).stat().st_mtime_ns
+    except OSError:
+        return directory, None
 
 
 @functools.lru_cache(maxsize=256)  # to read what every installed distribution registers takes milliseconds

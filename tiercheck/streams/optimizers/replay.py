@@ -167,7 +167,7 @@ def warm_up(optimizer: ReplayableOptimizer[Any], setting: Setting, *, exact: boo
 
 def compile_by_calling(function: Function, optimizer: ReplayableOptimizer[Any]) -> None:
     gradient = np.linspace(-1, 1, 8, dtype=np.float32)
-    gradients = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]
+    gradients: list[Gradient] = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]
     for options in optimizer.variants():
         steps = [optimizer.step(options, 2) for _ in gradients]
         state = {name: np.zeros_like(gradient) for name in optimizer.needs(steps[0])}
