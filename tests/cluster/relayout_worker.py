@@ -1,6 +1,6 @@
 """What each rank of ``test_relayout`` runs: jobs of several frameworks, and jobs that go on from what others saved.
 
-Arguments: ``save | resume``, a directory, and for ``resume`` what to go on from, as ``3-zero1:fsdp``.
+Arguments: ``save | resume``, a directory, and what to save (``zero1``), or to go on from (``3-zero1:fsdp``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ import deepspeed  # noqa: E402
 from tiercheck.integrations.deepspeed import attach as attach_engine  # noqa: E402
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
 
-KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp", "zero1-bf16", "zero3-bf16")
 SAVED_AT = 6
 """A base is due at every fourth version."""
 CONFIG = CheckpointConfig(base_every=4, batch=2, deadline_s=60)
@@ -168,10 +167,10 @@ def hashed(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def save(directory: Path) -> None:
+def save(directory: Path, kinds: list[str]) -> None:
     """Every kind trains to the version that all bring to the shared tier, and a little further; then all are killed."""
     world = dist.get_world_size()
-    for kind in KINDS:
+    for kind in kinds:
         job = Job(kind, seed=1)
         checkpointer = job.attach(directory / f"{world}-{kind}")
         job.train(SAVED_AT)
@@ -179,7 +178,7 @@ def save(directory: Path) -> None:
         state = job.state()
         if dist.get_rank() == 0:
             (directory / f"{world}-{kind}.json").write_text(json.dumps(state))
-        if kind != KINDS[-1]:
+        if kind != kinds[-1]:
             checkpointer.abort()
         dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -218,7 +217,7 @@ def main() -> None:
     join(timeout=timedelta(seconds=60))
     deepspeed.init_distributed(dist_backend="gloo")
     if what == "save":
-        save(directory)
+        save(directory, sys.argv[3:])
     reports = resume(directory, sys.argv[3:])
     (directory / f"{dist.get_world_size()}-r{dist.get_rank()}.json").write_text(json.dumps(reports))
     dist.barrier()
