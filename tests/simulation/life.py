@@ -201,7 +201,7 @@ class Process:
     def __init__(self, cluster: Cluster, rank: int, group: LoopGroup, training: LoopGroup) -> None:
         self.cluster, self.rank = cluster, rank
         self.dead = False
-        self.state = NumberState(rank)
+        self.state = cluster.state_of(rank)
         self.job: OpenedJob | None = None
         self.completed = -1
         """The newest version that was promised to be in the first tier."""
@@ -319,6 +319,10 @@ class Cluster:
         self.struck = asyncio.Event()
         self.recovered: list[int] = []
         """Per start, the version that the ranks went on from."""
+
+    def state_of(self, rank: int) -> NumberState:
+        """What a rank begins with."""
+        return NumberState(rank)
 
     def label(self, rank: int) -> str:
         host = self.hosts[rank]

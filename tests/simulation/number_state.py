@@ -36,6 +36,7 @@ __all__ = ["NumberState"]
 Array = NDArray[np.float32]
 SIZE = 24
 HOST_BYTES_MAX = 256
+STORED = ("weight", "momentum")
 LEARNING_RATE, MOMENTUM = np.float32(0.05), np.float32(0.9)
 
 
@@ -96,23 +97,24 @@ class NumberState:
 
 
 class Writing:
-    """A shard of given arrays, and of one object."""
+    """A shard of given arrays, and of these objects."""
 
-    def __init__(self, memory: memoryview, specs: Sequence[TensorSpec], held: str) -> None:
-        self.writer = ShardWriter(memory, header_room(specs, [held]))
+    def __init__(self, memory: memoryview, specs: Sequence[TensorSpec], *held: str) -> None:
+        self.writer = ShardWriter(memory, header_room(specs, held))
         self._held = held
 
     def add(self, name: str, array: Array) -> None:
         slot = self.writer.slot(name, "F32", array.shape)
         np.frombuffer(slot, np.float32)[:] = array
 
-    def finish(self, host_state: Mapping[str, Any], metadata: ShardMetadata) -> int:
-        self.writer.add_object(self._held, PackedObject(pack(host_state, name="host state")))
+    def finish(self, metadata: ShardMetadata, *objects: Any) -> int:
+        for name, each in zip(self._held, objects, strict=True):
+            self.writer.add_object(name, PackedObject(pack(each, name=name)))
         return self.writer.finish(metadata)
 
 
-def specs_of(*names: str) -> list[TensorSpec]:
-    return [TensorSpec(name, "F32", (SIZE,)) for name in names]
+def specs_of(*names: str, size: int = SIZE) -> list[TensorSpec]:
+    return [TensorSpec(name, "F32", (size,)) for name in names]
 
 
 class NumberStream:
@@ -123,10 +125,13 @@ class NumberStream:
     def __init__(self, state: NumberState, world_size: int) -> None:
         self.state, self.world_size = state, world_size
         self.token = ""
+        self.meant: dict[str, Any] = {}
+        """What a base says of itself, beside the host state."""
         self.doubts = Doubts()
-        record, base = specs_of(gradient_name(0, "weight", "")), specs_of("weight", "momentum")
+        size = state.weight.size
+        record, self.base_specs = specs_of(gradient_name(0, "weight", ""), size=size), specs_of(*STORED, size=size)
         self.nbytes_max = self.nbytes_expected = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
-        self.base_nbytes = shard_nbytes(base, {"host": HOST_BYTES_MAX})
+        self.base_nbytes = shard_nbytes(self.base_specs, {"host": HOST_BYTES_MAX})
 
     def metadata(self, key: ShardKey) -> ShardMetadata:
         return ShardMetadata.of(key, self.world_size, self.token)
@@ -175,14 +180,14 @@ class NumberRecord:
     def __init__(self, stream: NumberStream, key: ShardKey, memory: memoryview) -> None:
         self._stream, self._key = stream, key
         self._name = gradient_name(key.first, "weight", "")
-        self._writing = Writing(memory, specs_of(self._name), host_name(key.first))
+        self._writing = Writing(memory, specs_of(self._name, size=stream.state.weight.size), host_name(key.first))
 
     def add(self, gradients: Mapping[str, Any]) -> None:
         self._writing.add(self._name, gradients["weight"])
 
     def finish(self, *, skipped: bool) -> int:
         assert not skipped
-        return self._writing.finish(self._stream.state.host_state(), self._stream.metadata(self._key))
+        return self._writing.finish(self._stream.metadata(self._key), self._stream.state.host_state())
 
 
 class NumberBase:
@@ -191,17 +196,17 @@ class NumberBase:
 
     def __init__(self, stream: NumberStream, key: ShardKey) -> None:
         self._stream, self._key = stream, key
-        self._host_state = stream.state.host_state()
+        self._objects = {"host": stream.state.host_state(), **stream.meant}
         self.nbytes_max = stream.base_nbytes
 
     def copy(self, memory: memoryview) -> None:
         """Of the state as it is now: if training went on too early, the base is of no version."""
-        self._writing = Writing(memory, specs_of("weight", "momentum"), "host")
+        self._writing = Writing(memory, self._stream.base_specs, *self._objects)
         self._writing.add("weight", self._stream.state.weight)
         self._writing.add("momentum", self._stream.state.momentum)
 
     def finish(self) -> int:
-        return self._writing.finish(self._host_state, self._stream.metadata(self._key))
+        return self._writing.finish(self._stream.metadata(self._key), *self._objects.values())
 
 
 @dataclass(frozen=True)
