@@ -18,6 +18,7 @@ ON_SAVE_ERROR = ("fail", "warn")
 ON_NOTHING_LEFT = ("refuse", "restart")
 MOVERS = ("auto", "trainer", "agent")
 REPLICAS = ("auto", "owner", "each")
+BASES = ("capture", "fold")
 DEADLINE_S_MAX = 30 * 86_400.0
 THREADS_MAX = 4096
 
@@ -76,6 +77,11 @@ class CheckpointConfig:
     """What a start with ``version=`` or ``fresh=`` leaves behind stays in the tiers that all ranks share. ``False``
     gives it up, and what earlier starts have left behind as well: it is deleted once there is a newer committed
     base."""
+    bases: str = "capture"
+    """Who makes the bases that are due. ``capture``: the trainer copies its state. ``fold``: the mover replays the
+    differentials onto the base before, off the training's path, and gets the same bytes; it takes the memory of a
+    base in the mover's process. What cannot be folded exactly is refused at the start. If a doubt comes up later,
+    bases are captured from then on, and the log says why."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a
@@ -104,6 +110,8 @@ class CheckpointConfig:
             )
         if self.mover not in MOVERS:
             raise ConfigurationError(f"mover is one of {', '.join(MOVERS)}, not {self.mover!r}")
+        if self.bases not in BASES:
+            raise ConfigurationError(f"bases is one of {', '.join(BASES)}, not {self.bases!r}")
         if self.on_nothing_left not in ON_NOTHING_LEFT:
             raise ConfigurationError(
                 f"on_nothing_left is one of {', '.join(ON_NOTHING_LEFT)}, not {self.on_nothing_left!r}"

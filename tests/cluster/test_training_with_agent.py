@@ -96,6 +96,22 @@ def test_what_a_dead_trainer_left_goes_on_its_way_and_a_killed_agent_comes_back(
     assert str(CommitKey(2, 6)) in asyncio.run(held(f"nvme://{tmp_path}/durable"))
 
 
+def test_the_agent_folds_the_bases_that_are_due(name: str, tmp_path: Path) -> None:
+    training = Training()
+    with training.attach(tiers(name, tmp_path), mover="agent", base_every=4, batch=2, bases="fold") as checkpointer:
+        for version in range(1, 16):
+            training.step(version)
+        checkpointer.flush()
+        stats = checkpointer.stats
+        assert (stats.bases, stats.mover.watermark, stats.mover.not_folded) == (1, 12, "")
+        assert stats.mover.folded_bases == 3
+    remove_when_released(name)
+    again = Training()
+    with again.attach(tiers(name, tmp_path), mover="trainer", base_every=4, batch=2) as checkpointer:
+        assert (checkpointer.version, checkpointer.recovery.fidelity) == (15, Fidelity.EXACT)
+        assert again.parameters() == training.states[15]
+
+
 def test_the_agent_encodes_for_a_tier_with_a_codec_of_its_own(name: str, tmp_path: Path) -> None:
     first = Tier(f"shm://{name}?size=64MiB")
     hierarchy = Hierarchy.of(first, Tier(f"nvme://{tmp_path}/durable?survives=rack", codec="exact+entropy"))

@@ -6,7 +6,7 @@ versions shows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import gradient_name, host_name
-from tiercheck.streams.state import Conversion, MakeRuns, Rebuilt
+from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt
 from tiercheck.types import Fidelity
 
 __all__ = ["NumberState"]
@@ -79,6 +79,9 @@ class NumberState:
 
     def layout(self) -> str:
         return ""
+
+    def folding(self) -> FoldShards:
+        return fold
 
     def conversion(self) -> Conversion:
         raise UnsupportedSetup("numbers are of one rank")
@@ -274,3 +277,22 @@ class NumberReader:
 
     def reached(self, base: Base, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
         return Fidelity.EXACT, ()
+
+
+def fold(base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]) -> NumberBase:
+    """See :class:`tiercheck.streams.state.FoldShards`."""
+    state = NumberState(base.metadata.key.rank)
+    reader = NumberReader(state)
+    began = reader.base(base, tier=tier, places="")
+    state.weight, state.momentum = began.weight.copy(), began.momentum.copy()
+    expected = base.metadata.key.last
+    for shard in differentials:
+        for record in reader.records(shard, began, tier=tier):
+            expected += 1
+            assert record.version == expected, "no version is missing"
+            state.step(record.gradient)
+            state.restore_host_state(record.host_state)
+    stream = NumberStream(state, base.metadata.world_size)
+    stream.token = base.metadata.token
+    key = base.metadata.key
+    return NumberBase(stream, ShardKey.base(key.generation, expected, key.rank))

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
+
+import pytest
 
 from tests.simulation import virtual_time
 from tests.simulation.life import CONFIG, Cluster, Process
 from tests.simulation.seeds import play_each
 from tests.simulation.test_whole_lives import trained
+from tiercheck.config import CheckpointConfig
 from tiercheck.errors import RecoveryError
 from tiercheck.keys import CommitKey, parse
 from tiercheck.tiers.memory import MemoryDriver
@@ -24,8 +28,8 @@ def committed(cluster: Cluster) -> int:
     return max((key.version for key in keys if isinstance(key, CommitKey)), default=0)
 
 
-async def calls_of_a_life(seed: int) -> int:
-    cluster = Cluster(seed, config=SHORT)
+async def calls_of_a_life(seed: int, config: CheckpointConfig) -> int:
+    cluster = Cluster(seed, config=config)
     try:
         await cluster.start(LAST)
         return cluster.calls
@@ -33,9 +37,9 @@ async def calls_of_a_life(seed: int) -> int:
         cluster.forget()
 
 
-async def killed_at(seed: int, number: int, moment: str, *, lost: bool) -> None:
+async def killed_at(seed: int, number: int, moment: str, config: CheckpointConfig, *, lost: bool) -> None:
     """A life that is killed, and then one to the end; ``lost``: a node's memory goes in between."""
-    cluster = Cluster(seed, config=SHORT)
+    cluster = Cluster(seed, config=config)
     cluster.kill_at = (number, moment)
     try:
         killed = await cluster.start(LAST, lambda _: cluster.struck.wait())
@@ -62,15 +66,16 @@ def check_end(processes: list[Process]) -> None:
         assert process.state.bits == state.bits
 
 
-def kill_here_and_there(seed: int) -> None:
-    calls = virtual_time.run(calls_of_a_life(seed))
+def kill_here_and_there(seed: int, config: CheckpointConfig) -> None:
+    calls = virtual_time.run(calls_of_a_life(seed, config))
     assert calls > 100
     for number in range(1 + 4 * seed, calls + 1, 8):
         kind = number // 8 + seed  # the four kinds take turns
         moment, lost = ("before", "after")[kind % 2], kind // 2 % 2 == 1
-        virtual_time.run(killed_at(seed, number, moment, lost=lost))
+        virtual_time.run(killed_at(seed, number, moment, config, lost=lost))
 
 
-def test_a_kill_at_any_call_costs_nothing_that_was_promised() -> None:
+@pytest.mark.parametrize(("bases", "seeds"), [("capture", range(2)), ("fold", range(2, 3))], ids=["captured", "folded"])
+def test_a_kill_at_any_call_costs_nothing_that_was_promised(bases: str, seeds: range) -> None:
     """What had returned is there if the memory is; else the newest committed base. Every eighth call of each seed."""
-    play_each(kill_here_and_there, range(2))
+    play_each(partial(kill_here_and_there, config=replace(SHORT, bases=bases)), seeds)

@@ -208,11 +208,19 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
+    @property
+    def folds(self) -> bool:
+        """Whether the mover makes the bases that are due."""
+        return self.config.bases == "fold"
+
     async def look(self) -> tuple[_State, tuple[str, str]]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
         this one holds, and what it asks for."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
+        if self.folds:
+            self.policies.check_folding()
+            self.trained.folding()
         return _State(stream, given), (self.trained.layout(), str(self.request))
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
@@ -271,6 +279,11 @@ class _Startup:
         await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
+        if self.folds and Agreement.needed(tiers, ranks.group):
+            raise ConfigurationError(
+                'bases="fold" needs a tier that all ranks share, such as nvme:///shared/path?survives=rack: else the '
+                "ranks must agree on each base when it is captured"
+            )
         self.policies.check(placed, tiers)
         demand = Demand.of(stream, config)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
@@ -345,6 +358,7 @@ class _Startup:
                 retention=self.policies.retention,
                 pacing=self.policies.pacing,
                 lineage=start.lineage,
+                folds=self.trained.folding() if self.folds else None,
             )
         job = ReplicationJob(
             tuple(JobTier(tier.name, tier.url, tier.codec) for tier in opened.hierarchy.tiers),
@@ -354,6 +368,7 @@ class _Startup:
             generation=generation,
             batch=self.policies.batch,
             interval=self.policies.cadence.interval,
+            folds=self.folds,
             **self.policies.texts(),
         )
         return opened.agent.mover(job, opened.tiers.first.driver)

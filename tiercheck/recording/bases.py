@@ -20,6 +20,7 @@ from tiercheck.recording.modes import (
     DUE,
     IN_FLIGHT,
     BaseEvent,
+    Chain,
     ChainEvent,
     Copying,
     CopyingEvent,
@@ -80,6 +81,8 @@ class Bases:
         """The base that the stream refers to."""
         self._begun = -1
         """The version of the newest base whose copy was begun."""
+        self._obstacle = ""
+        """Why bases are not folded, as far as that was told."""
         self._gap = -1
         """The newest version that no record leads to."""
 
@@ -107,6 +110,19 @@ class Bases:
             return False
         log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
         return True
+
+    async def left_to_mover(self, version: int) -> bool:
+        """Whether the mover folds the base that is due. If those before it have not drained, or are not folded, wait
+        for them. Errors: ``SaveError``; ``TierError``."""
+        if self._config.bases != "fold" or self._modes.chain.state is not Chain.WHOLE or self.is_needed():
+            return False
+        await self._wait_for_room(version)  # the mover looks anew, and finds what to fold, or what is in the way
+        status = self._mover.status
+        obstacle = "" if status.folds else status.not_folded or "the node's agent is of a release that does not fold"
+        if obstacle and obstacle != self._obstacle:
+            log.warning("base %d is captured, and not folded: %s", version, obstacle)
+        self._obstacle = obstacle
+        return status.folds
 
     def missing(self, version: int) -> None:
         """No record leads to the version: it can be reached only by a base."""

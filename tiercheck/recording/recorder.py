@@ -292,6 +292,9 @@ class Recorder:
             due = await self._bases.is_due(version)
         if due or self._bases.is_needed():
             with self._saves.saving(version):
+                if due and await self._bases.left_to_mover(version):
+                    self._saves.failure = None
+                    return
                 if due:
                     await self._bases.settle_with_others(version)
                 await self._bases.begin(version)

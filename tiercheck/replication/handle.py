@@ -28,6 +28,14 @@ class MoverStatus:
     """Per tier in trouble, the action that has been failing for longest: its object, and its last error."""
     slow_views_s: dict[str, float] = field(default_factory=dict)
     """Per tier whose last listing began over a minute ago: how many seconds ago."""
+    folded_bases: int = 0
+    """Bases that were made of the base before and the differentials after it."""
+    unfolded_bases: int = 0
+    """Bases of this rank that were due, and are not folded yet, but for the newest one."""
+    folds: bool = False
+    """The mover makes the bases that are due."""
+    not_folded: str = ""
+    """Why it does not, though it was to."""
     has_room: bool = True
     """The first tier may take another base."""
     reach: tuple[Span, ...] = ()

@@ -61,6 +61,8 @@ class ReplicationJob:
     batch: Version
     interval: Annotated[int, Meta(ge=1, le=VERSION_MAX)] = 50
     """The cadence's, by which bases are counted."""
+    folds: bool = False
+    """Whether the mover makes the bases that are due."""
     placement: PolicyTexts = ("everywhere",)
     retention: PolicyTexts = ("keep_last",)
     pacing: PolicyTexts = ("unpaced",)

@@ -36,6 +36,7 @@ from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
+from tiercheck.replication.folding import FOLDING, Folder
 from tiercheck.replication.generation import record_generation
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
@@ -43,6 +44,7 @@ from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals
 from tiercheck.runtime.backoff import Backoff
+from tiercheck.streams.state import FoldShards
 
 __all__ = ["Mover", "MoverHandle", "MoverStatus"]
 
@@ -81,7 +83,9 @@ class Mover:
         lineage: Lineage,
         pacing: PacingPolicy | None = None,
         mark: int | None = None,
+        folds: FoldShards | None = None,
     ) -> None:
+        """``folds``: makes the bases that are due of what lies in the first tier; ``None``: they are captured."""
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
         self._stopped: SaveError | None = None
@@ -104,9 +108,14 @@ class Mover:
             pacer=Pacer(pacing or Unpaced(), self._refusals),
             undrained=lambda: placement.undrained(self._observer.seen()),
         )
+        first, interval = hierarchy.first, placement.interval
+        self._folder = None if folds is None else Folder(folds, first, self._observer, interval=interval)
         commits = [rank == COORDINATOR and tier.role.shared for tier in hierarchy.tiers]
         self._lanes = [Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
         """By tier."""
+        self._making_room = list(self._lanes[0])
+        if self._folder is not None:
+            self._lanes[0].append(Lane(first, (FOLDING,)))
         self._idle = {lane: False for lanes in self._lanes for lane in lanes}
         self._last_decided: tuple[Observation, dict[int, list[Key]]] | None = None
         self._noted: tuple[Observation, set[Copy]] | None = None
@@ -185,7 +194,7 @@ class Mover:
 
     async def make_room(self) -> None:
         """Delete from the first tier what may go, by what is known; if that is nothing, after a :meth:`cycle`."""
-        if not (await self._serve(*self._lanes[0], closing=False)).acted:
+        if not (await self._serve(*self._making_room, closing=False)).acted:
             await self.cycle()
 
     def _nudge(self, lanes: Iterable[Lane]) -> None:
@@ -279,6 +288,7 @@ class Mover:
             return [Action(RECORDING, str(LineageKey(self._branch.generation)), record)]
         reports = self._retention.reports(seen, tier.index)
         return [
+            *(self._folds(seen) if tier.index == 0 else ()),
             *(Action(REPORTING, str(key), partial(actions.report, tier, key)) for key in reports),
             *(Action(COMMITTING, str(key), partial(actions.commit, tier, key)) for key in to_commit(seen, tier.index)),
             *(Action(MARKING, str(shard), partial(actions.mark, tier, shard)) for shard in to_mark(seen, tier.index)),
@@ -290,6 +300,11 @@ class Mover:
                 if transfer.target_tier == tier.index and visible(transfer.source_tier)
             ),
         ]
+
+    def _folds(self, seen: Observation) -> list[Action]:
+        if self._folder is None or (fold := self._folder.next(seen)) is None:
+            return []
+        return [Action(FOLDING, str(fold.target), partial(self._folder.fold, fold))]
 
     def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
         decided = self._decided(seen)
@@ -350,11 +365,14 @@ class Mover:
             return has_room()
 
         def what() -> str:
+            if self.status.unfolded_bases:
+                return f"{self.status.unfolded_bases + 1} bases are due that are not folded yet"
             if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
                 return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
             return f"{self.status.undrained_bases} bases have not reached the durable tier"
 
-        await self._until(room, deadline_s, what, [durable])
+        folding = [] if self._folder is None else [self._hierarchy.first]
+        await self._until(room, deadline_s, what, [*folding, durable])
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
@@ -433,21 +451,28 @@ class Mover:
         if self._noted is None or self._noted[0] is not seen or self._noted[1] != noted[1]:
             self._noted = noted
             mark, undrained = watermark(seen), self._placement.undrained(seen)
+            # The one that is due now takes the place of the one that would be captured now.
+            unfolded = max(0, self._folder.waiting(seen) - 1) if self._folder is not None else 0
             self._refusals.note("policies", self._retention.refusals(seen))
             without_copy = lost(seen, self._observer.damaged)
             self._observer.remember(without_copy)
             known = {
                 "watermark": mark.version if mark else None,
                 "undrained_bases": undrained,
-                "has_room": undrained < BASES_IN_VOLATILE_TIERS
+                "unfolded_bases": unfolded,
+                "has_room": undrained + unfolded < BASES_IN_VOLATILE_TIERS
                 and self._retention.has_room(seen, self._decided(seen)[0]),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
                 "base_needed_after": base_needed_after(without_copy),
             }
+        obstacle = self._folder.obstacle(seen) if self._folder is not None else ""
         self.status = replace(
             self.status,
             **known,
             idle=all(self._idle.values()),
+            folded_bases=self._folder.folded_bases if self._folder is not None else 0,
+            folds=self._folder is not None and not obstacle,
+            not_folded=obstacle,
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,

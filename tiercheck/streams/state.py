@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tiercheck.errors import Corruption, Mismatch
+from tiercheck.errors import Corruption, Mismatch, TierCheckError
 from tiercheck.format.container import Shard
 from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.logical import LogicalIndex
@@ -25,7 +25,9 @@ from tiercheck.types import Fidelity
 
 __all__ = [
     "Conversion",
+    "FoldShards",
     "MakeRuns",
+    "NotExact",
     "Rebuilt",
     "Record",
     "RecordCapture",
@@ -50,6 +52,10 @@ class Undecodable(Corruption):
         super().__init__(f"version {version} cannot be decoded: {cause.message}", tier=cause.tier, key=cause.key)
         self.version = version
         self.whole = whole
+
+
+class NotExact(TierCheckError):
+    """What a fold would give is not known to be what the job had."""
 
 
 @contextmanager
@@ -100,6 +106,20 @@ class StateCapture(Protocol):
 
     def finish(self) -> int:
         """Close the shard, in any thread; returns its length in bytes."""
+        ...
+
+
+class FoldShards(Protocol):
+    """Makes of a base and the differentials after it the base of the last version, apart from the job."""
+
+    def __call__(
+        self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
+    ) -> StateCapture:
+        """Verified shards of one rank and generation, oldest first, with no version missing. Blocking, in any thread.
+
+        Returns the base, to be copied and finished: to the last byte the one that the job would have captured.
+        ``check`` raises once the work is to be broken off. Errors: ``NotExact``; ``Corruption``; those of ``check``.
+        """
         ...
 
 
@@ -314,6 +334,10 @@ class TrainingState(Protocol):
 
     def layout(self) -> str:
         """What this rank holds of the model, in a few characters: equal ones read each other's shards as they are."""
+        ...
+
+    def folding(self) -> FoldShards:
+        """What folds this state's bases. Errors: ``ConfigurationError`` if it cannot be exact."""
         ...
 
     def conversion(self) -> Conversion:

@@ -15,6 +15,7 @@ from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leavin
 from tiercheck.agent.jobs.states import FINAL, Event, State, life
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
+from tiercheck.format.container import Shard
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Contents, Role
 from tiercheck.policy.recovery.lineage import Lineage
@@ -22,6 +23,7 @@ from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover, MoverStatus
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.waiting import settled
+from tiercheck.streams.state import StateCapture
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
 
 __all__ = ["RankReplicator"]
@@ -283,6 +285,7 @@ class RankReplicator:
             pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
+            folds=fold_tensors if job.folds else None,
         )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)
@@ -420,6 +423,13 @@ class RankReplicator:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._changed.wait()
+
+
+def fold_tensors(base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]) -> StateCapture:
+    """See :class:`~tiercheck.streams.state.FoldShards`. An agent does without torch until it folds."""
+    from tiercheck.streams.tensors.folding import fold
+
+    return fold(base, differentials, tier=tier, check=check)
 
 
 def _now() -> float:

@@ -17,6 +17,7 @@ import torch
 
 from tiercheck.errors import ConfigurationError, Corruption, Mismatch
 from tiercheck.format.container import Shard
+from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.optimizers.certification import class_of
 from tiercheck.streams.optimizers.registry import find_optimizer
@@ -80,8 +81,11 @@ def on_host(options: Mapping[str, Any]) -> dict[str, Any]:
 class StoredState(StateProvider):
     """The state that :meth:`load` was given, on the host. ``saved``, ``group_of``: of the base."""
 
-    def __init__(self, saved: Identity | None, group_of: Mapping[str, int]) -> None:
+    def __init__(
+        self, saved: Identity | None, group_of: Mapping[str, int], *, index: LogicalIndex | None = None
+    ) -> None:
         self._identity = saved
+        self._index = index
         self._group_of = dict(group_of)
         self._masters: dict[str, torch.nn.Parameter] = {}
         self._extras: dict[str, torch.Tensor] = {}
@@ -120,6 +124,13 @@ class StoredState(StateProvider):
                 made.state[self._masters[name]] = state
             self._optimizer = made
         return self._optimizer
+
+    def index(self) -> LogicalIndex:
+        return self._index or super().index()
+
+    def take_options(self, options: list[dict[str, Any]]) -> None:
+        """Those at the end of the version."""
+        self._options = options
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {name: master.detach() for name, master in self._masters.items()}

@@ -22,7 +22,7 @@ from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
-from tiercheck.streams.state import Conversion, MakeRuns, Rebuilt, StateStream
+from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, StateStream
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.types import Fidelity
 
@@ -59,6 +59,12 @@ class TensorState:
         identity = self._provider.identity()
         meaning = PackedIndex(self._provider).of_now()  # partitions of one shape may hold other parameters
         return f"{identity.framework} {identity.model} {meaning.checksum}"
+
+    def folding(self) -> FoldShards:
+        from tiercheck.streams.tensors.folding import check_foldable, fold  # which needs the reader below
+
+        check_foldable(self._provider.identity(), self._config)
+        return fold
 
     def conversion(self) -> Conversion:
         from tiercheck.streams.tensors.conversion import TensorConversion  # which needs the reader below

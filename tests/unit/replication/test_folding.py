@@ -1,0 +1,163 @@
+"""Bases that the mover folds: the recovery's bits, what it falls back to, and what training waits for."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.failing import Failing
+from tests.training import Training, memory
+from tiercheck.errors import ConfigurationError, SaveError, Transient
+from tiercheck.format.container import Shard
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.keys import ShardKey, Stream, parse
+from tiercheck.policy.policies import EverySeconds, Policies
+from tiercheck.streams.state import NotExact
+from tiercheck.streams.tensors import folding
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers.base import Call, Operation
+
+LAST = 23
+
+
+def durable(tmp_path: Path) -> str:
+    return f"nvme://{tmp_path}/run?survives=rack"
+
+
+def attached(training: Training, *tiers: str | Tier, **options: Any) -> Any:
+    settings = {"bases": "fold", "base_every": 4, "batch": 2, **options}
+    return training.attach(Hierarchy.of(*tiers), **settings)
+
+
+def resumed(tmp_path: Path) -> tuple[int, bytes]:
+    """The version and the parameters that a new job finds, whose memory is empty."""
+    after = Training()
+    checkpointer = attached(after, memory(), durable(tmp_path))
+    checkpointer.abort()
+    return checkpointer.version, after.parameters()
+
+
+def test_bases_are_made_without_the_trainer_and_resumed_from(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path))
+    for version in range(1, LAST + 1):
+        training.step(version)
+    checkpointer.close()
+    stats = checkpointer.stats
+    assert (stats.bases, stats.mover.folded_bases, stats.mover.watermark) == (1, 5, 20)
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def halve(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight.mul_(0.5)
+
+
+def test_a_write_beside_the_step_gets_a_captured_base_and_folding_goes_on_from_it(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path))
+    for version in range(1, LAST + 1):
+        training.after_step = partial(halve, training) if version == 9 else lambda: None
+        training.step(version)
+        if version == 8:
+            checkpointer.flush()  # else the base of version 9 may come first, and nobody needs that of version 8
+    checkpointer.close()
+    assert (checkpointer.stats.bases, checkpointer.stats.mover.folded_bases) == (2, 5)
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_after_a_write_that_no_version_holds_bases_are_captured(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path))
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version == 9:
+            halve(training)
+    checkpointer.close()
+    assert "the loop wrote to 0.weight after versions had been saved" in checkpointer.stats.mover.not_folded
+    assert checkpointer.stats.mover.folded_bases == 2
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_a_doubt_ends_folding_and_the_bases_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fold = folding.fold
+
+    def doubtful(base: Shard, differentials: Sequence[Shard], **others: Any) -> Any:
+        if base.metadata.key.last >= 8:
+            raise NotExact("the moon is full")
+        return fold(base, differentials, **others)
+
+    monkeypatch.setattr(folding, "fold", doubtful)
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path))
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version in (8, 12):
+            checkpointer.flush()
+    checkpointer.close()
+    stats = checkpointer.stats
+    assert stats.mover.not_folded == "the moon is full"
+    assert stats.mover.folded_bases == 2
+    assert stats.bases == 3, "the opening one, and those of 16 and 20"
+    assert [each.levelname for each in caplog.records if "the moon is full" in each.message] == ["WARNING", "WARNING"]
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_a_damaged_differential_is_made_up_for(tmp_path: Path) -> None:
+    """The next base that is due is captured: no fold leads over the gap."""
+    name = f"folding-{uuid.uuid4().hex}"
+    training = Training()
+    checkpointer = attached(training, f"memory://{name}", durable(tmp_path))
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version == 6:
+            checkpointer.flush()
+            key = str(ShardKey.differential(1, 6, 6, 0))
+            objects = MemoryDriver(name).store.objects
+            content = bytearray(objects[key].content)
+            content[-1] ^= 1
+            objects[key] = replace(objects[key], content=memoryview(bytes(content)))
+    checkpointer.close()
+    assert checkpointer.stats.bases == 2
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+    MemoryDriver.forget(name)
+
+
+def test_training_waits_for_folds_that_do_not_keep_up(tmp_path: Path) -> None:
+    """And the error names what is not done."""
+
+    def stuck(call: Call) -> Exception | None:
+        key = parse(call.key or "")
+        base = isinstance(key, ShardKey) and key.stream is Stream.BASE and key.first > 0
+        return Transient("no memory just now") if base and call.operation is Operation.RESERVE else None
+
+    training = Training()
+    first = Tier(memory(), wrap=lambda driver: Failing(driver, stuck))
+    checkpointer = attached(training, first, durable(tmp_path), deadline_s=1.0)
+    for version in range(1, 12):
+        training.step(version)
+    with pytest.raises(SaveError, match=r"3 bases are due that are not folded yet.*no memory just now"):
+        training.step(12)
+    checkpointer.abort()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"codec": "nf4"}, "do not lead to the bits of the state"),
+        ({"policies": Policies(cadence=EverySeconds(5)), "base_every": 50}, "needs a base at each n-th version"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused_at_the_start(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        attached(Training(), memory(), durable(tmp_path), **options)
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -1,0 +1,103 @@
+"""Folding: a base and the differentials after it become the next base, without the job that wrote them.
+
+LowDiff+ keeps a replica of the state beside training, and updates it with each gradient (LowDiff, section 5). Here the
+differentials are a log, and a base is its compaction. What is folded is, to the last byte, the base that the job would
+have captured at that version, or it is not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import ConfigurationError
+from tiercheck.format.container import Shard
+from tiercheck.format.index.message import index_of
+from tiercheck.keys import ShardKey
+from tiercheck.streams.codecs import codec
+from tiercheck.streams.codecs.feedback import Feedback
+from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.base import BaseCapture
+from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
+from tiercheck.streams.replay.fidelity import Tally, reached
+from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
+from tiercheck.streams.replay.runs import decode_run
+from tiercheck.streams.state import NotExact
+from tiercheck.streams.tensors.carry_over import options_at_end
+from tiercheck.streams.tensors.provider import Identity
+from tiercheck.streams.tensors.stored import HOST, StoredReader, StoredState, check_replayable
+from tiercheck.types import Fidelity
+
+__all__ = ["check_foldable", "fold"]
+
+UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+"""What torch and its optimizers raise if a state is none of theirs."""
+
+
+def fold(
+    base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None], threads: int = 1
+) -> BaseCapture:
+    """See :class:`~tiercheck.streams.state.FoldShards`. Takes once the base's bytes, in the process's own memory."""
+    try:
+        return _folded(base, differentials, tier, check, threads)
+    except ConfigurationError as error:
+        raise NotExact(str(error)) from error
+    except UNFIT as error:
+        raise NotExact(f"its steps cannot be replayed here: {type(error).__name__}: {error}") from error
+
+
+def _folded(
+    base: Shard, differentials: Sequence[Shard], tier: str, check: Callable[[], None], threads: int
+) -> BaseCapture:
+    reader = StoredReader(threads=threads)
+    began = reader.base(base, tier=tier, places=tier)
+    state = StoredState(began.identity, began.group_of, index=index_of(base))
+    state.load(
+        masters=began.masters,
+        optimizer_state=began.optimizer_state,
+        extras=began.extras,
+        hyperparameters=began.hyperparameters,
+    )
+    if began.residuals:
+        raise NotExact("it holds what gradients have left out, of which later versions record nothing")
+    replayer, tally, host_state = Replayer(state, threads=threads), Tally(), began.host_state
+    for shard in differentials:
+        records = reader.records(shard, began, tier=tier)
+        for at in range(0, len(records), STEPS_AT_ONCE):
+            check()
+            run = decode_run(records[at : at + STEPS_AT_ONCE], threads=threads)
+            replayer.apply(run)
+            tally, host_state = tally + run.tally, run.host_state
+    fidelity, notes = reached(began.identity, state.identity(), tally, Doubts.of(host_state))
+    if fidelity is not Fidelity.EXACT:
+        raise NotExact("; ".join(notes))
+    state.take_options(options_at_end(state.hyperparameters(), host_state))
+    key, last = base.metadata.key, differentials[-1].metadata.key.last
+    return BaseCapture(
+        state,
+        ShardKey.base(key.generation, last, key.rank),
+        base.metadata.world_size,
+        token=base.metadata.token,
+        host_state=host_state,
+    )
+
+
+def check_foldable(identity: Identity, config: CheckpointConfig) -> None:
+    """Errors: ``ConfigurationError`` if bases of this state cannot be folded to the bits that it has."""
+    fix = 'leave bases at "capture"'
+    if config.codec in SNAPSHOT_CODECS:
+        raise ConfigurationError(f"the codec {config.codec!r} makes snapshots, which no base is folded of: {fix}")
+    encoding = codec(config.codec)
+    if isinstance(encoding, Feedback):
+        raise ConfigurationError(f"a base holds what {config.codec!r} has left out, which nothing else records: {fix}")
+    if encoding.fidelity is not Fidelity.EXACT and not config.train_on_compressed:
+        raise ConfigurationError(f"gradients by the codec {config.codec!r} do not lead to the bits of the state: {fix}")
+    if identity.optimizer.device != HOST.type:
+        raise ConfigurationError(
+            f"the optimizer steps on {identity.optimizer.device}, and bases are folded on the host, where a step may "
+            f"give other bits: {fix}"
+        )
+    try:
+        check_replayable(identity)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}: {fix}") from error
