@@ -51,11 +51,15 @@ def guarded(
     """Of what is to go, by tier index, what no rank of the newest generation needs; and why the rest stays."""
     allowed: dict[int, list[Key]] = {index: [] for index in gone}
     refusals: dict[Refusal, None] = {}
+    asked: dict[int, dict[int, list[Key]]] = defaultdict(lambda: defaultdict(list))
+    branch = inventory.branches.get(lineage.newest)
+    for index, keys in gone.items():
+        for key in in_order(keys):
+            asked[rank_of(key) % branch.world_size if branch else 0][index + 1].append(key)
     for seen in observations(inventory, lineage):
-        asked: dict[int, list[Key]] = defaultdict(list)
-        for index, keys in gone.items():
-            asked[index + 1] = [key for key in in_order(keys) if rank_of(key) % seen.world_size == seen.rank]
-        passed, refused = checked_deletions(seen, asked, who)
+        if seen.rank not in asked:
+            continue
+        passed, refused = checked_deletions(seen, asked[seen.rank], who)
         refusals |= dict.fromkeys(refused)
         for index in gone:
             allowed[index] += passed[index + 1]

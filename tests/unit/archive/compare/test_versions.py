@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiercheck
 from tests.archived import FIRST_LIFE, LAST, Left
+from tests.unit.integrations.test_replicas import Job, kept_alike
 from tiercheck.archive.archive import Archive
 from tiercheck.archive.compare.measure import Distance, Flat, measure
 from tiercheck.archive.compare.versions import Form, plan
@@ -17,6 +20,8 @@ from tiercheck.errors import RecoveryError
 from tiercheck.format.container import TensorSpec
 from tiercheck.format.index.logical import Block, LogicalIndex, LogicalTensor, Padding, Range, Role
 from tiercheck.types import Fidelity
+
+__all__ = ["kept_alike"]
 
 
 @pytest.fixture
@@ -64,6 +69,30 @@ def test_a_version_of_another_future_is_compared_by_its_generation(archive: Arch
     assert archive.diff(FIRST_LIFE, FIRST_LIFE, generation=1).same
     with pytest.raises(RecoveryError, match="version 99 cannot be read"):
         archive.diff(1, 99)
+
+
+def test_tensors_that_one_rank_stores_for_all_are_compared_once(
+    kept_alike: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each parameter is stored by one rank. A prune keeps all ranks' parts, and a copy brings them."""
+    job = Job(tmp_path, f"owned-{tmp_path.name}")
+    job.run(2, 9, closed=True)
+    job.lose(0, 1)
+    url = f"nvme://{tmp_path}/durable?survives=rack"
+    with tiercheck.open_to_change(url) as archive:
+        found = archive.diff(8, 9)
+        before, after = (load_file(archive.export(tmp_path / f"{version}", version=version).path) for version in (8, 9))
+        rows = {each.name: each for each in found.tensors}
+        assert rows.keys() == before.keys()
+        for name, held in before.items():
+            assert rows[name].distance.elements == held.numel()
+            assert rows[name].distance.l2 == pytest.approx(float((after[name].double() - held.double()).norm()))
+        archive.prune(keep_last=1)
+        assert archive.diff(8, 9).tensors == found.tensors
+        target = f"nvme://{tmp_path_factory.mktemp('owned')}/copy?survives=rack"
+        archive.copy(target, 9)
+        with tiercheck.open(target) as copy:
+            assert copy.diff(9, 9, other=archive).same
 
 
 def stored(pieces: dict[str, tuple[object, ...]], *tensors: LogicalTensor) -> StoredIndex:
