@@ -145,6 +145,16 @@ class Past:
         counts = self._own(self.lineage if lineage is None else lineage)
         return common((each.reach for each in self._different), counts)
 
+    def may_convert(self, lineage: Lineage, version: int) -> bool:
+        """Whether some rank has a way to the version in what was saved under another layout. Whether all ranks can come
+        to it only a conversion tells."""
+        own = {generation for generation, _ in self._own(lineage).chain}
+        newest = self.newest_of
+        return any(
+            generation not in own and lineage.admits(generation, version) and newest.get(generation, -1) >= version
+            for generation, _ in lineage.chain
+        )
+
     def left(self, ranks: Iterable[Reachable] | None = None) -> tuple[Span, ...]:
         """The versions that count, and that the ranks can come to. If they were saved under several layouts: that some
         rank has its own part of. ``ranks``: what each can reach, by default by all of its tiers."""

@@ -72,18 +72,25 @@ class _Round:
 class Relayout:
     """Brings what was saved under one ``layout`` into the live state: call :meth:`restore`, once. Collective.
 
-    ``lineage``: of the job's past, an era under that layout. Each rank waits for tiers until the
-    deadline, once for each step.
+    ``lineage``: of the job's past, an era under that layout. ``only``: no other version will do. Each rank waits for
+    tiers until the deadline, once for each step.
     """
 
     def __init__(
-        self, elsewhere: Elsewhere, state: TrainingState, ranks: Ranks, lineage: Lineage, layout: Layout
+        self,
+        elsewhere: Elsewhere,
+        state: TrainingState,
+        ranks: Ranks,
+        lineage: Lineage,
+        layout: Layout,
+        only: int | None = None,
     ) -> None:
         self._hierarchy = elsewhere.reading
         self._state = state
         self._ranks = ranks
         self._lineage = lineage
         self._layout = layout
+        self._only = only
         self._conversion: Conversion = state.conversion()
         self._old = OldRanks(elsewhere, ranks, lineage, layout, self._conversion.read_identity)
         self._fetching = Fetching(elsewhere.reading, ranks, elsewhere.place)
@@ -206,7 +213,8 @@ class Relayout:
         """The newest version that every rank can come to."""
 
         def reach() -> tuple[Span, ...]:
-            return spans_of(reachable(self._ways(), self._suffices))
+            found = reachable(self._ways(), self._suffices)
+            return spans_of(found if self._only is None else found & {self._only})
 
         version = agreed(await self._ranks.gather("where to meet", reach, kind=tuple[Span, ...]))
         return None if version == NO_MARK else version

@@ -181,12 +181,12 @@ class Restorer:
         own_tried = False
         for layout, lineage in self._found.eras or ((self._here, Lineage(())),):
             own = layout.is_like(self._here) and not own_tried
-            if self._turn is not None and not own:
-                continue  # a request is for a version of this job's own layout
             own_tried |= own
             restored = await (self._restore_own(began) if own else self._convert(layout, lineage, began))
             if restored is not None:
                 return restored
+        if self._turn is not None:
+            raise unreachable(self._found, self.request)
         self._found.check_nothing_is_lost(restart=self.restart, failed=self._unused, lacking=self._lacking)
         return Restored(None, self._found)
 
@@ -197,15 +197,16 @@ class Restorer:
     async def _convert(self, layout: Layout, lineage: Lineage, began: float) -> Restored | None:
         """Bring what was saved under another layout into this one, or what was saved under this one before another;
         ``None`` if there is no version of it that all ranks can come to."""
-        relayout = Relayout(self.elsewhere, self.state, self.ranks, lineage, layout)
+        only = None if self._turn is None else self.request.version
+        relayout = Relayout(self.elsewhere, self.state, self.ranks, lineage, layout, only)
         converted = await relayout.restore(began)
         if converted is None:
             self._lacking = self._lacking or relayout.lacking
             return None
         quarantined = (*sorted(self._survey.set_aside), *converted.recovery.quarantined)
         recovery = replace(converted.recovery, quarantined=quarantined)
-        residuals = converted.residuals
-        return Restored(recovery, self._found, parent=converted.parent, residuals=residuals, converted=True)
+        parent, residuals = converted.parent, converted.residuals
+        return Restored(recovery, self._found, parent, self._turn, residuals, converted=True)
 
     async def _restore_own(self, began: float) -> Restored | None:
         """Of each rank, what the rank of its number saved; ``None`` if there is no version that all can come to."""
@@ -217,7 +218,7 @@ class Restorer:
             version = await self._version(best)
             self._found.check_form(version)
             if self._turn is not None and version != self.request.version:
-                raise unreachable(self._found, self.request)
+                return None  # it may have been saved under another layout
             if version is None:
                 if touched:
                     raise AssertionError("the ranks hold a base, and agree on none")

@@ -56,9 +56,10 @@ def counting(past: Past, request: Request) -> Lineage:
     if request.version is None:
         return Lineage(())
     of = past.lineage if request.generation is None else past.as_of(request.generation)
-    if not contain(past.versions(of), request.version):
+    counts = of.until(request.version)
+    if not contain(past.versions(of), request.version) and not past.may_convert(counts, request.version):
         raise unreachable(past, request)
-    return of.until(request.version)
+    return counts
 
 
 def unreachable(past: Past, request: Request) -> RecoveryError:

@@ -24,6 +24,7 @@ from tiercheck.format.index.logical import LogicalIndex, LogicalTensor, Padding,
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.policy.recovery.request import Request
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.tensors.provider import Identity
 from tiercheck.tiers.memory import MemoryDriver
@@ -183,6 +184,7 @@ def parts(
     trouble: Any = None,
     deadline_s: float = 30,
     memory: str = "{rank}",
+    request: Request | None = None,
     **options: Any,
 ) -> list[tuple[Any, dict[int, Any]]] | list[Exception]:
     """As :meth:`Job.run`; of each version what the rank has of the weight."""
@@ -194,7 +196,7 @@ def parts(
         wrap = None if trouble is None else lambda driver: Failing(driver, partial(trouble, group.rank))
         tiers = Hierarchy.of(f"memory://{job.name}-{memory}", Tier(durable, wrap=wrap))
         config = replace(CONFIG, deadline_s=deadline_s)
-        checkpointer = Checkpointer(provider, tiers, group=group, config=config)
+        checkpointer = Checkpointer(provider, tiers, group=group, config=config, request=request)
         held = {checkpointer.version: provider.whole()}
         try:
             while checkpointer.version < last:
@@ -237,6 +239,24 @@ def test_pieces_come_from_whoever_has_them(job: Job) -> None:
         assert joined(resumed, FAILED_AT) == joined(saved, FAILED_AT)
         assert {(recovery.version, str(recovery.fidelity)) for recovery, _ in resumed} == {(FAILED_AT, "exact")}
     assert "saved by 4 ranks under another layout; this rank took its part from 0, 1, 2, 3" in resumed[0][0].notes
+
+
+def test_a_job_goes_back_to_a_version_that_other_ranks_saved(job: Job) -> None:
+    """And what it leaves behind can be returned to, on the ranks that saved it and on others."""
+    saved = parts(job, 3, FAILED_AT)
+    job.lose_memory()
+    later = parts(job, 2, 11)
+    job.lose_memory()
+    for ranks in (2, 4):
+        back = parts(job, ranks, 5, request=Request(version=5))
+        assert {(recovery.version, str(recovery.fidelity)) for recovery, _ in succeeded(back)} == {(5, "exact")}
+        assert joined(back, 5) == joined(saved, 5)
+        job.lose_memory()
+    again = parts(job, 4, 10, request=Request(version=10, generation=2))
+    assert joined(again, 10) == joined(later, 10)
+    for outcome in parts(job, 3, 20, request=Request(version=19)):
+        assert isinstance(outcome, RecoveryError)
+        assert "version=19 was asked for, and not every rank can come to it" in str(outcome)
 
 
 def test_what_a_lost_rank_alone_had_is_not_made_up(job: Job) -> None:
