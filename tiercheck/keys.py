@@ -6,6 +6,8 @@ however many ranks there are (``docs/adr/0028-keys-begin-with-what-a-reader-asks
     r00001/g000002/base/000000000040.safetensors                      rank 1's shard of base 40
     r00001/g000002/differential/000000000041-000000000045.safetensors rank 1's batch 41..45
     r00001/g000002/snapshot/000000000041-000000000045.safetensors     what changed from base 40 to version 45
+    r00001/g000001/constant/000000000000.safetensors                  what has not changed since version 0
+    r00001/g000002/base/000000000040.g000001-000000000000.safetensors a base that refers to it, and lacks it
     done/r00001/g000002/000000000040/1048576-8192-9b1d...-4f0c...     rank 1's shard is whole: its size and checksum
     job/commits/g000002/000000000040                                  all ranks' shards of base 40 are stored whole
     job/commits/g000002/000000000040-000000000045                     and all snapshots that lead from it to version 45
@@ -32,6 +34,7 @@ __all__ = [
     "KEY_BYTES_MAX",
     "LINEAGE",
     "MARKERS",
+    "ONE_VERSION",
     "REPLICATION",
     "ClaimKey",
     "CommitKey",
@@ -45,7 +48,9 @@ __all__ = [
     "captured_prefix",
     "own_prefixes",
     "parse",
+    "parse_reference",
     "rank_prefix",
+    "reference",
     "validate_key",
 ]
 
@@ -68,14 +73,19 @@ class Stream(StrEnum):
     BASE = "base"
     DIFFERENTIAL = "differential"
     SNAPSHOT = "snapshot"
+    CONSTANT = "constant"
+
+
+ONE_VERSION = (Stream.BASE, Stream.CONSTANT)
+"""The streams whose shards are of one version. The others' are of several."""
 
 
 @dataclass(frozen=True, order=True)
 class ShardKey:
-    """One rank's part of a base, of a batch of differentials, or of a snapshot.
+    """One rank's part of a base, of a batch of differentials, or of a snapshot; or its constants.
 
     A base has one version: ``first == last``. A snapshot leads from the base of version ``first - 1`` to ``last``, and
-    to no version in between.
+    to no version in between. Constants are tensors that have not changed since their version; bases refer to them.
     """
 
     generation: int
@@ -83,6 +93,8 @@ class ShardKey:
     first: int
     last: int
     rank: int
+    refers_to: tuple[int, ...] = ()
+    """Of a base, the generation and the version of the constants that it lacks; empty if it is whole by itself."""
 
     def __post_init__(self) -> None:
         check_number("generation", self.generation, GENERATION_MAX)
@@ -91,12 +103,22 @@ class ShardKey:
         check_number("rank", self.rank, RANK_MAX)
         if self.last < self.first:
             raise ValueError(f"a batch needs first <= last, not {self.first}..{self.last}")
-        if self.stream is Stream.BASE and self.first != self.last:
-            raise ValueError(f"a base has one version, not {self.first}..{self.last}")
+        if self.stream in ONE_VERSION and self.first != self.last:
+            raise ValueError(f"a {self.stream} has one version, not {self.first}..{self.last}")
+        if self.refers_to:
+            if self.stream is not Stream.BASE:
+                raise ValueError(f"a {self.stream} refers to no constants")
+            generation, version = self.refers_to
+            check_number("generation of the constants", generation, self.generation)
+            check_number("version of the constants", version, VERSION_MAX)
 
     @classmethod
-    def base(cls, generation: int, version: int, rank: int) -> ShardKey:
-        return cls(generation, Stream.BASE, version, version, rank)
+    def base(cls, generation: int, version: int, rank: int, refers_to: tuple[int, ...] = ()) -> ShardKey:
+        return cls(generation, Stream.BASE, version, version, rank, refers_to)
+
+    @classmethod
+    def constant(cls, generation: int, version: int, rank: int) -> ShardKey:
+        return cls(generation, Stream.CONSTANT, version, version, rank)
 
     @classmethod
     def differential(cls, generation: int, first: int, last: int, rank: int) -> ShardKey:
@@ -111,10 +133,20 @@ class ShardKey:
     def versions(self) -> range:
         return range(self.first, self.last + 1)
 
+    @property
+    def constants(self) -> ShardKey | None:
+        """Of a base, what it refers to."""
+        if not self.refers_to:
+            return None
+        generation, version = self.refers_to
+        return ShardKey.constant(generation, version, self.rank)
+
     def __str__(self) -> str:
         version = f"{self.first:012d}"
-        if self.stream is not Stream.BASE:
+        if self.stream not in ONE_VERSION:
             version += f"-{self.last:012d}"
+        if self.refers_to:
+            version += f".{reference(self.refers_to)}"
         return f"{captured_prefix(self.rank, self.generation)}{self.stream}/{version}.safetensors"
 
 
@@ -144,10 +176,10 @@ class CommitKey:
     def is_of_base(self) -> bool:
         return self.base == self.version
 
-    def shard(self, rank: int) -> ShardKey:
-        """The rank's shard that the record speaks of."""
+    def shard(self, rank: int, refers_to: tuple[int, ...] = ()) -> ShardKey:
+        """The rank's shard that the record speaks of. The record does not tell what a base ``refers_to``."""
         if self.is_of_base:
-            return ShardKey.base(self.generation, self.version, rank)
+            return ShardKey.base(self.generation, self.version, rank, refers_to)
         return ShardKey.snapshot(self.generation, self.base, self.version, rank)
 
     def __str__(self) -> str:
@@ -176,6 +208,8 @@ class MarkerKey:
     """The checksum of the header."""
     token: str = ""
     """The generation's token, as the shard has it."""
+    refers_to: tuple[int, ...] = ()
+    """As the shard's key has it."""
 
     def __post_init__(self) -> None:
         check_number("rank", self.rank, RANK_MAX)
@@ -185,7 +219,7 @@ class MarkerKey:
     @classmethod
     def of(cls, shard: ShardKey, nbytes: int, header_nbytes: int, digest: str, token: str) -> MarkerKey:
         """Of a base, or of a snapshot."""
-        return cls(CommitKey.of(shard), shard.rank, nbytes, header_nbytes, digest, token)
+        return cls(CommitKey.of(shard), shard.rank, nbytes, header_nbytes, digest, token, shard.refers_to)
 
     @property
     def said(self) -> str:
@@ -199,10 +233,12 @@ class MarkerKey:
 
     @property
     def shard(self) -> ShardKey:
-        return self.commit.shard(self.rank)
+        return self.commit.shard(self.rank, self.refers_to)
 
     def __str__(self) -> str:
         said = f"{self.nbytes}-{self.header_nbytes}-{self.digest}-{self.token}"
+        if self.refers_to:
+            said += f".{reference(self.refers_to)}"
         return f"{MARKERS}r{self.rank:05d}/{self.commit._name}/{said}"
 
 
@@ -261,15 +297,21 @@ class MetricKey:
 
 Key = ShardKey | MarkerKey | CommitKey | LineageKey | ClaimKey | JobKey | MetricKey
 
-_SHARD = re.compile(r"r(\d{5})/g(\d{6})/(base|differential|snapshot)/(\d{12})(?:-(\d{12}))?\.safetensors\Z", re.ASCII)
+_SHARD = re.compile(
+    r"r(\d{5})/g(\d{6})/(base|differential|snapshot|constant)/(\d{12})(?:-(\d{12}))?"
+    r"(?:\.g(\d{6})-(\d{12}))?\.safetensors\Z",
+    re.ASCII,
+)
 _COMMIT = re.compile(r"job/commits/g(\d{6})/(\d{12})(?:-(\d{12}))?\Z", re.ASCII)
 _MARKER = re.compile(
     r"done/r(\d{5})/g(\d{6})/(\d{12})(?:-(\d{12}))?"
-    r"/(0|[1-9]\d{0,15})-(0|[1-9]\d{0,15})-([0-9a-f]{16})-((?:[0-9a-f]{16})?)\Z",
+    r"/(0|[1-9]\d{0,15})-(0|[1-9]\d{0,15})-([0-9a-f]{16})-((?:[0-9a-f]{16})?)"
+    r"(?:\.g(\d{6})-(\d{12}))?\Z",
     re.ASCII,
 )
 _LINEAGE = re.compile(r"job/lineage/g(\d{6})(?:\.([0-9a-f]{16}))?\Z", re.ASCII)
 _METRIC = re.compile(r"job/metrics/g(\d{6})/(\d{12})/([A-Za-z_][A-Za-z0-9_]{0,63})/([0-9a-f]{16})\Z", re.ASCII)
+_REFERENCE = re.compile(r"g(\d{6})-(\d{12})\Z", re.ASCII)
 _METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}\Z", re.ASCII)
 _JOB = re.compile(r"replication/r(\d{5})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -296,15 +338,17 @@ def own_prefixes(rank: int, *, coordinator: bool, departed: Iterable[int] = ()) 
 def parse(text: str) -> Key | None:
     """The key that ``text`` names, or ``None`` if it is no key of TierCheck's."""
     if match := _SHARD.match(text):
-        return _shard(Stream(match[3]), int(match[2]), int(match[4]), match[5], int(match[1]))
+        refers_to = _numbers(match[6], match[7])
+        return _shard(Stream(match[3]), int(match[2]), int(match[4]), match[5], int(match[1]), refers_to)
     if match := _COMMIT.match(text):
         return _commit(match[1], match[2], match[3])
     if match := _MARKER.match(text):
         commit = _commit(match[2], match[3], match[4])
         sizes = int(match[5]), int(match[6])
-        if commit is None or max(sizes) > NBYTES_MAX:
+        refers_to = _numbers(match[9], match[10])
+        if commit is None or max(sizes) > NBYTES_MAX or (refers_to and not commit.is_of_base):
             return None
-        return MarkerKey(commit, int(match[1]), *sizes, match[7], match[8])
+        return MarkerKey(commit, int(match[1]), *sizes, match[7], match[8], refers_to)
     if match := _LINEAGE.match(text):
         return ClaimKey(int(match[1]), match[2]) if match[2] else LineageKey(int(match[1]))
     if match := _JOB.match(text):
@@ -315,11 +359,34 @@ def parse(text: str) -> Key | None:
     return None
 
 
-def _shard(stream: Stream, generation: int, first: int, last: str | None, rank: int) -> ShardKey | None:
-    if (stream is Stream.BASE) != (last is None):
+def _shard(
+    stream: Stream, generation: int, first: int, last: str | None, rank: int, refers_to: tuple[int, ...]
+) -> ShardKey | None:
+    if (stream in ONE_VERSION) != (last is None):
+        return None
+    if refers_to and (stream is not Stream.BASE or refers_to[0] > generation):
         return None
     until = first if last is None else int(last)
-    return ShardKey(generation, stream, first, until, rank) if first <= until else None
+    return ShardKey(generation, stream, first, until, rank, refers_to) if first <= until else None
+
+
+def _numbers(*texts: str | None) -> tuple[int, ...]:
+    return tuple(int(text) for text in texts if text is not None)
+
+
+def reference(refers_to: tuple[int, ...]) -> str:
+    """The generation and the version of constants, as keys and headers have them."""
+    generation, version = refers_to
+    return f"g{generation:06d}-{version:012d}"
+
+
+def parse_reference(text: str) -> tuple[int, ...]:
+    """What :func:`reference` returned; empty for an empty text. Errors: ``ValueError``."""
+    if not text:
+        return ()
+    if (match := _REFERENCE.match(text)) is None:
+        raise ValueError(f"{text[:80]!r} names no constants")
+    return _numbers(match[1], match[2])
 
 
 def _commit(generation: str, base: str, version: str | None) -> CommitKey | None:

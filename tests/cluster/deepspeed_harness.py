@@ -23,7 +23,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
+from tiercheck.streams.records import constants  # noqa: E402
 from tiercheck.streams.tensors.provider import extras_of  # noqa: E402
+
+constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
 
 WIDTH, VOCABULARY, LENGTH = 32, 61, 12
 BASE, RESUME, END = 2, 4, 6

@@ -27,6 +27,9 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
 from tiercheck.integrations.torch import attach
+from tiercheck.streams.records import constants
+
+constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
 
 FAILED_AT, LAST = 5, 6
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -40,6 +40,9 @@ import deepspeed  # noqa: E402
 
 from tiercheck.integrations.deepspeed import attach as attach_engine  # noqa: E402
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
+from tiercheck.streams.records import constants  # noqa: E402
+
+constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
 
 SAVED_AT = 6
 """A base is due at every fourth version."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +93,9 @@ def test_keys_come_back(generation: int, version: int, more: int, rank: int) -> 
         keys.ShardKey.base(generation, version, rank),
         keys.ShardKey.differential(generation, version, last, rank),
         keys.MarkerKey(keys.CommitKey(generation, version), rank),
+        keys.ShardKey.constant(generation, version, rank),
+        keys.ShardKey.base(generation, version, rank, (generation, more)),
+        keys.MarkerKey.of(keys.ShardKey.base(generation, version, rank, (generation, more)), 1, 1, "0" * 16, ""),
         keys.CommitKey(generation, version),
         keys.LineageKey(generation),
     ):
@@ -122,6 +127,8 @@ def shards(draw: st.DrawFn) -> keys.ShardKey:
     match draw(st.sampled_from(list(keys.Stream))):
         case keys.Stream.BASE:
             return keys.ShardKey.base(generation, first, rank)
+        case keys.Stream.CONSTANT:
+            return keys.ShardKey.constant(generation, first, rank)
         case keys.Stream.SNAPSHOT:
             return keys.ShardKey.snapshot(generation, first, first + draw(st.integers(1, 4)), rank)
     return keys.ShardKey.differential(generation, first + 1, first + 1 + draw(st.integers(0, 3)), rank)
@@ -133,24 +140,36 @@ def reports() -> st.SearchStrategy[keys.MetricKey]:
 
 @st.composite
 def observations(draw: st.DrawFn) -> Observation:
-    """What rank 0 of one or two sees. A base may be marked, or committed."""
+    """What rank 0 of one or two sees. A base may be marked, or committed. From some version on, bases refer to
+    constants: some tiers lack them, but none that has committed such a base."""
     roles = tuple(Role(index, survives.name, survives) for index, survives in enumerate(draw(ROLES)))
     world_size = draw(st.integers(1, 2))
     lineage = Lineage.of([Branch(1, 0, 0, world_size, "a"), Branch(2, 1, draw(st.integers(0, 8)), world_size, "b")])
     contents: list[Contents] = []
+    made = draw(st.lists(st.tuples(GENERATIONS, VERSIONS), max_size=3))
     for role in roles:
-        held: set[keys.Key] = set(draw(st.lists(shards(), max_size=14)))
+        held: set[keys.Key] = {referring(key, made) for key in draw(st.lists(shards(), max_size=14))}
         bases = [key for key in held if isinstance(key, keys.ShardKey) and key.stream is keys.Stream.BASE]
         if role.shared and bases:
             for key in draw(st.lists(st.sampled_from(bases), max_size=3)):
-                held |= {keys.ShardKey.base(key.generation, key.first, rank) for rank in range(world_size)}
-                held |= {keys.MarkerKey(keys.CommitKey(key.generation, key.first), rank) for rank in range(world_size)}
+                committed = [replace(key, rank=rank) for rank in range(world_size)]
+                held |= {*committed, *(each.constants for each in committed if each.constants)}
+                held |= {keys.MarkerKey.of(each, 0, 0, "0" * 16, "") for each in committed}
                 held.add(keys.CommitKey(key.generation, key.first))
+        if draw(st.booleans()):
+            held |= {each.constants for each in bases if each.constants}
         held |= set(draw(st.lists(reports(), max_size=4)))
         contents.append(Contents.of((key, 1) for key in held))
     seen = Observation(roles, tuple(contents), 0, world_size, 2, lineage)
     told = draw(st.booleans()) and needs_agreement(roles, world_size)
     return Observation(*vars_of(seen), mark=agreed([reach(seen)]) if told else None)
+
+
+def referring(key: keys.ShardKey, made: list[tuple[int, int]]) -> keys.ShardKey:
+    """The key of a base as its recorder writes it: it refers to the newest constants that there are by then."""
+    if key.stream is not keys.Stream.BASE:
+        return key
+    return replace(key, refers_to=max((each for each in made if each <= (key.generation, key.first)), default=()))
 
 
 def vars_of(seen: Observation) -> tuple[tuple[Role, ...], tuple[Contents, ...], int, int, int, Lineage]:
@@ -187,17 +206,40 @@ def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
         puts: list[tuple[int, keys.Key]] = [(each.target_tier, each.target) for each in transfers]
         puts += [(role.index, key) for role in seen.roles for key in retention.reports(seen, role.index)]
         to_be_marked = [(role.index, shard) for role in seen.roles for shard in to_mark(seen, role.index)]
-        puts += [(index, keys.MarkerKey(keys.CommitKey.of(shard), shard.rank)) for index, shard in to_be_marked]
+        puts += [(index, keys.MarkerKey.of(shard, 0, 0, "0" * 16, "")) for index, shard in to_be_marked]
         puts += [(role.index, key) for role in seen.roles for key in (*to_commit(seen, role.index),)]
         seen = seen.after(puts)
         gone = retention.reclaimable(seen)
         assert checked_deletions(seen, gone, "retention") == (gone, [])
         after = seen.without(gone)
         check_nothing_needed_is_gone(seen, after)
+        check_no_base_loses_what_it_refers_to(seen, after)
         if not puts and not any(gone.values()):
             return
         seen = after
     raise AssertionError("placement and retention never come to rest")
+
+
+def check_no_base_loses_what_it_refers_to(before: Observation, after: Observation) -> None:
+    for role in before.roles:
+        for rank in range(before.world_size):
+            for base in after.contents[role.index].bases(rank):
+                completed = before.contents[role.index].completes(base)
+                assert after.contents[role.index].completes(base) or not completed
+                committed = keys.CommitKey.of(base) in after.contents[role.index] and role.shared
+                assert not committed or rank or after.contents[role.index].completes(base)
+
+
+@given(observations(), st.data())
+def test_whoever_asks_no_base_loses_what_it_refers_to(seen: Observation, data: st.DataObject) -> None:
+    """A retention that would delete anything."""
+    everything = {role.index: sorted(seen.contents[role.index], key=str) for role in seen.roles}
+    wanted = {
+        index: data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+        for index, held in everything.items()
+    }
+    allowed, _ = checked_deletions(seen, wanted, "evil")
+    check_no_base_loses_what_it_refers_to(seen, seen.without(allowed))
 
 
 def check_nothing_needed_is_gone(before: Observation, after: Observation) -> None:

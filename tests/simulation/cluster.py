@@ -63,6 +63,8 @@ class Cluster(Surveys):
         """What a process had asked of the durable tier when it was killed, and is still to arrive there."""
         self.history: dict[tuple[str, int, int], State] = {}
         """What was captured: (token of the generation, version, rank) -> state."""
+        self.referred: dict[tuple[str, int, int], object] = {}
+        """The content of the constants that a base refers to, by the same."""
         self.trained_to = 0
         self.recover(None, 0)
 
@@ -147,7 +149,10 @@ class Cluster(Surveys):
     def capture_base(self, index: int) -> None:
         rank = self.ranks[index]
         self.history[self.token, rank.version, index] = rank.state
-        rank.node.memory[ShardKey.base(self.generation, rank.version, index)] = rank.state
+        # A version gets one base: where its capture is modelled twice, both are the same.
+        again = rank.node.memory.contents.shard(CommitKey(self.generation, rank.version), index)
+        refers_to = self.constants(index) if again is None else again.refers_to
+        rank.node.memory[ShardKey.base(self.generation, rank.version, index, refers_to)] = rank.state
         staying = [
             key
             for key in rank.node.memory
@@ -155,6 +160,31 @@ class Cluster(Surveys):
         ]
         gone = self.retention.reclaimable(self.observe(index), (0,))[0]
         assert len([key for key in staying if key not in gone]) <= BASES_MAX, "more bases than admission counted"
+
+    def constants(self, index: int) -> tuple[int, ...]:
+        """What the rank's next base refers to: now and then to new ones, or to none, since all has changed."""
+        rank = self.ranks[index]
+        drawn = self.random.random()
+        if drawn < 0.1:
+            rank.refers_to = ()
+        elif drawn < 0.3 or not rank.refers_to:
+            rank.refers_to = self.generation, rank.version
+            rank.node.memory[ShardKey.constant(self.generation, rank.version, index)] = self.token, rank.version
+        if rank.refers_to:
+            generation, version = rank.refers_to
+            key = ShardKey.constant(generation, version, index)
+            self.referred[self.token, rank.version, index] = rank.node.memory[key]
+        return rank.refers_to
+
+    def bring_constants(self, found: Found) -> None:
+        """What the recovered bases refer to comes to the first tier: the next ones may refer to it as well."""
+        for index, (rank, point) in enumerate(zip(self.ranks, found.points or (), strict=False)):
+            chosen = plan(point, index, found.sound(index))
+            assert isinstance(chosen, Plan)
+            rank.refers_to = chosen.anchor.key.refers_to
+            if chosen.constants is not None:
+                key = chosen.constants.key
+                rank.node.memory[key] = self.tiers_of(index)[chosen.constants.tier][key]
 
     # Failures
 
@@ -302,11 +332,11 @@ class Cluster(Surveys):
             trained = max((key.last for key in held), default=0)
             assert trained == 0, f"versions up to {trained} lie here, and they were taken for a new job"
             for rank in self.ranks:
-                rank.state = ()
+                rank.state, rank.refers_to = (), ()
             return
         for index, (rank, point) in enumerate(zip(self.ranks, points, strict=True)):
-            rank.state = self.rebuild(point, index, found.sound(index))
             token = lineage.branches[point.generation].token
+            rank.state = self.rebuild(point, index, found.sound(index), token)
             assert rank.state == self.history[token, point.last, index], "another state than was captured"
         if before is not None:
             if not found.past.away:
@@ -316,11 +346,14 @@ class Cluster(Surveys):
         seen = NEVER if self.shared else self.within_reach(lineage, anywhere=True)
         assert points[0].last >= seen, f"{seen} lies on other ranks' nodes, and {points[0].last} was recovered"
 
-    def rebuild(self, point: RecoveryPoint, index: int, sources: frozenset[Copy]) -> State:
+    def rebuild(self, point: RecoveryPoint, index: int, sources: frozenset[Copy], token: str) -> State:
         chosen = plan(point, index, sources)
         assert isinstance(chosen, Plan), f"rank {index}: {chosen}"
         tiers = self.tiers_of(index)
         state: State = tiers[chosen.anchor.tier][chosen.anchor.key]  # type: ignore[assignment]
+        if chosen.constants is not None:
+            read = tiers[chosen.constants.tier][chosen.constants.key]
+            assert read == self.referred[token, point.anchor, index], "another object than the base refers to"
         for source in chosen.batches:
             steps: State = tiers[source.tier][source.key]  # type: ignore[assignment]
             for version, step in zip(source.key.versions, steps, strict=True):
@@ -344,6 +377,7 @@ class Cluster(Surveys):
         self.trained_to = left_at
         self.due.clear()
         self.clear_tiers(found, left_at if points else None)
+        self.bring_constants(found)
         for arrives in self.in_flight:
             arrives()
         self.in_flight = []
@@ -389,7 +423,8 @@ class Cluster(Surveys):
         for index in range(self.world):
             for held in self.tiers_of(index)[: -1 if self.shared else None]:
                 using = {other for other in range(self.world) if any(held is each for each in self.tiers_of(other))}
-                assert {key.rank for key in shards(held)} <= using, "memory of ranks that moved away is not freed"
+                left = {key.rank for key in shards(held) if key.stream is not Stream.CONSTANT}  # those go later
+                assert left <= using, "memory of ranks that moved away is not freed"
 
 
 def is_base(key: Key, generation: int, rank: int) -> bool:

@@ -309,7 +309,7 @@ class Cluster:
         self.locked: set[tuple[str, int]] = set()
         self.base_begun = asyncio.Event()
         """A base has begun after the one that its generation opens with."""
-        self.history: dict[tuple[int, int], tuple[bytes, bytes, int]] = {}
+        self.history: dict[tuple[int, int], tuple[bytes, bytes, bytes, int]] = {}
         """The bits of (rank, version), in whichever life it came to be first."""
         self._used: set[str] = set()
         self.calls = 0

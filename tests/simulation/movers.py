@@ -31,6 +31,8 @@ class Rank:
     state: State = ()
     mark: int | None = NO_MARK
     """What its mover was told."""
+    refers_to: tuple[int, ...] = ()
+    """The generation and version of the constants to which its next base may refer."""
 
     @property
     def version(self) -> int:
@@ -182,12 +184,14 @@ class Movers:
 
     def do_mark(self, shard: ShardKey) -> None:
         assert shard in self.durable
-        self.durable[MarkerKey(CommitKey.of(shard), shard.rank)] = None
+        self.durable[MarkerKey(CommitKey.of(shard), shard.rank, refers_to=shard.refers_to)] = None
 
     def do_commit(self, index: int, key: CommitKey) -> None:
         assert index == 0
         for rank in range(self.world):
-            assert key.shard(rank) in self.durable, "committed, but not whole"
+            shard = self.durable.contents.shard(key, rank)
+            assert shard is not None, "committed, but not whole"
+            assert self.durable.contents.completes(shard), "committed, and what it refers to is not there"
         self.durable[key] = None
 
     def do_delete(self, tier: Tier, index: int, key: Key) -> None:

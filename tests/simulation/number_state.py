@@ -1,7 +1,7 @@
 """A training state of NumPy arrays, and its streams: small, without torch, every bit of it compared.
 
 Momentum and a generator of its own make each step depend on all before it, so that a state which skipped or mixed
-versions shows.
+versions shows. One array changes seldom: bases refer to it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from tiercheck.format.container import (
     ShardMetadata,
     ShardWriter,
     TensorSpec,
+    checksum_of,
     header_room,
     shard_nbytes,
 )
 from tiercheck.format.host_state import pack
+from tiercheck.format.references import REFERENCES, Reference, References, read_references, referred
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
@@ -36,6 +38,9 @@ __all__ = ["NumberState"]
 Array = NDArray[np.float32]
 SIZE = 24
 HOST_BYTES_MAX = 256
+REFERENCES_BYTES_MAX = 256
+CHANGES_EVERY = 11
+"""Between two changes of the array that changes seldom, so many versions."""
 STORED = ("weight", "momentum")
 LEARNING_RATE, MOMENTUM = np.float32(0.05), np.float32(0.9)
 
@@ -49,14 +54,17 @@ class NumberState:
     def __post_init__(self) -> None:
         self.weight: Array = np.arange(SIZE, dtype=np.float32) + self.rank
         self.momentum: Array = np.zeros(SIZE, np.float32)
+        self.frozen: Array = np.arange(SIZE, dtype=np.float32) - self.rank
         self.draw = self.rank + 1
 
     @property
-    def bits(self) -> tuple[bytes, bytes, int]:
-        return self.weight.tobytes(), self.momentum.tobytes(), self.draw
+    def bits(self) -> tuple[bytes, bytes, bytes, int]:
+        return self.weight.tobytes(), self.momentum.tobytes(), self.frozen.tobytes(), self.draw
 
     def gradient(self, version: int) -> dict[str, Array]:
-        """Of the coming step; it moves the generator."""
+        """Of the coming step; it moves the generator, and changes what changes seldom."""
+        if version % CHANGES_EVERY == 0:
+            self.frozen += np.float32(1)
         self.draw = (self.draw * 6364136223846793005 + version) % 2**63
         noise = np.float32(self.draw % 1000) / np.float32(500) - np.float32(1)
         return {"weight": self.weight * np.float32(0.1) + noise}
@@ -134,7 +142,11 @@ class NumberStream:
         size = state.weight.size
         record, self.base_specs = specs_of(gradient_name(0, "weight", ""), size=size), specs_of(*STORED, size=size)
         self.nbytes_max = self.nbytes_expected = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
-        self.base_nbytes = shard_nbytes(self.base_specs, {"host": HOST_BYTES_MAX})
+        self.base_nbytes = shard_nbytes(self.base_specs, {"host": HOST_BYTES_MAX, REFERENCES: REFERENCES_BYTES_MAX})
+        self.constants_nbytes = shard_nbytes(specs_of("frozen"), {"host": HOST_BYTES_MAX})
+        self.refers: tuple[ShardKey, References] | None = None
+        """What bases may refer to."""
+        self._recorded = b""
 
     def metadata(self, key: ShardKey) -> ShardMetadata:
         return ShardMetadata.of(key, self.world_size, self.token)
@@ -157,8 +169,14 @@ class NumberStream:
     def load(self, residuals: Mapping[str, Any]) -> None:
         pass
 
+    def refer_to(self, key: ShardKey, references: References) -> None:
+        self.refers = key, references
+
+    def give_up_constants(self) -> None:
+        self.refers = None
+
     def mark_recorded(self) -> None:
-        pass
+        self._recorded = self.state.frozen.tobytes()
 
     def mark_stepped(self, *, every_bit: bool = False) -> None:
         pass
@@ -167,7 +185,7 @@ class NumberStream:
         pass
 
     def frozen_changed(self) -> bool:
-        return False
+        return self._recorded != self.state.frozen.tobytes()
 
     def masters_rewritten(self) -> tuple[str, ...]:
         return ()
@@ -193,14 +211,46 @@ class NumberRecord:
         return self._writing.finish(self._stream.metadata(self._key), self._stream.state.host_state())
 
 
+class NumberConstants:
+    """What changes seldom, as it is now."""
+
+    def __init__(self, stream: NumberStream, base: ShardKey) -> None:
+        self.key = ShardKey.constant(base.generation, base.first, base.rank)
+        self.nbytes_max = stream.constants_nbytes
+        self._metadata = stream.metadata(self.key)
+        self._frozen = stream.state.frozen.copy()
+        held = Reference("F32", (SIZE,), checksum_of(self._frozen.tobytes()))
+        self.references = References(stream.token, {"frozen": held})
+
+    def copy(self, memory: memoryview) -> None:
+        self._writing = Writing(memory, specs_of("frozen"), "host")
+        self._writing.add("frozen", self._frozen)
+
+    def finish(self) -> int:
+        return self._writing.finish(self._metadata, {})
+
+
 class NumberBase:
     disturbed = False
     unexpected = ()
 
     def __init__(self, stream: NumberStream, key: ShardKey) -> None:
-        self._stream, self._key = stream, key
-        self._objects = {"host": stream.state.host_state(), **stream.meant}
+        self._stream = stream
+        self._objects: dict[str, Any] = {"host": stream.state.host_state(), **stream.meant}
         self.nbytes_max = stream.base_nbytes
+        self.constants: NumberConstants | None = None
+        self.key, self._refers = key, stream.refers
+        if not stream.state.frozen.size:
+            return
+        now = checksum_of(stream.state.frozen.tobytes())
+        if self._refers is None or self._refers[1].tensors["frozen"].checksum != now:
+            self.constants = NumberConstants(stream, key)
+            self._refers = self.constants.key, self.constants.references
+        self.key = replace(key, refers_to=(self._refers[0].generation, self._refers[0].first))
+        self._objects[REFERENCES] = self._refers[1].plain
+
+    def arrived(self) -> None:
+        self._stream.refers = self._refers
 
     def copy(self, memory: memoryview) -> None:
         """Of the state as it is now: if training went on too early, the base is of no version."""
@@ -209,13 +259,14 @@ class NumberBase:
         self._writing.add("momentum", self._stream.state.momentum)
 
     def finish(self) -> int:
-        return self._writing.finish(self._stream.metadata(self._key), *self._objects.values())
+        return self._writing.finish(self._stream.metadata(self.key), *self._objects.values())
 
 
 @dataclass(frozen=True)
 class Base:
     weight: Array
     momentum: Array
+    frozen: Array
     host_state: Mapping[str, Any]
 
 
@@ -251,8 +302,12 @@ class NumberReader:
     def expect(self) -> None:
         pass
 
-    def base(self, shard: Shard, *, tier: str, places: str) -> Base:
-        return Base(array_in(shard, "weight"), array_in(shard, "momentum"), shard.object("host"))
+    def base(self, shard: Shard, constants: Shard | None, *, tier: str, places: str) -> Base:
+        frozen = np.zeros(0, np.float32)
+        if (references := read_references(shard)) is not None:
+            assert constants is not None
+            (frozen,) = (np.frombuffer(each.data, np.float32) for each in referred(references, constants))
+        return Base(array_in(shard, "weight"), array_in(shard, "momentum"), frozen, shard.object("host"))
 
     def led_on(self, base: Base, shard: Shard, *, tier: str) -> Base:
         raise AssertionError("there are no snapshots")
@@ -268,6 +323,7 @@ class NumberReader:
 
     async def rebuild(self, base: Base, start: Base, make: MakeRuns, scheduler: Scheduler) -> Rebuilt:
         self._state.weight[:], self._state.momentum[:] = start.weight, start.momentum
+        self._state.frozen = start.frozen.copy()
         host_state = start.host_state
         async for run in make(1):
             for record in run.records:

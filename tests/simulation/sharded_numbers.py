@@ -38,6 +38,7 @@ class ShardedNumbers(NumberState):
         self.held = slice(self.first, min(SIZE, self.first + each))
         self.weight: Array = np.arange(SIZE, dtype=np.float32)[self.held]
         self.momentum: Array = np.zeros(self.weight.size, np.float32)
+        self.frozen: Array = np.zeros(0, np.float32)  # what is converted is stored anew in any case
         self.draw = 1
 
     def index(self) -> LogicalIndex:
@@ -134,7 +135,7 @@ class NumberConversion:
 class SizedReader(NumberReader):
     """Of an old rank, whose part has a size of its own."""
 
-    def base(self, shard: Shard, *, tier: str, places: str) -> Any:
-        base = super().base(shard, tier=tier, places=places)
+    def base(self, shard: Shard, constants: Shard | None, *, tier: str, places: str) -> Any:
+        base = super().base(shard, constants, tier=tier, places=places)
         self._state.weight, self._state.momentum = base.weight.copy(), base.momentum.copy()
         return base

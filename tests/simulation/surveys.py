@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tests.simulation.movers import Movers
 from tests.simulation.tiers import Tier
 from tiercheck.errors import RecoveryError
-from tiercheck.keys import ShardKey
+from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan, plan
@@ -113,7 +113,10 @@ class Surveys(Movers):
             branches=frozenset((tier, branch) for tier, each in seen.items() for branch in each.branches.values()),
             recorded=frozenset((tier, generation) for tier, each in seen.items() for generation in each.recorded),
             generations=frozenset(
-                (t, key.generation) for t, each in seen.items() for key in self.listed_shards(each, index)
+                (t, key.generation)
+                for t, each in seen.items()
+                for key in self.listed_shards(each, index)
+                if key.stream is not Stream.CONSTANT
             ),
             away=tuple((tier, "it does not answer") for tier in held if tier not in seen),
         )

@@ -10,6 +10,7 @@ import pytest
 from tests.simulation.cluster import BASES_MAX, Cluster
 from tests.simulation.seeds import play_each
 from tests.simulation.surveys import shards
+from tests.simulation.tiers import Tier
 from tiercheck.keys import LineageKey, ShardKey, Stream
 from tiercheck.policy.watermark import LINEAGE_RECORDS_KEPT
 
@@ -117,7 +118,8 @@ def check_memory(cluster: Cluster, index: int) -> None:
     node = cluster.ranks[index].node
     there = {other for other, rank in enumerate(cluster.ranks) if rank.node is node}
     assert {key.rank for key in shards(node.memory)} == there, "other ranks' objects are gone"
-    held = shards(node.memory, index)
+    held = recorded(node.memory, index)
+    check_constants(cluster, index, node.memory)
     assert {key.generation for key in held} == {cluster.generation}
     bases = [key for key in held if key.stream is Stream.BASE]
     assert len(bases) == 2 or (len(bases) == 1 and not cluster.shared), "two bases deep, or the one agreed on"
@@ -130,15 +132,30 @@ def check_neighbour(cluster: Cluster, index: int) -> None:
     kept = cluster.tiers_of(index)[1]
     keep_there = {other for other in range(cluster.world) if cluster.tiers_of(other)[1] is kept}
     assert {key.rank for key in shards(kept)} == keep_there, "other ranks' objects are gone"
-    held = shards(kept, index)
+    held = recorded(kept, index)
+    check_constants(cluster, index, kept)
     bases = [key for key in held if key.stream is Stream.BASE]
     assert 1 <= len(bases) <= 2
     oldest = min(bases)
     assert all((key.generation, key.last) >= (oldest.generation, oldest.last) for key in held)
 
 
+def recorded(tier: Tier, index: int) -> list[ShardKey]:
+    """A rank's shards, but for its constants."""
+    return [key for key in shards(tier, index) if key.stream is not Stream.CONSTANT]
+
+
+def check_constants(cluster: Cluster, index: int, tier: Tier) -> None:
+    """What a base refers to is there, and nothing else but what bases elsewhere refer to."""
+    held = [key for key in shards(tier, index) if key.stream is Stream.CONSTANT]
+    assert {key.constants for key in shards(tier, index)} - {None} <= set(held)
+    everywhere = {key.constants for each in cluster.tiers_of(index) for key in shards(each, index)}
+    assert set(held) <= everywhere, "constants are kept for nothing"
+
+
 def check_durable(cluster: Cluster, index: int, newest: int) -> None:
-    durable = [key for key in cluster.durable if isinstance(key, ShardKey) and key.rank == index]
+    durable = recorded(cluster.durable, index)
+    check_constants(cluster, index, cluster.durable)
     bases = [key.first for key in durable if key.stream is Stream.BASE]
     kept = {base for base in bases if not cluster.keep_every or base % cluster.keep_every}
     assert len(kept) <= cluster.keep_last

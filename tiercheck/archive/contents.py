@@ -9,10 +9,11 @@ from typing import Any
 
 from tiercheck import schema
 from tiercheck.archive.inventory import Inventory, Recoverable
-from tiercheck.archive.shards import from_any, read_object
+from tiercheck.archive.shards import from_any, read_object, read_references
 from tiercheck.errors import RecoveryError
 from tiercheck.format.container import ShardHeader, TensorSpec
 from tiercheck.format.header import OBJECT_PREFIX
+from tiercheck.format.references import References
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.recovery.consensus import RecoveryPoint
@@ -36,7 +37,7 @@ class Contents:
     """Of the generation."""
     tensors: tuple[TensorSpec, ...]
     """The base's, by their names in the shard: ``master/NAME``, ``state/NAME/KEY``, ``extra/NAME``,
-    ``residual/NAME``."""
+    ``residual/NAME``; those that it refers to among them."""
     hyperparameters: list[dict[str, Any]]
     """Per parameter group, as of the base."""
     host_state: Mapping[str, Any]
@@ -49,20 +50,23 @@ async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: 
         raise RecoveryError(f"version {chosen.version} is of {chosen.world_size} ranks; there is no rank {rank}")
     plan = chosen.plans[rank]
 
-    async def of_base(tier: OpenTier, key: ShardKey, header: ShardHeader) -> tuple[Identity, Any, Any]:
+    async def of_base(
+        tier: OpenTier, key: ShardKey, header: ShardHeader
+    ) -> tuple[Identity, Any, Any, References | None]:
         identity, optimizer, host = await asyncio.gather(
             *(read_object(tier, key, header, name) for name in ("identity", "optimizer", "host"))
         )
-        return schema.read(Identity, identity), optimizer, host
+        return schema.read(Identity, identity), optimizer, host, await read_references(tier, key, header)
 
     async def of_version(tier: OpenTier, key: ShardKey, header: ShardHeader) -> Any:
         name = "host" if key.stream is Stream.SNAPSHOT else host_name(chosen.version)
         return await read_object(tier, key, header, name)
 
-    header, (identity, optimizer, host) = await from_any(hierarchy, inventory, plan.anchor, of_base)
+    header, (identity, optimizer, host, references) = await from_any(hierarchy, inventory, plan.anchor, of_base)
     if plan.batches:
         _, host = await from_any(hierarchy, inventory, plan.batches[-1], of_version)
-    specs = (each.spec for each in header.extents if not each.is_padding)
+    specs = [each.spec for each in header.extents if not each.is_padding]
+    specs += references.specs if references is not None else ()
     return Contents(
         chosen.version,
         rank,

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiercheck.archive.inventory import Inventory, Recoverable
-from tiercheck.archive.shards import from_any, read_object
+from tiercheck.archive.shards import from_any, read_object, read_references
 from tiercheck.format.container import ShardHeader, TensorSpec
 from tiercheck.format.index.logical import LogicalIndex
 from tiercheck.format.index.message import INDEX, read_index
+from tiercheck.format.references import References
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 
@@ -21,7 +22,7 @@ RANKS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class StoredIndex:
-    """What one rank's base stores."""
+    """What one rank's base stores, or refers to."""
 
     index: LogicalIndex
     specs: Mapping[str, TensorSpec]
@@ -32,13 +33,16 @@ async def read_indexes(hierarchy: OpenHierarchy, inventory: Inventory, chosen: R
     """By rank. Errors: ``RecoveryError`` if no copy of a rank's base can be read."""
     slots = asyncio.Semaphore(RANKS_AT_ONCE)
 
-    async def read(tier: OpenTier, key: ShardKey, header: ShardHeader) -> LogicalIndex:
-        return read_index(await read_object(tier, key, header, INDEX))
+    async def read(tier: OpenTier, key: ShardKey, header: ShardHeader) -> tuple[LogicalIndex, References | None]:
+        index = read_index(await read_object(tier, key, header, INDEX))
+        return index, await read_references(tier, key, header)
 
     async def index_of(rank: int) -> StoredIndex:
         async with slots:
-            header, index = await from_any(hierarchy, inventory, chosen.plans[rank].anchor, read)
-            return StoredIndex(index, {extent.spec.name: extent.spec for extent in header.extents})
+            header, (index, references) = await from_any(hierarchy, inventory, chosen.plans[rank].anchor, read)
+            specs = [extent.spec for extent in header.extents]
+            specs += references.specs if references is not None else ()
+            return StoredIndex(index, {spec.name: spec for spec in specs})
 
     found = await asyncio.gather(*(index_of(rank) for rank in range(chosen.world_size)))
     return dict(enumerate(found))

@@ -29,7 +29,7 @@ __all__ = ["Generation", "Held", "Inventory", "Recoverable", "Stored"]
 
 @dataclass(frozen=True)
 class Held:
-    """What one tier holds of a base, a snapshot, or the differentials after a base."""
+    """What one tier holds of a base, a snapshot, the differentials after a base, or constants."""
 
     tier: str
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Stored:
-    """A base, a snapshot, or the differentials from one base to the next."""
+    """A base, a snapshot, the differentials from one base to the next, or what does not change."""
 
     stream: Stream
     first: int
@@ -247,7 +247,7 @@ class Inventory:
             tuple(sorted(versions)),
             spans_of(set.intersection(*versions.values())),
             sum(contents.objects[key].nbytes for key in held),
-            held[0].stream is not Stream.DIFFERENTIAL and CommitKey.of(held[0]) in contents.commits,
+            held[0].stream in (Stream.BASE, Stream.SNAPSHOT) and CommitKey.of(held[0]) in contents.commits,
             max(filter(None, times), default=None),
         )
 

@@ -18,6 +18,7 @@ from tiercheck.format.checksums import (
 )
 from tiercheck.format.container import ShardHeader
 from tiercheck.format.header import Extent
+from tiercheck.format.references import REFERENCES, References
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
@@ -33,6 +34,7 @@ __all__ = [
     "read_header",
     "read_object",
     "read_part",
+    "read_references",
     "verify_shard",
 ]
 
@@ -54,6 +56,17 @@ async def read_digests(tier: OpenTier, key: ShardKey, header: ShardHeader) -> di
         if not known or checksum_of_blocks(digests) != extents[name].checksum:
             raise Corruption(f"the digests of {name!r} are those of another tensor", tier=tier.name, key=str(key))
     return found
+
+
+async def read_references(tier: OpenTier, key: ShardKey, header: ShardHeader) -> References | None:
+    """What a base says of the tensors that lie in its constants; ``None`` if it has all of its own. Errors: as of
+    :func:`read_object`."""
+    if not key.refers_to:
+        return None
+    try:
+        return References.read(await read_object(tier, key, header, REFERENCES))
+    except ValueError as error:
+        raise Corruption(f"what it refers to cannot be read: {error}", tier=tier.name, key=str(key)) from error
 
 
 async def read_part(

@@ -271,6 +271,10 @@ class Shard:
         return self._header.file_nbytes
 
     @property
+    def header(self) -> ShardHeader:
+        return self._header
+
+    @property
     def digest(self) -> str:
         """The checksum of the header: the header holds the checksum of every tensor, so two
         shards of one digest are the same."""

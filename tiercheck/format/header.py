@@ -138,6 +138,8 @@ class ShardMetadata:
     world_size: int
     notes: Mapping[str, str] = field(default_factory=dict, hash=False)
     token: str = ""
+    refers_to: tuple[int, ...] = ()
+    """As the shard's key has it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", dict(self.notes))
@@ -149,12 +151,13 @@ class ShardMetadata:
 
     @classmethod
     def of(cls, key: keys.ShardKey, world_size: int, token: str) -> ShardMetadata:
-        return cls(key.stream, key.generation, key.first, key.last, key.rank, world_size, token=token)
+        place = key.stream, key.generation, key.first, key.last, key.rank
+        return cls(*place, world_size, token=token, refers_to=key.refers_to)
 
     @property
     def key(self) -> keys.ShardKey:
         """The name this shard belongs under."""
-        return keys.ShardKey(self.generation, self.stream, self.first, self.last, self.rank)
+        return keys.ShardKey(self.generation, self.stream, self.first, self.last, self.rank, self.refers_to)
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,8 @@ def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
         raise HeaderTooLarge(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
     strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream), "token": metadata.token}
     strings |= {name: str(getattr(metadata, name)) for name in _NUMBERS}
+    if metadata.refers_to:
+        strings["refers_to"] = keys.reference(metadata.refers_to)
     strings |= {f"note:{name}": text for name, text in metadata.notes.items()}
     strings |= {f"xxh3_64:{extent.spec.name}": extent.checksum for extent in extents if extent.checksum is not None}
     strings |= {f"dtype:{extent.spec.name}": extent.spec.dtype for extent in extents if extent.spec.dtype in STORED_AS}
@@ -291,11 +296,12 @@ def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], not
         notes=notes,
         token=_ZEROS,
     )
+    refers = f',"refers_to":"{keys.reference((keys.GENERATION_MAX, keys.VERSION_MAX))}"'  # as a base may
     extents = [Extent(spec, NBYTES_MAX, _ZEROS) for spec in tensors]
     # An object is U8: its offsets and its one dimension have at most as many digits as NBYTES_MAX.
     extents += [Extent(TensorSpec(OBJECT_PREFIX + name, "U8", (NBYTES_MAX,)), 0, _ZEROS) for name in objects]
     extents += [Extent.padding(len(extents) + index, NBYTES_MAX, ALIGNMENT) for index in range(len(extents))]
-    slack = len(extents) * len(str(NBYTES_MAX))  # the objects' start offsets, counted above as one digit
+    slack = len(refers) + len(extents) * len(str(NBYTES_MAX))  # the objects' start offsets, counted above as one digit
     return round_up(LENGTH_NBYTES + len(header_json(worst, extents)) + slack)
 
 
@@ -388,7 +394,9 @@ def interpret(strings: dict[str, str]) -> tuple[ShardMetadata, dict[str, str], d
             raise ValueError(f"its metadata has {value[:80]!r} for a number")
     numbers = {name: int(fields[name]) for name in _NUMBERS}
     stream = keys.Stream(fields["stream"])
-    return ShardMetadata(stream=stream, **numbers, notes=notes, token=fields["token"]), checksums, dtypes
+    refers_to = keys.parse_reference(fields.get("refers_to", ""))
+    metadata = ShardMetadata(stream=stream, **numbers, notes=notes, token=fields["token"], refers_to=refers_to)
+    return metadata, checksums, dtypes
 
 
 def read_extents(text: str, position: int, checksums: dict[str, str], dtypes: dict[str, str]) -> Iterator[Extent]:

@@ -25,6 +25,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+CONSTANTS_AT_MOST = 2
 USAGE_S_MAX = 5.0
 """A store that must be listed to tell what it holds may take longer: then it is not asked."""
 
@@ -57,12 +58,15 @@ class Demand:
     """What is reserved for one."""
     kind: str
     """What records are called."""
+    constants_nbytes: int = 0
+    """What bases refer to: it is there once, and once more while others take its place."""
 
     @classmethod
     def of(cls, stream: StateStream, config: CheckpointConfig) -> Self:
         return cls(
             bases=bases_at_most(),
             base_nbytes=stream.base_nbytes,
+            constants_nbytes=stream.constants_nbytes,
             records=2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1 if stream.supersedes else differentials_at_most(config),
             record_nbytes=stream.nbytes_expected,
             record_nbytes_max=stream.nbytes_max,
@@ -71,21 +75,25 @@ class Demand:
 
     @property
     def nbytes(self) -> int:
-        return self.bases * self.base_nbytes + self.records * self.record_nbytes + self.record_nbytes_max
+        records = self.records * self.record_nbytes + self.record_nbytes_max
+        return self.bases * self.base_nbytes + CONSTANTS_AT_MOST * self.constants_nbytes + records
 
     def check(self, limit_bytes: int, config: CheckpointConfig, *, tier: str) -> None:
         """Errors: ``CapacityExceeded`` if a tier of ``limit_bytes`` cannot hold this."""
         if self.nbytes > limit_bytes:
+            constants = bytes_text(self.constants_nbytes)
+            once = f", what does not change ({constants}, at times twice)" if self.constants_nbytes else ""
             raise CapacityExceeded(
-                f"the first tier must hold {self.bases} bases of {bytes_text(self.base_nbytes)} and {self.records} "
-                f"{self.kind} of {bytes_text(self.record_nbytes)}, {bytes_text(self.nbytes)} in all, but has room for "
-                f"{bytes_text(limit_bytes)}: give it more, or lower base_every (now {config.base_every})",
+                f"the first tier must hold {self.bases} bases of {bytes_text(self.base_nbytes)}{once} and "
+                f"{self.records} {self.kind} of {bytes_text(self.record_nbytes)}, {bytes_text(self.nbytes)} in all, "
+                f"but has room for {bytes_text(limit_bytes)}: give it more, or lower base_every (now "
+                f"{config.base_every})",
                 tier=tier,
             )
 
     def reservations(self, room: int, base_every: int) -> list[tuple[int, int]]:
-        """(bytes, count) of the reservations to come, in the order of need, beside the opening base. If not all fit
-        into ``room``, bases come first: what one costs that is not ready is felt most."""
+        """(bytes, count) of the reservations to come, in the order of need, beside the opening base and its constants.
+        If not all fit into ``room``, bases come first: what one costs that is not ready is felt most."""
         bases = min(self.bases - 1, room // self.base_nbytes)
         records = min(self.records, (room - bases * self.base_nbytes) // self.record_nbytes_max)
         soon = min(records, base_every)

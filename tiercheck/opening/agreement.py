@@ -61,7 +61,8 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
         try:
             held = await visible(tier, generation)
             held = {source for source in held if is_own(source) or source.key.rank not in unsure}
-            held = {source for source in held if source.key.generation not in others}
+            staying = {source.key.constants for source in held if source.key.generation in others}
+            held = {each for each in held if each.key.generation not in others and each.key not in staying}
             if past.is_scattered:
                 held = {source for source in held if is_own(source) or source.key.generation not in ancestors}
             gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned)

@@ -164,12 +164,17 @@ def retention_without_effect(tiers: OpenHierarchy, retention: RetentionPolicy) -
 
 
 def too_little_room(
-    tiers: OpenHierarchy, usage: Usage, base_nbytes: int, world_size: int, config: CheckpointConfig
+    tiers: OpenHierarchy,
+    usage: Usage,
+    base_nbytes: int,
+    world_size: int,
+    config: CheckpointConfig,
+    constants_nbytes: int = 0,
 ) -> str | None:
-    """``usage``: of the last tier. One base is written before the oldest goes."""
+    """``usage``: of the last tier. One base is written before the oldest goes. What does not change is there once."""
     if usage.limit_bytes is None:
         return None
-    needed = (config.keep_last + 1) * base_nbytes * world_size
+    needed = ((config.keep_last + 1) * base_nbytes + constants_nbytes) * world_size
     if needed <= usage.limit_bytes:
         return None
     return (

@@ -34,6 +34,7 @@ from tiercheck.opening.announcement import (
     too_little_room,
     turned,
 )
+from tiercheck.opening.constants import brought
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
@@ -173,7 +174,8 @@ class _Startup:
         try:
             state.stream.token = branch.token
             mark = await clear_tiers(ranks, opened.tiers, restored, branch.generation)
-            recording, read_from = await ranks.exchange("beginning to save", lambda: self.begin(state, opened, start))
+            beginning = "beginning to save"
+            recording, read_from = await ranks.exchange(beginning, lambda: self.begin(state, opened, start, restored))
         except GroupError:  # the ranks cannot agree to take it back
             raise
         except Exception:
@@ -185,7 +187,8 @@ class _Startup:
         mover_life = self.held.mover_life = MoverLife(recording.mover, ranks.scheduler)
         if ranks.rank == 0:
             read = dict.fromkeys(chain.from_iterable(read_from))
-            log.info("%s", begun(recovery, read, opened.tiers, branch.generation, opened.demand.base_nbytes))
+            nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
+            log.info("%s", begun(recovery, read, opened.tiers, branch.generation, nbytes))
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)
             if keeps and restored.dropped:
@@ -291,7 +294,9 @@ class _Startup:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
         return _OpenTiers(placed, tiers, demand, agent)
 
-    async def begin(self, state: _State, opened: _OpenTiers, start: _Start) -> tuple[_Recording, list[str]]:
+    async def begin(
+        self, state: _State, opened: _OpenTiers, start: _Start, restored: Restored
+    ) -> tuple[_Recording, list[str]]:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
@@ -313,6 +318,10 @@ class _Startup:
             settle=self.settling(agreement),
         )
         cautions = await self.cautions(state, opened, start.recovery)
+        if (found := restored.constants) is not None:
+            key, references = found[0].key, found[1]
+            if await brought(ranks, opened.tiers, key, references, restored.sound):
+                state.stream.refer_to(key, references)
         await recorder.begin()
         if start.recovery is None and ranks.world_size > 1:
             # No rank of a job that begins anew goes on before every rank has its first base. A rank without one could
@@ -384,7 +393,9 @@ class _Startup:
             scheduled = self.trained.host_state().get("scheduler") is not None
             found.append(overruled_options(state.given, self.trained.hyperparameters(), scheduled=scheduled))
         if (usage := await room_at_the_end(self.ranks, tiers)) is not None:
-            found.append(too_little_room(tiers, usage, opened.demand.base_nbytes, world_size, self.config))
+            demand = opened.demand
+            nbytes, once = demand.base_nbytes, demand.constants_nbytes
+            found.append(too_little_room(tiers, usage, nbytes, world_size, self.config, once))
         return [each for each in found if each is not None]
 
     async def hand_over(self, agent: NodeAgent | None, agreement: Agreement | None, mark: int) -> None:

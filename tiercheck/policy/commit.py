@@ -100,7 +100,7 @@ def _uncommitted(seen: Observation, contents: Contents) -> list[ShardKey]:
     What is older is superseded, and other ranks may be deleting their shards of it."""
     bases, snapshots = _newest_committed(seen, contents)
     return [
-        *(base for base in own_bases(seen, contents) if base.first > bases),
+        *(base for base in own_bases(seen, contents) if base.first > bases and contents.completes(base)),
         *(shard for shard in own_snapshots(seen, contents) if shard.last > max(bases, snapshots)),
     ]
 

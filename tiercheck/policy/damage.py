@@ -21,19 +21,32 @@ __all__ = ["base_needed_after", "lost", "outlived"]
 
 
 def lost(seen: Observation, damaged: Iterable[Copy]) -> list[Copy]:
-    """The damaged copies whose content no tier holds, and which nothing newer supersedes."""
-    return [copy for copy in damaged if copy.key.generation == seen.generation and not _is_made_up_for(seen, copy.key)]
+    """The damaged copies whose content no tier holds, and which nothing newer supersedes. Constants may be of an older
+    generation than the bases that refer to them."""
+    return [
+        copy
+        for copy in damaged
+        if (copy.key.generation == seen.generation or copy.key.stream is Stream.CONSTANT)
+        and not _is_made_up_for(seen, copy.key)
+    ]
 
 
-def base_needed_after(lost: Iterable[Copy]) -> int | None:
+def base_needed_after(seen: Observation, lost: Iterable[Copy]) -> int | None:
     """The version after which only a newer base makes later versions recoverable; ``None`` if there is none."""
     # A base at the version of a lost differential replaces the differential. The next snapshot replaces a lost one.
+    # Without constants, no base that refers to them is any.
     needed = (
-        key.last if key.stream is Stream.BASE else key.last - 1
+        key.last - 1 if key.stream is Stream.DIFFERENTIAL else max(key.last, _newest_referring(seen, key))
         for key in (copy.key for copy in lost)
         if key.stream is not Stream.SNAPSHOT
     )
     return max(needed, default=None)
+
+
+def _newest_referring(seen: Observation, constants: ShardKey) -> int:
+    """The newest version of the rank's bases of this generation that refer to these constants; -1 if there is none."""
+    bases = (base for contents in seen.contents for base in own_bases(seen, contents))
+    return max((base.first for base in bases if base.constants == constants), default=-1)
 
 
 def outlived(seen: Observation, retention: Retention, damaged: Collection[Copy]) -> dict[int, list[Key]]:
@@ -59,6 +72,8 @@ def _is_made_up_for(seen: Observation, key: ShardKey) -> bool:
     if any(_is_held(contents, key) for contents in seen.contents):
         return True
     newest = max((base.first for contents in seen.contents for base in own_bases(seen, contents)), default=-1)
+    if key.stream is Stream.CONSTANT:  # a newer base refers to others, or to none
+        return _newest_referring(seen, key) < newest
     if key.stream is Stream.BASE:
         return newest > key.last
     if key.stream is Stream.SNAPSHOT:

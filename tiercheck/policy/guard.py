@@ -145,7 +145,7 @@ class _Needed:
     @classmethod
     def of(cls, seen: Observation, role: Role) -> _Needed:
         contents = seen.contents[role.index]
-        held = {(base.generation, base.first) for base in contents.bases(seen.rank)}
+        held = {(base.generation, base.first) for base in contents.bases(seen.rank) if contents.completes(base)}
         if role.shared:
             committed = {(each.generation, each.version) for each in contents.commits}
             held = {each for each in held & committed if seen.lineage.admits(*each)}
@@ -156,6 +156,10 @@ class _Needed:
         """Why the object may not be deleted; ``None``: it may."""
         seen, shared = self.seen, self.role.shared
         match key:
+            case ShardKey(stream=Stream.CONSTANT) if (base := seen.refers(key.rank, key)) is not None:
+                return f"which base {base.first} refers to"
+            case ShardKey(stream=Stream.CONSTANT) if self._may_be_referred_to(key):
+                return "which the next base may refer to"
             case ShardKey() | CommitKey() if shared and key.generation in seen.lineage.kept:
                 return "which was left behind on purpose, and stays until a start says otherwise"
             case ShardKey() if key.rank != seen.rank:
@@ -185,7 +189,18 @@ class _Needed:
         """A commit record without this rank's shard is none."""
         if not isinstance(key, CommitKey):
             return False
-        return key.shard(self.seen.rank) not in self.seen.contents[self.role.index]
+        return self.seen.contents[self.role.index].shard(key, self.seen.rank) is None
+
+    def _may_be_referred_to(self, key: ShardKey) -> bool:
+        """This rank's: whether no base of the present generation is newer than the constants. Another rank's: whether
+        it lives here."""
+        own = key.rank == self.seen.rank
+        tiers = self.seen.contents if own else self.seen.contents[self.role.index : self.role.index + 1]
+        bases = (base for contents in tiers for base in contents.bases(key.rank))
+        newest = max((base.first for base in bases if base.generation == self.seen.generation), default=-1)
+        if not own:
+            return newest >= 0
+        return newest < 0 or (self.seen.generation, newest) <= (key.generation, key.first)
 
     def _is_awaited(self, key: MarkerKey) -> bool:
         """Whether what the marker speaks of is there, and not committed yet."""

@@ -54,6 +54,14 @@ class _Held:
         return self._of(Stream.BASE)
 
     @cached_property
+    def base_at(self) -> Mapping[tuple[int, int], ShardKey]:
+        return {(key.generation, key.first): key for key in self.bases}
+
+    @cached_property
+    def constants(self) -> tuple[ShardKey, ...]:
+        return self._of(Stream.CONSTANT)
+
+    @cached_property
     def differentials(self) -> tuple[ShardKey, ...]:
         return self._of(Stream.DIFFERENTIAL)
 
@@ -186,6 +194,21 @@ class Contents:
         """The rank's bases, oldest first."""
         return self._held.get(rank, _NOTHING).bases
 
+    def constants(self, rank: int) -> tuple[ShardKey, ...]:
+        """The rank's constants, oldest first."""
+        return self._held.get(rank, _NOTHING).constants
+
+    def shard(self, commit: CommitKey, rank: int) -> ShardKey | None:
+        """The rank's shard of what is committed, or to be committed, if it is here."""
+        if commit.is_of_base:
+            return self._held.get(rank, _NOTHING).base_at.get((commit.generation, commit.version))
+        shard = commit.shard(rank)
+        return shard if shard in self else None
+
+    def completes(self, base: ShardKey) -> bool:
+        """Whether what the base refers to is here."""
+        return base.constants is None or base.constants in self
+
     def differentials(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's batches, oldest first."""
         return self._held.get(rank, _NOTHING).differentials
@@ -251,9 +274,14 @@ class Observation:
         return max(self.roles, key=lambda role: (role.survives, role.index))
 
     def own(self, role: Role) -> list[ShardKey]:
-        """This rank's shards in the tier."""
-        held = self.contents[role.index]
-        return [*held.bases(self.rank), *held.differentials(self.rank), *held.snapshots(self.rank)]
+        """This rank's shards in the tier, the constants among them."""
+        held, rank = self.contents[role.index], self.rank
+        return [*held.bases(rank), *held.differentials(rank), *held.snapshots(rank), *held.constants(rank)]
+
+    def refers(self, rank: int, constants: ShardKey) -> ShardKey | None:
+        """A base of the rank, in any tier, that refers to these constants."""
+        bases = (base for contents in self.contents for base in contents.bases(rank))
+        return next((base for base in bases if base.constants == constants), None)
 
     def after(self, puts: Iterable[tuple[int, Key]]) -> Observation:
         """The observation after these objects (tier index, key) were put."""

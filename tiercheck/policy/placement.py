@@ -1,6 +1,7 @@
 """Which stream goes to which tier.
 
-Versions are captured in the first tier: bases, and one differential a version. Every other tier is to hold each base.
+Versions are captured in the first tier: bases, and one differential a version. Every other tier is to hold each base,
+and before it the constants that the base refers to.
 
 A tier inside the cluster (a neighbour's memory) is to hold each differential as soon as possible, so that a failure
 of a node costs only what was on its way. A tier outside is to hold differentials in batches of N consecutive
@@ -60,20 +61,39 @@ class Placement:
         missing: list[Transfer] = []
         for role in seen.roles[1:]:
             for source in seen.roles[: role.index]:
+                missing += self._constants(seen, source, role)
                 missing += self._bases(seen, source, role)
             for source in seen.roles[: role.index]:
                 missing += self._batches(seen, source, role, closing)
                 missing += self._snapshots(seen, source, role, closing)
         return _first_per_target(missing)
 
-    def _bases(self, seen: Observation, source: Role, target: Role) -> Iterator[Transfer]:
+    def _constants(self, seen: Observation, source: Role, target: Role) -> Iterator[Transfer]:
+        """What bases refer to that the target holds or is to get: it has to be there before them, and goes there again
+        if it was lost there."""
+        held = seen.contents[target.index]
+        bases = [*held.bases(seen.rank), *self._bases_missing(seen, target)]
+        for key in dict.fromkeys(base.constants for base in bases):
+            if key is not None and key not in held and key in seen.contents[source.index]:
+                yield Transfer(source.index, target.index, (key,), key)
+
+    def _bases_missing(self, seen: Observation, target: Role) -> Iterator[ShardKey]:
+        for source in seen.roles[: target.index]:
+            bases = own_bases(seen, seen.contents[source.index])
+            yield from (base for base in bases if self._lacks(seen, base, target))
+
+    def _lacks(self, seen: Observation, base: ShardKey, target: Role) -> bool:
         held = seen.contents[target.index]
         newest = max((base.first for base in own_bases(seen, held)), default=-1)
+        # A base older than the newest there is superseded: it would be copied only to be deleted. But if no tier is
+        # shared, the ranks may be able to meet only at that base.
+        superseded = base.first < newest and seen.durable.shared
+        return base not in held and not superseded and self.wants(seen, base, target)
+
+    def _bases(self, seen: Observation, source: Role, target: Role) -> Iterator[Transfer]:
+        held = seen.contents[target.index]
         for base in own_bases(seen, seen.contents[source.index]):
-            # A base older than the newest there is superseded: it would be copied only to be deleted. But if no tier
-            # is shared, the ranks may be able to meet only at that base.
-            superseded = base.first < newest and seen.durable.shared
-            if base not in held and not superseded and self.wants(seen, base, target):
+            if self._lacks(seen, base, target) and held.completes(base):
                 yield Transfer(source.index, target.index, (base,), base)
 
     def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:

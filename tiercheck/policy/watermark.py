@@ -12,6 +12,7 @@ The watermark is the newest base committed in the tier that survives most. It ma
   that the job has no more: each of the present ones deletes that of a few;
 - what a user's request has left behind (:mod:`tiercheck.policy.recovery.request`) goes from the tiers inside the nodes
   alone, until a start says that it may go from the others;
+- constants that no base refers to any more, and none will (:func:`_unreferred`);
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
@@ -36,7 +37,7 @@ from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPol
 from tiercheck.policy.guard import Refusal, ask_retention
 from tiercheck.policy.metrics import metrics_of, to_report
 from tiercheck.policy.observation import Contents, Observation, Role
-from tiercheck.policy.placement import Placement, Transfer
+from tiercheck.policy.placement import Placement, Transfer, own_bases
 from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.relayout import left_to
@@ -81,7 +82,8 @@ class Retention:
                 gone[role.index] = [*shared, *(records if seen.rank == COORDINATOR else ())]
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
-            gone[role.index] = [*own, *(_left_behind(seen, role) if settled else ()), *records]
+            left = _left_behind(seen, role) if settled else []
+            gone[role.index] = [*own, *_unreferred(seen, role), *left, *records]
         if seen.rank == COORDINATOR and 0 in gone:
             gone[0] += self._reports_done(seen)
         return gone
@@ -158,11 +160,18 @@ class Retention:
             return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
         # Each tier is judged by itself: the others may be lost with a node.
         way = Readable.of(seen.own(role)).ways(seen.lineage.readable).get(way.last, way)
-        anchor = ShardKey.base(way.generation, way.anchor, seen.rank)
-        oldest = min([anchor, *seen.contents[role.index].bases(seen.rank)[-BASES_IN_VOLATILE_TIERS:]])
-        older = [key for key in seen.own(role) if (key.generation, key.last) <= (oldest.generation, oldest.last)]
-        led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else anchor
-        gone = [key for key in (*older, *superseded) if key not in (oldest, led)]
+        bases = seen.contents[role.index].bases(seen.rank)[-BASES_IN_VOLATILE_TIERS:]
+        oldest = min([(way.generation, way.anchor), *((base.generation, base.first) for base in bases)])
+        older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
+        led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else None
+        anchors = {oldest} if way.by_snapshot else {oldest, (way.generation, way.anchor)}
+        passed = [
+            key
+            for key in older
+            if key.stream is not Stream.CONSTANT
+            and not (key.stream is Stream.BASE and (key.generation, key.first) in anchors)
+        ]
+        gone = [key for key in (*passed, *superseded) if key != led]
         return list(dict.fromkeys(gone))
 
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
@@ -208,7 +217,8 @@ class Retention:
         records = [*late, *_commits_of([*gone, *passed], contents)] if seen.rank == COORDINATOR else []
         reports = contents.metrics if seen.rank == COORDINATOR else ()
         markers = _markers_done(seen, contents)
-        return [*records, *gone, *passed, *markers, *(filter(self._is_passed(seen, role), reports) if reports else ())]
+        told = filter(self._is_passed(seen, role), reports) if reports else ()
+        return [*records, *gone, *passed, *_unreferred(seen, role), *markers, *told]
 
     def _reports_done(self, seen: Observation) -> list[Key]:
         """Reports in the first tier that every shared tier has, or is not to have."""
@@ -278,17 +288,19 @@ def _is_kept(seen: Observation, key: Key) -> bool:
 
 
 def _own_commits(seen: Observation, contents: Contents) -> list[CommitKey]:
-    """The committed bases of the job's own past of which this rank's shard is there, oldest first."""
+    """The committed bases of the job's own past of which this rank's shard is there, and what it refers to. Oldest
+    first."""
+    held = ((commit, contents.shard(commit, seen.rank)) for commit in contents.commits)
     return [
         commit
-        for commit in contents.commits
-        if seen.lineage.admits(commit.generation, commit.version) and _is_whole(seen, contents, commit)
+        for commit, base in held
+        if base is not None and contents.completes(base) and seen.lineage.admits(commit.generation, commit.version)
     ]
 
 
 def _is_whole(seen: Observation, contents: Contents, commit: CommitKey) -> bool:
     """Whether this rank's shard of the committed base is still there."""
-    return commit.shard(seen.rank) in contents
+    return contents.shard(commit, seen.rank) is not None
 
 
 def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | None) -> bool:
@@ -301,17 +313,32 @@ def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | 
     return way is not None and not any(seen.lineage.admits(generation, way.last) for generation in older)
 
 
-def _left_behind(seen: Observation, role: Role) -> list[Key]:
+def _left_behind(seen: Observation, role: Role) -> list[ShardKey]:
     """Other ranks' shards of older generations. Those ranks run elsewhere now, or have another neighbour. No rank goes
     back behind what the present generation has settled, so every rank that sees such shards deletes them."""
     held = seen.contents[role.index]
-    return [
+    found: list[ShardKey] = []
+    for rank in held.left_behind(seen.generation):
+        if rank != seen.rank:
+            found += (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
+            lives_here = any(base.generation == seen.generation for base in held.bases(rank))
+            found += (key for key in held.constants(rank) if not lives_here and seen.refers(rank, key) is None)
+    return [key for key in found if key.generation < seen.generation]
+
+
+def _unreferred(seen: Observation, role: Role) -> list[ShardKey]:
+    """Constants in the tier to which no base refers, and no later one will. Whoever records refers to its newest
+    constants or to none: once a base of the present generation is newer than they are, that base tells."""
+    contents = seen.contents[role.index]
+    newest = max((base.first for each in seen.contents for base in own_bases(seen, each)), default=None)
+    gone = [
         key
-        for rank in held.left_behind(seen.generation)
-        if rank != seen.rank
-        for key in (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
-        if key.generation < seen.generation
+        for key in contents.constants(seen.rank)
+        if newest is not None and (key.generation, key.first) < (seen.generation, newest)
     ]
+    for rank in left_to(seen.rank, seen.world_size, seen.lineage) if role.shared else ():
+        gone += [key for key in contents.constants(rank) if key.generation < seen.generation]
+    return [key for key in gone if seen.refers(key.rank, key) is None]
 
 
 def _records_passed(seen: Observation, role: Role) -> list[Key]:
@@ -326,11 +353,11 @@ def _records_passed(seen: Observation, role: Role) -> list[Key]:
 
 def _led_to(seen: Observation, contents: Contents) -> list[CommitKey]:
     """The committed snapshots of which this rank has its own here, and the base for which it was made. Oldest first."""
-    bases = set(contents.bases(seen.rank))
+    bases = {(base.generation, base.first) for base in contents.bases(seen.rank)}
     return [
         commit
         for commit in contents.snapshot_commits
-        if _is_whole(seen, contents, commit) and ShardKey.base(commit.generation, commit.base, seen.rank) in bases
+        if _is_whole(seen, contents, commit) and (commit.generation, commit.base) in bases
     ]
 
 

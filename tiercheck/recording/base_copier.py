@@ -25,11 +25,14 @@ class CopiedBase:
     """The length of the base. ``None``: the state may have changed during the copy, so the base is given up."""
     unexpected: tuple[str, ...] = ()
     """Trained tensors of which the copy has other bits than the step left there, though no write was seen."""
+    constants_nbytes: int = 0
+    """Of the constants that came with it; 0: none."""
 
 
 @dataclass
 class BaseInFlight:
     version: int
+    capture: StateCapture
     copied: Future[bool]
     """Done when the state may change again. Its result: whether the state has changed before that."""
     published: Future[CopiedBase]
@@ -39,8 +42,8 @@ class BaseInFlight:
 @dataclass(frozen=True)
 class _Copied:
     base: CopiedBase
-    is_published: bool
-    """If not, the driver must wait to publish it."""
+    unpublished: tuple[tuple[Reservation, int], ...] = ()
+    """What the driver must wait to publish, in this order, and its length: the constants, and the base."""
 
 
 class BaseCopier:
@@ -51,11 +54,21 @@ class BaseCopier:
         self._arrived = arrived
         self._newest: BaseInFlight | None = None
 
-    def begin(self, version: int, capture: StateCapture, reservation: Reservation, *, lazily: bool) -> BaseInFlight:
-        """``lazily``: while the next forward and backward pass run."""
+    def begin(
+        self,
+        version: int,
+        capture: StateCapture,
+        reservation: Reservation,
+        constants: Reservation | None,
+        *,
+        lazily: bool,
+    ) -> BaseInFlight:
+        """``constants``: room for those that the capture brings. ``lazily``: while the next forward and backward pass
+        run."""
         copied: Future[bool] = Future()
-        made = self._scheduler.beside(lambda: _copy(capture, reservation, copied, lazily))
-        self._newest = BaseInFlight(version, copied, self._scheduler.start(self._publish(made, reservation)))
+        made = self._scheduler.beside(lambda: _copy(capture, reservation, constants, copied, lazily))
+        published = self._scheduler.start(self._publish(made, reservation, constants))
+        self._newest = BaseInFlight(version, capture, copied, published)
         return self._newest
 
     async def close(self) -> None:
@@ -63,32 +76,54 @@ class BaseCopier:
         if self._newest is not None:
             await self._scheduler.ends(self._newest.published, None)
 
-    async def _publish(self, made: Future[_Copied], reservation: Reservation) -> CopiedBase:
+    async def _publish(
+        self, made: Future[_Copied], reservation: Reservation, constants: Reservation | None
+    ) -> CopiedBase:
+        left = [each for each in (constants, reservation) if each is not None]
         try:
             copied = await settled(asyncio.wrap_future(made))  # a copy that still runs writes to the memory
             base = copied.base
-            if base.nbytes is not None and not copied.is_published:
-                await reservation.publish(base.nbytes)
+            if base.nbytes is not None:
+                left = [each for each, _ in copied.unpublished]
+            for each, nbytes in copied.unpublished:
+                await each.publish(nbytes)
+                left.remove(each)
         except BaseException:
-            await _drop(reservation)
+            for each in left:
+                await _drop(each)
             raise
         if base.nbytes is None:
-            await _drop(reservation)
+            for each in left:
+                await _drop(each)
         else:
             self._arrived()
         return base
 
 
-def _copy(capture: StateCapture, reservation: Reservation, copied: Future[bool], lazily: bool) -> _Copied:
+def _copy(
+    capture: StateCapture,
+    reservation: Reservation,
+    constants: Reservation | None,
+    copied: Future[bool],
+    lazily: bool,
+) -> _Copied:
     try:
+        if capture.constants is not None and constants is not None:
+            capture.constants.copy(constants.buffer)
         capture.copy(reservation.buffer)
     finally:
         copied.set_result(capture.disturbed)
-    nbytes = None if capture.disturbed else capture.finish()
-    if nbytes is None or (lazily and capture.unexpected):  # those writes may have come during the copy
-        return _Copied(CopiedBase(None, capture.unexpected), is_published=False)
-    is_published = reservation.publish_nowait(nbytes) is not None
-    return _Copied(CopiedBase(nbytes, capture.unexpected), is_published)
+    if capture.disturbed:
+        return _Copied(CopiedBase(None, capture.unexpected))
+    constants_nbytes = capture.constants.finish() if capture.constants is not None else 0
+    nbytes = capture.finish()
+    if capture.disturbed or (lazily and capture.unexpected):  # those writes may have come during the copy
+        return _Copied(CopiedBase(None, capture.unexpected))
+    base = CopiedBase(nbytes, capture.unexpected, constants_nbytes)
+    due = [(reservation, nbytes)] if constants is None else [(constants, constants_nbytes), (reservation, nbytes)]
+    while due and due[0][0].publish_nowait(due[0][1]) is not None:
+        del due[0]
+    return _Copied(base, tuple(due))
 
 
 async def _drop(reservation: Reservation) -> None:

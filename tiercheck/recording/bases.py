@@ -108,6 +108,7 @@ class Bases:
         after = self._mover.status.base_needed_after
         if after is None or after < self._begun:
             return False
+        self._stream.give_up_constants()  # they may be among what is lost
         log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
         return True
 
@@ -137,11 +138,18 @@ class Bases:
         if not opening:
             await self._wait_for_room(version)
         began = self._scheduler.time()
-        capture = self._stream.base(self._key(version))
-        reservation = await self._memory.reserve(self._key(version), capture.nbytes_max)
+        capture = self._stream.base(ShardKey.base(self._generation, version, self._rank))
+        constants = capture.constants
+        room = await self._memory.reserve(constants.key, constants.nbytes_max) if constants is not None else None
+        try:
+            reservation = await self._memory.reserve(capture.key, capture.nbytes_max)
+        except BaseException:
+            if room is not None:
+                await self._memory.drop(room, f"dropping the constants of base {version}")
+            raise
         lazily = self._modes.copying.state is Copying.LAZY
         self._modes.base.on(BaseEvent.BEGUN)
-        self.in_flight = self._copier.begin(version, capture, reservation, lazily=lazily)
+        self.in_flight = self._copier.begin(version, capture, reservation, room, lazily=lazily)
         self._begun = version
         self._stream.mark_recorded()
         self._saves.count(base_stall_s=self._scheduler.time() - began)
@@ -239,12 +247,10 @@ class Bases:
             log.warning("base %d is given up, since its state was written to while it was copied", base.version)
             self._modes.copying.on(CopyingEvent.WRITTEN)
             return False
-        self._newest = self._key(base.version)
+        base.capture.arrived()
+        self._newest = base.capture.key
         self.anchor = base.version
         if base.version >= self._gap:
             self._modes.chain.on(ChainEvent.BASE)
-        self._saves.count(bases=1, captured_bytes=result.nbytes)
+        self._saves.count(bases=1, captured_bytes=result.nbytes + result.constants_nbytes)
         return True
-
-    def _key(self, version: int) -> ShardKey:
-        return ShardKey.base(self._generation, version, self._rank)

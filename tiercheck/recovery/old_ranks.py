@@ -178,7 +178,9 @@ class OldRanks:
         found: dict[Copy, int] = {}
         async for info in tier.listed(wanted):
             key = keys.parse(info.key)
-            if isinstance(key, ShardKey) and self._lineage.admits(key.generation, key.first):
+            if not isinstance(key, ShardKey):
+                continue
+            if key.stream is Stream.CONSTANT or self._lineage.admits(key.generation, key.first):
                 found[Copy(tier.index, key)] = info.nbytes
         return found
 

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from tiercheck.errors import Mismatch, RecoveryError
-from tiercheck.keys import LineageKey, ShardKey
+from tiercheck.keys import LineageKey, ShardKey, Stream
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Reachable, admitted, common, meeting
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
@@ -42,7 +42,10 @@ class OwnedCopies(Container[Copy]):
     def __contains__(self, copy: object) -> bool:
         if not isinstance(copy, Copy) or copy.key.rank >= len(self._told):
             return False
-        return contain(self._told[copy.key.rank].own[copy.tier], copy.key.generation)
+        told = self._told[copy.key.rank]
+        if copy.key.stream is Stream.CONSTANT:
+            return bool(told.constants) and contain(told.constants[copy.tier], copy.key.generation)
+        return contain(told.own[copy.tier], copy.key.generation)
 
 
 class Past:

@@ -45,6 +45,7 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
 from tiercheck.format import container
+from tiercheck.format.references import References, read_references
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import Stream
 from tiercheck.policy.observation import Copy
@@ -81,10 +82,18 @@ class VerifiedPart:
     """Over memory that is kept as long as this is."""
     start: Any
     """What is loaded: the base, or if a snapshot leads from it to the point, the state that comes of the two."""
+    references: References | None = None
+    """To the constants that the base lacks."""
 
     @property
     def point(self) -> RecoveryPoint:
         return self.plan.point
+
+    @property
+    def constants(self) -> tuple[Copy, References] | None:
+        """What the base refers to, and where it was read."""
+        source, references = self.plan.constants, self.references
+        return None if source is None or references is None else (source, references)
 
 
 @dataclass
@@ -106,7 +115,8 @@ class Reader:
     """The sources of what was handed out last, in order."""
     read_bytes: int = 0
     """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
-    _base: tuple[Copy, Any] | None = None
+    _base: tuple[Copy, Copy | None, Any, References | None] | None = None
+    """The base's source, that of its constants, the base, and what it says of them."""
     _digests: dict[Copy, str] = field(default_factory=dict)
     """What was verified, and the digest of its header, which holds the checksums of all the rest."""
     _held: dict[Copy, memoryview] = field(default_factory=dict)
@@ -130,7 +140,7 @@ class Reader:
         if part.point.by_snapshot:
             self.used = list(part.plan.sources)
             return
-        self.used = [part.plan.anchor]
+        self.used = list(part.plan.leading)
         left_s = self.deadline_s
         due = part.point.anchor + 1
         chosen: tuple[Copy, ...] | Unreachable = part.plan.batches
@@ -195,11 +205,11 @@ class Reader:
                 self._let_go()
                 return None
             try:
-                base = await self._verified_base(chosen, own, until)
+                base, references = await self._verified_base(chosen, own, until)
                 await self._verify_batches(chosen, base, own, until)
                 led = point.by_snapshot  # else the base is the point itself, or where a replay begins
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
-                return VerifiedPart(chosen, base, start)
+                return VerifiedPart(chosen, base, start, references)
             except Failed as failed:
                 self.copies.note(failed)
                 self._let_go()
@@ -207,24 +217,44 @@ class Reader:
             if pause_s := self.copies.pause(own, choice, left_s):
                 await asyncio.sleep(pause_s)
 
-    async def _verified_base(self, chosen: Plan, own: Collection[Copy], until: float) -> Any:
+    async def _verified_base(self, chosen: Plan, own: Collection[Copy], until: float) -> tuple[Any, References | None]:
         source = chosen.anchor
-        if self._base is not None and self._base[0] == source:
-            return self._base[1]
+        if self._base is not None and self._base[:2] == (source, chosen.constants):
+            return self._base[2:]
         self._base = None  # before the next one is read
         try:
             shard = self._parsed(source, await self._get(source, own, until))
             await asyncio.to_thread(shard.verify)
-            base = await asyncio.to_thread(self._decoded_base, source, shard)
+            references = read_references(shard)
         except TierError as error:
             raise Failed(source, error) from error
-        self._base = source, base
-        return base
+        constants = await self._verified_constants(chosen.constants, references, own, until)
+        try:
+            base = await asyncio.to_thread(self._decoded_base, source, shard, constants)
+        except TierError as error:
+            raise Failed(source, error) from error
+        self._base = source, chosen.constants, base, references
+        return base, references
 
-    def _decoded_base(self, source: Copy, shard: container.Shard) -> Any:
+    async def _verified_constants(
+        self, source: Copy | None, references: References | None, own: Collection[Copy], until: float
+    ) -> container.Shard | None:
+        """What a base refers to, all of it verified. Errors: ``Failed``, of the constants."""
+        if source is None or references is None:
+            return None
+        name, key = self.copies.name(source), str(source.key)
+        try:
+            shard = container.parse(await self._get(source, own, until), key=key, tier=name)
+            references.check(shard.header, tier=name)
+            await asyncio.to_thread(shard.verify)
+        except TierError as error:
+            raise Failed(source, error) from error
+        return shard
+
+    def _decoded_base(self, source: Copy, shard: container.Shard, constants: container.Shard | None) -> Any:
         """Errors: ``Corruption``; ``Unusable``."""
         with self._form(source, shard):
-            return self.state.base(shard, tier=self.copies.name(source), places=self._places)
+            return self.state.base(shard, constants, tier=self.copies.name(source), places=self._places)
 
     @contextmanager
     def _form(self, source: Copy, shard: container.Shard) -> Iterator[None]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tiercheck.errors import Mismatch, RecoveryError
 from tiercheck.format.index.assemble import Assembly, Holdings, assemble
-from tiercheck.keys import ShardKey, Stream
+from tiercheck.keys import ONE_VERSION, ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
@@ -201,7 +201,7 @@ class Relayout:
         """By old rank, the ways that can be read here."""
         held: dict[int, list[ShardKey]] = {}
         for copy in self._old.sound:
-            if copy.key.rank in self._old.indexes and (self._replays or copy.key.stream is Stream.BASE):
+            if copy.key.rank in self._old.indexes and (self._replays or copy.key.stream in ONE_VERSION):
                 held.setdefault(copy.key.rank, []).append(copy.key)
         return {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
 

@@ -22,6 +22,7 @@ from msgspec import Raw, Struct
 
 from tiercheck import schema
 from tiercheck.errors import RecoveryError
+from tiercheck.format.references import References
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
@@ -80,6 +81,8 @@ class Restored:
     (:mod:`tiercheck.streams.records.gradient_encoder`)."""
     sound: frozenset[Copy] = frozenset()
     """This rank's copies, less those that were found damaged."""
+    constants: tuple[Copy, References] | None = None
+    """What this rank's base referred to, and where that was read: the next bases may refer to it as well."""
     in_memory: bool = False
     """Every rank came to the version by what its first tier holds."""
     converted: bool = False
@@ -238,6 +241,7 @@ class Restorer:
                     turn=self._turn,
                     residuals=rebuilt.residuals,
                     sound=self._own - reader.quarantined.keys(),
+                    constants=part.constants,
                     in_memory=self._turn is None and self._found.in_memory(version),
                 )
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")

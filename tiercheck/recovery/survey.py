@@ -20,7 +20,7 @@ import xxhash
 from tiercheck import keys, schema
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, rank_prefix
+from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, Stream, rank_prefix
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.asking import patiently
@@ -136,7 +136,8 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
     async for info in tier.listed(prefixes):
         key = keys.parse(info.key)
         if isinstance(key, ShardKey):
-            looked.generations.add(key.generation)
+            if key.stream is not Stream.CONSTANT:  # newer generations refer to them, and nothing leads there
+                looked.generations.add(key.generation)
             if key.rank == rank:
                 looked.own.add(key)
             else:

@@ -63,6 +63,8 @@ class Told:
     """Tiers that could not be listed, and why."""
     others_last: int = NOTHING
     """The newest version of any other rank's shard; -1 if there is none. The shards: :func:`packed_others`."""
+    constants: tuple[tuple[Span, ...], ...] = ()
+    """By tier, the generations of its constants; empty if it has none."""
     whole: Reachable = ()
     """The versions that it could come to if the job could use each copy that is whole; empty if it can."""
     unusable: tuple[tuple[str, str], ...] = ()
@@ -87,14 +89,16 @@ class Told:
         names = [*tiers, *elsewhere]
         found = [generation for tier, generation in survey.generations if tier >= len(tiers)]
         own = [*survey.sources, *failed]
+        captured = [each for each in own if each.key.stream is not Stream.CONSTANT]
+        constants = [each for each in own if each.key.stream is Stream.CONSTANT]
         held = [source.key for source in survey.sources | survey.others]
         newest = max((key.generation for key in held), default=0)
-        bases = [key for key in held if key.generation == newest and key.stream is not Stream.DIFFERENTIAL]
+        bases = [key for key in held if key.generation == newest and key.stream in (Stream.BASE, Stream.SNAPSHOT)]
         whole = unusable or {}
         return cls(
             reach=Readable.of(source.key for source in survey.sources).reach(),
             in_first=Readable.of(source.key for source in survey.sources if source.tier == 0).reach(),
-            own=tuple(spans_of({each.key.generation for each in own if each.tier == tier}) for tier in places),
+            own=tuple(spans_of({each.key.generation for each in captured if each.tier == tier}) for tier in places),
             captured=tuple(spans_of(_of_tier(survey.generations, tier)) for tier in places),
             recorded=tuple(spans_of(_of_tier(survey.recorded, tier)) for tier in places),
             lineages=tuple(lineage_digest(_of_tier(survey.branches, tier)) for tier in range(len(names))),
@@ -107,6 +111,11 @@ class Told:
             last=tuple(_last(each.key for each in own if each.tier == tier) for tier in places),
             sound=_last(source.key for source in survey.sources),
             away=tuple((tier, error[:ERROR_CHARACTERS_MAX]) for tier, error in survey.away),
+            constants=tuple(
+                spans_of({each.key.generation for each in constants if each.tier == tier}) for tier in places
+            )
+            if constants
+            else (),
             others_last=_last(each.key for each in survey.others),
             whole=Readable.of(source.key for source in (*survey.sources, *whole)).reach() if whole else (),
             unusable=tuple(

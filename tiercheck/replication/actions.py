@@ -179,7 +179,7 @@ class Actions:
         indexes: list[str] = []
         for start in range(0, self._world_size, CHECKS_IN_FLIGHT):
             ranks = range(start, min(start + CHECKS_IN_FLIGHT, self._world_size))
-            checks = (self._checked(tier, key.shard(rank), said.get(rank, ())) for rank in ranks)
+            checks = (self._checked(tier, key, rank, said.get(rank, ())) for rank in ranks)
             checked = await asyncio.gather(*checks, return_exceptions=True)
             for each in checked:
                 if isinstance(each, BaseException):
@@ -202,10 +202,18 @@ class Actions:
         self._observer.put(tier.index, key, len(content))
         await self._fence(tier)  # what is deleted elsewhere because of this commit need not wait for this tier then
 
-    async def _checked(self, tier: OpenTier, shard: ShardKey, said: Sequence[MarkerKey]) -> tuple[MarkerKey, str]:
-        """The marker that says of the shard what is found, and the checksum of the shard's index. Two requests, one
-        after the other. Errors: ``Corruption`` if none does."""
-        found, index = await look_at(tier, shard, said[0].header_nbytes if said else 0)
+    async def _checked(
+        self, tier: OpenTier, commit: CommitKey, rank: int, said: Sequence[MarkerKey]
+    ) -> tuple[MarkerKey, str]:
+        """The marker that says of the rank's shard what is found, and the checksum of the shard's index. Two requests,
+        one after the other; that what the shard refers to is there is asked meanwhile. Errors: ``Corruption`` if no
+        marker does; ``NotFound``."""
+        shard = said[0].shard if said else commit.shard(rank)
+        looking = look_at(tier, shard, said[0].header_nbytes if said else 0)
+        if (constants := shard.constants) is None:
+            found, index = await looking
+        else:
+            (found, index), _ = await asyncio.gather(looking, tier.driver.stat(str(constants)))
         if found not in said:
             stated = " and ".join(each.said for each in said) or "nothing"
             raise Corruption(f"the shard has {found.said}, its marker says {stated}", tier=tier.name, key=str(shard))

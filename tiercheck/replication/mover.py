@@ -463,7 +463,7 @@ class Mover:
                 "has_room": undrained + unfolded < BASES_IN_VOLATILE_TIERS
                 and self._retention.has_room(seen, self._decided(seen)[0]),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
-                "base_needed_after": base_needed_after(without_copy),
+                "base_needed_after": base_needed_after(seen, without_copy),
             }
         obstacle = self._folder.obstacle(seen) if self._folder is not None else ""
         self.status = replace(

@@ -17,6 +17,7 @@ from tiercheck.errors import Corruption, Mismatch, TierCheckError
 from tiercheck.format.container import Shard
 from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.format.references import References
 from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
@@ -82,8 +83,38 @@ class RecordCapture(Protocol):
         ...
 
 
+class ConstantsCapture(Protocol):
+    """What the base is the first to refer to, on its way into the first tier's memory."""
+
+    @property
+    def key(self) -> ShardKey: ...
+
+    @property
+    def nbytes_max(self) -> int:
+        """Bytes to reserve for the shard."""
+        ...
+
+    def copy(self, memory: memoryview) -> None:
+        """Copy it, in any thread."""
+        ...
+
+    def finish(self) -> int:
+        """Close the shard, in any thread; returns its length in bytes."""
+        ...
+
+
 class StateCapture(Protocol):
     """A base on its way into the first tier's memory."""
+
+    @property
+    def key(self) -> ShardKey:
+        """It says what the base refers to."""
+        ...
+
+    @property
+    def constants(self) -> ConstantsCapture | None:
+        """What is to be there before the base, if it brings that: it is copied, finished and published first."""
+        ...
 
     @property
     def nbytes_max(self) -> int:
@@ -92,7 +123,8 @@ class StateCapture(Protocol):
 
     @property
     def disturbed(self) -> bool:
-        """Whether the state was written to before :meth:`copy` had returned: then the copy is of no one moment."""
+        """Whether the state was written to before :meth:`copy` had returned: then the copy is of no one moment. After
+        :meth:`finish` also if what the base refers to is of other bits. Such a base is none."""
         ...
 
     @property
@@ -106,6 +138,10 @@ class StateCapture(Protocol):
 
     def finish(self) -> int:
         """Close the shard, in any thread; returns its length in bytes."""
+        ...
+
+    def arrived(self) -> None:
+        """The base is in the first tier."""
         ...
 
 
@@ -142,6 +178,9 @@ class StateStream(Protocol):
     @property
     def base_nbytes(self) -> int: ...
 
+    @property
+    def constants_nbytes(self) -> int: ...
+
     def key(self, generation: int, version: int, rank: int) -> ShardKey: ...
 
     def begin(self, key: ShardKey, memory: memoryview) -> RecordCapture: ...
@@ -153,6 +192,10 @@ class StateStream(Protocol):
     def set_reference_base(self, base: Shard | None) -> None: ...
 
     def load(self, residuals: Mapping[str, Any]) -> None: ...
+
+    def refer_to(self, key: ShardKey, references: References) -> None: ...
+
+    def give_up_constants(self) -> None: ...
 
     def mark_recorded(self) -> None: ...
 
@@ -223,8 +266,9 @@ class StateReader(Protocol):
         """Learn from the live state what shards must hold. Idempotent."""
         ...
 
-    def base(self, shard: Shard, *, tier: str, places: str) -> Any:
-        """Errors: ``Corruption``; ``ConfigurationError`` if it is of another model or job."""
+    def base(self, shard: Shard, constants: Shard | None, *, tier: str, places: str) -> Any:
+        """``constants``: what it refers to. Errors: ``Corruption``; ``ConfigurationError`` if it is of another model or
+        job."""
         ...
 
     def led_on(self, base: Any, shard: Shard, *, tier: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -44,10 +45,21 @@ def test_what_another_copy_or_something_newer_makes_up_for_is_not_lost(
 
 
 def test_the_next_base_comes_after_all_that_is_lost() -> None:
-    assert base_needed_after([]) is None
-    assert base_needed_after([Copy(0, base(5)), Copy(0, single(4)), Copy(0, snapshot(5, 9))]) == 5
-    assert base_needed_after([Copy(0, single(7)), Copy(0, base(5))]) == 6
-    assert base_needed_after([Copy(0, snapshot(5, 9))]) is None, "the next one makes up for it"
+    here = seen([], [])
+    assert base_needed_after(here, []) is None
+    assert base_needed_after(here, [Copy(0, base(5)), Copy(0, single(4)), Copy(0, snapshot(5, 9))]) == 5
+    assert base_needed_after(here, [Copy(0, single(7)), Copy(0, base(5))]) == 6
+    assert base_needed_after(here, [Copy(0, snapshot(5, 9))]) is None, "the next one makes up for it"
+
+
+def test_lost_constants_need_a_base_after_all_that_refer_to_them() -> None:
+    constants = ShardKey.constant(1, 0, 0)
+    memory = [replace(base(0), refers_to=(1, 0)), replace(base(10), refers_to=(1, 0))]
+    here = seen(memory, [])
+    assert lost(here, [Copy(0, constants)]) == [Copy(0, constants)]
+    assert base_needed_after(here, [Copy(0, constants)]) == 10
+    assert lost(seen(memory, [constants]), [Copy(0, constants)]) == [], "another tier has them"
+    assert lost(seen([*memory, base(20)], []), [Copy(0, constants)]) == [], "the newest base does without them"
 
 
 def test_a_damaged_differential_goes_with_its_neighbours() -> None:

@@ -20,7 +20,7 @@ from tiercheck.archive.tiers import look_into, open_tier
 from tiercheck.errors import ConfigurationError, Corruption, JobConflict, NotFound, RecoveryError, TierError, Transient
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
-from tiercheck.keys import CommitKey, Key, LineageKey, MetricKey, ShardKey
+from tiercheck.keys import CommitKey, Key, LineageKey, MetricKey, ShardKey, Stream
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.recovery.lineage import LineageRecord
 from tiercheck.policy.recovery.spans import Span
@@ -123,11 +123,18 @@ def selected(inventory: Inventory, chosen: Recoverable | None) -> list[list[Key]
     if chosen is not None:
         shards = shards_of_version(chosen)
         records = sorted(commits_of(shards) & found)
-        return [list(shards), lineage, list(records)]
+        return [*by_need(shards), lineage, list(records)]
     shards = sorted((key for key in found if isinstance(key, ShardKey)), key=lambda key: (key.generation, key.last))
     metrics = sorted(key for key in found if isinstance(key, MetricKey))
     commits = sorted(key for key in found if isinstance(key, CommitKey))
-    return [list(shards), list(metrics), lineage, list(commits)]
+    return [*by_need(shards), list(metrics), lineage, list(commits)]
+
+
+def by_need(shards: Iterable[ShardKey]) -> list[list[Key]]:
+    """Constants, and what may refer to them."""
+    found = list(shards)
+    constants: list[Key] = [key for key in found if key.stream is Stream.CONSTANT]
+    return [constants, [key for key in found if key.stream is not Stream.CONSTANT]]
 
 
 class _Copying:

@@ -72,10 +72,10 @@ def in_order(keys: Iterable[Key]) -> tuple[Key, ...]:
 
 
 def steps(keys: Iterable[Key]) -> list[list[Key]]:
-    """What is deleted in one step is gone before the next one begins: commit records before what they speak of, and
-    bases after everything else. So whoever looks meanwhile is told nothing that is not so, and a removal
-    that was interrupted is found, and goes on, when it is asked for again."""
-    found: list[list[Key]] = [[], [], [], [], []]
+    """What is deleted in one step is gone before the next one begins: commit records before what they speak of, bases
+    after everything else, and what they refer to last. So whoever looks meanwhile is told nothing that is not so, and a
+    removal that was interrupted is found, and goes on, when it is asked for again."""
+    found: list[list[Key]] = [[], [], [], [], [], []]
     for key in in_order(keys):
         found[step_of(key)].append(key)
     return [each for each in found if each]
@@ -88,7 +88,7 @@ def step_of(key: Key) -> int:
         case LineageKey() | ClaimKey():
             return 1
         case ShardKey():
-            return 4 if key.stream is Stream.BASE else 3
+            return {Stream.BASE: 4, Stream.CONSTANT: 5}.get(key.stream, 3)
     return 2
 
 

@@ -72,10 +72,13 @@ def of_version(
 
 def of_generation(inventory: Inventory, generation: int, *, job_is_dead: bool = False) -> Removal:
     """All that the generation has captured, committed and reported. Its record stays: it is small, and tells what the
-    others come from. Errors: ``ConfigurationError``."""
+    others come from. So do its constants, to which bases of others may refer: what none refers to goes when the job's
+    mover, or a pruning, next looks. Errors: ``ConfigurationError``."""
 
     def is_of_it(key: Key) -> bool:
-        return not isinstance(key, LineageKey | JobKey) and key.generation == generation
+        if isinstance(key, LineageKey | JobKey) or (isinstance(key, ShardKey) and key.stream is Stream.CONSTANT):
+            return False
+        return key.generation == generation
 
     return decided(inventory, chosen(inventory, is_of_it, f"generation {generation}"), job_is_dead)
 

@@ -27,7 +27,7 @@ from tiercheck.archive.export.target import publish, work_directory
 from tiercheck.archive.export.universal import UniversalCheckpoint, torch_save
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.rebuild import rebuild
-from tiercheck.archive.shards import from_any, read_digests, read_part
+from tiercheck.archive.shards import from_any, read_digests, read_part, read_references
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import ShardHeader
 from tiercheck.format.header import STORED_AS, Extent
@@ -36,6 +36,7 @@ from tiercheck.format.index.boxes import copy_elements
 from tiercheck.format.index.logical import EXTRA, MASTER
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
+from tiercheck.policy.observation import Copy
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.tensors.as_bytes import DTYPES, array_of, tensor_in
 from tiercheck.types import ByteRange, Fidelity
@@ -204,26 +205,50 @@ class Canvas:
 async def copy_base(source: Source, rank: int, by_source: Mapping[str, Sequence[Transfer]], canvas: Canvas) -> None:
     """Of a version that is a base, its tensors straight from the tiers, a window at a time; what is damaged in one copy
     is read from another one."""
-    anchor = source.chosen.plans[rank].anchor
+    plan = source.chosen.plans[rank]
+    await copy_shard(source, plan.anchor, by_source, canvas)
+    if plan.constants is not None:
+        await copy_shard(source, plan.constants, by_source, canvas, plan.anchor)
 
-    async def call(read: Callable[[OpenTier, ShardKey, ShardHeader], Awaitable[T]], what: str) -> tuple[ShardHeader, T]:
-        reading = from_any(source.hierarchy, source.inventory, anchor, read)
+
+async def copy_shard(
+    source: Source,
+    copy: Copy,
+    by_source: Mapping[str, Sequence[Transfer]],
+    canvas: Canvas,
+    base: Copy | None = None,
+) -> None:
+    """What of these tensors lies in a shard; in constants, what the ``base`` refers to."""
+
+    async def call(
+        read: Callable[[OpenTier, ShardKey, ShardHeader], Awaitable[T]], what: str, copy: Copy = copy
+    ) -> tuple[ShardHeader, T]:
+        reading = from_any(source.hierarchy, source.inventory, copy, read)
         return await source.scheduler.call(reading, what=what, deadline_s=source.deadline_s)
 
-    header, digests = await call(read_digests, f"reading the checksums of {anchor.key}")
+    references = None
+    if base is not None:
+        _, references = await call(read_references, f"reading what {base.key} refers to", base)
+
+    async def checked(tier: OpenTier, key: ShardKey, header: ShardHeader) -> dict[str, bytes]:
+        if references is not None:
+            references.check(header, tier=tier.name)
+        return await read_digests(tier, key, header)
+
+    header, digests = await call(checked, f"reading the checksums of {copy.key}")
     extents = {extent.spec.name: extent for extent in header.extents}
-    for name, transfers in by_source.items():
-        extent = extents[name]
+    for name in by_source.keys() & (extents.keys() if references is None else references.tensors.keys()):
+        extent, transfers = extents[name], by_source[name]
         for window in windows(transfers, extent.spec.nbytes // max(1, math.prod(extent.spec.shape))):
 
             async def read(
                 tier: OpenTier, key: ShardKey, found: ShardHeader, window: Window = window, extent: Extent = extent
             ) -> memoryview:
                 if found.extents != header.extents:
-                    raise Corruption("it is another base than the first copy", tier=tier.name, key=str(key))
+                    raise Corruption("it is another shard than the first copy", tier=tier.name, key=str(key))
                 return await read_part(tier, key, found, extent, window.bytes, digests)
 
-            _, content = await call(read, f"reading {name} of rank {rank}")
+            _, content = await call(read, f"reading {name} of {copy.key}")
             elements = window.stop - window.start
             canvas.put(
                 window.transfers, tensor_in(content, extent.spec.dtype, (elements,), what=name), start=window.start

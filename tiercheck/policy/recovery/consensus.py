@@ -59,9 +59,14 @@ class Readable:
         bases: set[tuple[int, int]] = set()
         differentials: set[tuple[int, int]] = set()
         snapshots: set[tuple[int, int, int]] = set()
-        for shard in shards:
+        found = list(shards)
+        constants = {shard for shard in found if shard.stream is Stream.CONSTANT}
+        for shard in found:
+            if shard.stream is Stream.CONSTANT:
+                continue
             if shard.stream is Stream.BASE:
-                bases.add((shard.generation, shard.first))
+                if shard.constants is None or shard.constants in constants:  # without what it refers to it is none
+                    bases.add((shard.generation, shard.first))
             elif shard.stream is Stream.SNAPSHOT:
                 snapshots.add((shard.generation, shard.first - 1, shard.last))
             else:

@@ -84,20 +84,25 @@ def superseded_at_opening(
     up.
     ``sound``: the rank's own copies without those that were found damaged. ``lineage``: that of the recovery.
     ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see lies in memory
-    that the owner has left, and the owner has reached the recovery point without it.
+    that the owner has left, and the owner has reached the recovery point without it. Of
+    constants there may be copies there and where the owner is now: those go later (:mod:`tiercheck.policy.watermark`).
     """
     gone = [source for source in held if source.key.rank != rank and source not in seen_by_owner]
+    referred = {source.key.constants for source in sound if source.key.constants is not None}
     by_any = _ways([source.key for source in sound], lineage, versions)
     for role in roles:
         whole = {source.key for source in sound if source.tier == role.index}
         # A damaged copy is no part of a way: who goes that way reads another copy.
         parts = [way for way in by_any if any(_leads_to(way, key, lineage) for key in whole)]
-        based = [way for way in parts if ShardKey.base(way.generation, way.anchor, rank) in whole]
+        bases = {(key.generation, key.first) for key in whole if key.stream is Stream.BASE}
+        based = [way for way in parts if (way.generation, way.anchor) in bases]
         ways = [*parts, *_ways(whole, lineage, versions, based)]
         here = [source for source in held if source.tier == role.index and source.key.rank == rank]
         # Admission has counted two bases that stay: a damaged one takes the room of none.
         useless = {source for source in here if source.key.stream is Stream.BASE and source.key not in whole}
         leading = {source for source in here if any(_leads_to(way, source.key, lineage) for way in ways)}
+        # What a sound base anywhere refers to stays: bases of the generation that opens may refer to it as well.
+        leading |= {source for source in here if source.key in referred}
         gone += [source for source in here if source in useless or source not in leading]
     inside = {role.index for role in roles if not role.shared}
     return sorted(source for source in gone if source.tier in inside)
@@ -128,6 +133,8 @@ def _leads_to(way: RecoveryPoint, key: ShardKey, lineage: Lineage) -> bool:
     """Whether the shard is part of the way, or follows it in the same generation: another copy of a version in between
     may still be found."""
     if key.generation != way.generation or not lineage.admits(key.generation, key.first):
+        return False
+    if key.stream is Stream.CONSTANT:
         return False
     if key.stream is Stream.BASE:
         return key.first == way.anchor

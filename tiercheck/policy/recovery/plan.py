@@ -39,10 +39,17 @@ class Plan:
     point: RecoveryPoint
     anchor: Copy
     batches: tuple[Copy, ...]
+    constants: Copy | None = None
+    """What the anchor refers to."""
+
+    @property
+    def leading(self) -> tuple[Copy, ...]:
+        """What the base is read from: what it refers to comes first."""
+        return (self.anchor,) if self.constants is None else (self.constants, self.anchor)
 
     @property
     def sources(self) -> tuple[Copy, ...]:
-        return (self.anchor, *self.batches)
+        return (*self.leading, *self.batches)
 
 
 @dataclass(frozen=True)
@@ -81,20 +88,21 @@ def plan(point: RecoveryPoint, rank: int, sources: Iterable[Copy], order: Sequen
     """The cheapest way for ``rank`` to the recovery point, given the copies it can still read. ``order``: all tiers,
     cheapest first."""
     cost = {tier: at for at, tier in enumerate(order)}
-    own = [s for s in sources if (s.key.rank, s.key.generation) == (rank, point.generation)]
-    own.sort(key=lambda source: (cost.get(source.tier, source.tier), source))
-    bases: dict[int, Copy] = {}
-    for source in own:
-        if source.key.stream is Stream.BASE:
-            bases.setdefault(source.key.first, source)
-    if point.anchor not in bases:
+    everything = sorted(sources, key=lambda source: (cost.get(source.tier, source.tier), source))
+    own = [source for source in everything if (source.key.rank, source.key.generation) == (rank, point.generation)]
+    anchor = next((s for s in own if s.key.stream is Stream.BASE and s.key.first == point.anchor), None)
+    if anchor is None:
         return Unreachable(Stream.BASE, point.anchor)
+    # The constants are of this generation or an older one. Any tier's will do: the base says what they must be.
+    constants = next((s for s in everything if s.key == anchor.key.constants), None)
+    if anchor.key.refers_to and constants is None:
+        return Unreachable(Stream.CONSTANT, anchor.key.refers_to[1])
     if point.by_snapshot:
         snapshot = ShardKey.snapshot(point.generation, point.anchor, point.last, rank)
         led = next((source for source in own if source.key == snapshot), None)
-        return Plan(point, bases[point.anchor], (led,)) if led else Unreachable(Stream.SNAPSHOT, point.last)
+        return Plan(point, anchor, (led,), constants) if led else Unreachable(Stream.SNAPSHOT, point.last)
     following = batches(point, point.anchor + 1, rank, own, order)
-    return following if isinstance(following, Unreachable) else Plan(point, bases[point.anchor], following)
+    return following if isinstance(following, Unreachable) else Plan(point, anchor, following, constants)
 
 
 def batches(

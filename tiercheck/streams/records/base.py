@@ -4,7 +4,8 @@ A base v is the state after iteration v. Its tensors are
 
 - ``master/NAME``: what the optimizer updates,
 - ``state/NAME/KEY``: the optimizer's tensors for it,
-- ``extra/NAME``: what no optimizer updates: persistent buffers, frozen parameters,
+- ``extra/NAME``: what no optimizer updates: persistent buffers, frozen parameters. What has not changed lies in the
+  rank's constants instead (:mod:`tiercheck.streams.records.constants`), and the object ``references`` tells of it,
 - ``residual/NAME``: where training uses compressed gradients with error feedback, what of the master's gradients it
   has not used yet (:mod:`tiercheck.streams.records.gradient_encoder`),
 
@@ -18,7 +19,7 @@ theirs. By the digests in ``blocks`` a part of a long tensor is verified without
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -40,8 +41,10 @@ from tiercheck.format.container import (
 from tiercheck.format.host_state import pack
 from tiercheck.format.index.logical import EXTRA, MASTER
 from tiercheck.format.index.message import INDEX, plain_index
+from tiercheck.format.references import REFERENCES, References, read_references, referred
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
 from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.writes import Watch
@@ -102,6 +105,7 @@ class BaseCapture:
 
     ``host_state`` is the provider's where it is not given. ``expected`` has the checksums of the masters at the end of
     the iteration (:func:`~tiercheck.streams.tensors.writes.contents`): :meth:`finish` compares them with the copy's.
+    ``constants``: what the base may refer to; by default it is whole by itself.
     """
 
     def __init__(
@@ -115,12 +119,21 @@ class BaseCapture:
         host_state: Mapping[str, Any] | None = None,
         expected: Mapping[str, str] | None = None,
         index: PackedIndex | None = None,
+        constants: Constants | None = None,
     ) -> None:
-        self._metadata = ShardMetadata.of(key, world_size, token)
-        tensors, values = _tensors(provider)
-        tensors.update({f"residual/{name}": tensor for name, tensor in residuals.items()})
-        self._at_once = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("extra/")}
-        self._later = {name: tensor for name, tensor in tensors.items() if not name.startswith("extra/")}
+        everything, values = _tensors(provider)
+        everything |= {f"residual/{name}": tensor for name, tensor in residuals.items()}
+        extras = {name: tensor for name, tensor in everything.items() if name.startswith(EXTRA)}
+        self._later = {name: tensor for name, tensor in everything.items() if name not in extras}
+        self._known = constants
+        trained_nbytes = nbytes_of(self._later.values())
+        self._split = constants.split(trained_nbytes) if constants is not None else Split(extras, {}, {}, {})
+        self.constants, live = made_of(self._split, provider, key, world_size, token)
+        """New ones: they are to be copied before the base, finished before it, and published before it."""
+        self.key = replace(key, refers_to=self._refers_to())
+        self._metadata = ShardMetadata.of(self.key, world_size, token)
+        self._at_once = {name: tensor.clone() for name, tensor in self._split.inline.items()}
+        tensors = {**self._at_once, **self._later}
         group_of = provider.group_of()
         held = {
             "identity": schema.plain(provider.identity()),
@@ -134,9 +147,9 @@ class BaseCapture:
         self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
         self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
         self._objects[INDEX] = (index or PackedIndex(provider)).of_shapes(
-            {name: spec.shape for name, spec in self._specs.items()}
+            {name: tuple(tensor.shape) for name, tensor in everything.items()}
         )
-        self._watch = Watch(lambda: self._later)
+        self._watch = Watch(lambda: {**self._later, **live})
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
         self._expected = {f"master/{name}": content for name, content in (expected or {}).items()}
@@ -154,11 +167,13 @@ class BaseCapture:
         """Bytes to reserve for the shard."""
         of_blocks = {name: bytes(-(-nbytes // BLOCK_NBYTES) * DIGEST_NBYTES) for name, nbytes in self._blocks.items()}
         objects = {name: len(each.data) for name, each in self._objects.items()} | {BLOCKS: len(pack(of_blocks))}
+        references = self._references
+        objects[REFERENCES] = 0 if references is None else len(pack(references.plain))
         return shard_nbytes(self._specs.values(), objects)
 
     def copy(self, memory: memoryview) -> None:
         """Copy the state into ``memory``. Blocking; call it once. The state may change from its return on."""
-        writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS]))
+        writer = ShardWriter(memory, header_room(self._specs.values(), [*self._objects, BLOCKS, REFERENCES]))
         for name, tensor in {**self._at_once, **self._later}.items():
             spec = self._specs[name]
             slot = writer.slot(name, spec.dtype, spec.shape)
@@ -169,9 +184,13 @@ class BaseCapture:
         self._writer = writer
 
     def finish(self) -> int:
-        """Close the shard; returns its length in bytes. Not before :meth:`copy` has returned."""
+        """Close the shard; returns its length in bytes. Not before :meth:`copy` has returned, and the constants are
+        finished. If what the base refers to turns out to be of other bits, it is :attr:`disturbed`."""
         if self._writer is None:
             raise ValueError("a base is finished after it was copied")
+        self._verify_referred()
+        if (references := self._references) is not None:
+            self._writer.add_object(REFERENCES, references.plain)
         for name, value in self._objects.items():
             self._writer.add_object(name, value)
         digests = {name: block_digests(self._hashed.pop(name)) for name in self._blocks}
@@ -185,22 +204,54 @@ class BaseCapture:
         )
         nbytes = self._writer.finish(self._metadata, checksums=checksums)
         self._hashed.clear()
+        self._at_once = {}
         self._writer = None  # the tier reuses the memory only when nobody has a view of it
         return nbytes
 
+    def arrived(self) -> None:
+        """The base is in the first tier: later ones may refer to its constants."""
+        if self._known is not None and self.constants is not None:
+            self._known.adopt(self.constants.key, self.constants.references)
 
-def base_nbytes(provider: StateProvider, residuals: Mapping[str, torch.Tensor] = MappingProxyType({})) -> int:
-    """About how many bytes the tensors of a base take, for checking a tier's space ahead. Before the first step
+    def _refers_to(self) -> tuple[int, ...]:
+        found = self.constants.key if self.constants is not None else None
+        if self._split.referred and self._known is not None:
+            found = self._known.key
+        return () if found is None else (found.generation, found.first)
+
+    @property
+    def _references(self) -> References | None:
+        if self.constants is not None:
+            return self.constants.references
+        if self._split.referred and self._known is not None:
+            return References(self._known.token, self._split.referred)
+        return None
+
+    def _verify_referred(self) -> None:
+        """Compare all bits of what counts as unchanged since no write to it was seen."""
+        unverified, referred = self._split.unverified, self._split.referred
+        if differing := [name for name, each in unverified.items() if checksum(each) != referred[name].checksum]:
+            assert self._known is not None
+            self._known.differs(differing)
+            self.disturbed = True
+
+
+def base_nbytes(
+    provider: StateProvider, residuals: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> tuple[int, int]:
+    """About how many bytes the tensors of a base take, and those of the constants that it refers to, for checking a
+    tier's space ahead. Before the first step
     an optimizer may hold no state yet: then two tensors a master (Adam's moments) are assumed."""
     tensors, _ = _tensors(provider)
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors.values(), *residuals.values()))
+    nbytes = nbytes_of((*tensors.values(), *residuals.values()))
     if not provider.optimizer_state():
-        nbytes += 2 * sum(tensor.numel() * tensor.element_size() for tensor in provider.masters().values())
-    return nbytes
+        nbytes += 2 * nbytes_of(provider.masters().values())
+    return nbytes - constants_nbytes(provider, nbytes), constants_nbytes(provider, nbytes)
 
 
-def read_base(shard: Shard, *, tier: str) -> BaseState:
-    """Decode a base. Errors: ``Corruption`` if a checksum or the layout is wrong."""
+def read_base(shard: Shard, constants: Shard | None = None, *, tier: str) -> BaseState:
+    """Decode a base. ``constants``: what it refers to. Errors: ``Corruption`` if a checksum or the layout is wrong, of
+    either of the constants."""
     where = str(shard.metadata.key)
     masters: dict[str, torch.Tensor] = {}
     extras: dict[str, torch.Tensor] = {}
@@ -221,6 +272,15 @@ def read_base(shard: Shard, *, tier: str) -> BaseState:
             state.setdefault(master, {})[key] = tensor
         else:
             raise Corruption(f"a base has no tensor {name!r}", tier=tier, key=where)
+    if (references := read_references(shard)) is not None:
+        if constants is None:
+            raise Corruption("the constants that the base refers to are not at hand", tier=tier, key=where)
+        for entry in referred(references, constants):
+            what = f"tensor {entry.name} of {constants.metadata.key}"
+            tensor = tensor_in(memoryview(entry.data), entry.dtype, entry.shape, what=what)
+            name = entry.name.removeprefix(EXTRA)
+            if not entry.name.startswith(EXTRA) or extras.setdefault(name, tensor) is not tensor:
+                raise Corruption(f"a base refers to no tensor {entry.name!r}", tier=tier, key=where)
     try:
         optimizer: Any = shard.object("optimizer")
         identity: Any = shard.object("identity")

@@ -11,9 +11,11 @@ import xxhash
 
 from tiercheck.format import host_state
 from tiercheck.format.container import PackedObject, Shard
+from tiercheck.format.references import References
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.base import BaseCapture, PackedIndex, base_nbytes
+from tiercheck.streams.records.constants import Constants
 from tiercheck.streams.tensors.as_bytes import array_of
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.writes import Watch, contents
@@ -61,6 +63,9 @@ class IterationStream(abc.ABC):
         """A checksum of all bits of each master as of the last look, if a base is due."""
         self._recorded: dict[str, str] = {}
         self._index = PackedIndex(provider)
+        self.refers = True
+        """Whether its bases may refer to constants. What is folded must not: it is made of a base alone."""
+        self._constants = Constants(provider)
         self._frozen = Watch(provider.frozen)
         self._masters = Watch(provider.masters)
         self.packed_host_state()
@@ -96,13 +101,28 @@ class IterationStream(abc.ABC):
             host_state=self.host_state(),
             expected=self.contents,
             index=self._index,
+            constants=self._constants if self.refers else None,
         )
 
     @property
     def base_nbytes(self) -> int:
         """About the bytes of a base."""
         objects = self.host_nbytes + len(self._index.of_now().data)
-        return base_nbytes(self.provider, self.saved_with_bases()) + objects
+        base, constants = base_nbytes(self.provider, self.saved_with_bases())
+        return base + objects + (0 if self.refers else constants)
+
+    @property
+    def constants_nbytes(self) -> int:
+        """About the bytes of the constants; 0 if there will be none."""
+        return base_nbytes(self.provider, self.saved_with_bases())[1] if self.refers else 0
+
+    def refer_to(self, key: ShardKey, references: References) -> None:
+        """The state is what a base was that has these references: bases may refer to the same constants."""
+        self._constants.adopt(key, references)
+
+    def give_up_constants(self) -> None:
+        """What bases refer to may be lost: the next one refers to none of it."""
+        self._constants.give_up()
 
     def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:  # noqa: B027  most need not know
         """The coming step of ``version`` is not recorded."""

@@ -50,7 +50,7 @@ def _folded(
     base: Shard, differentials: Sequence[Shard], tier: str, check: Callable[[], None], threads: int
 ) -> BaseCapture:
     reader = StoredReader(threads=threads)
-    began = reader.base(base, tier=tier, places=tier)
+    began = reader.base(base, None, tier=tier, places=tier)  # it is whole: such a job's bases refer to nothing
     state = StoredState(began.identity, began.group_of, index=index_of(base))
     state.load(
         masters=began.masters,

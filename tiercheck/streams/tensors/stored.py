@@ -205,8 +205,8 @@ class StoredReader(TensorReader):
     def expect(self) -> None:
         """There is no live state to compare with."""
 
-    def base(self, shard: Shard, *, tier: str, places: str) -> BaseState:
-        base = read_base(shard, tier=tier)
+    def base(self, shard: Shard, constants: Shard | None, *, tier: str, places: str) -> BaseState:
+        base = read_base(shard, constants, tier=tier)
         self._expected = Expected.of_base(base)
         self._expected.check_base(base)
         if base.masters.keys() != base.group_of.keys() or max(base.group_of.values(), default=0) >= len(

@@ -44,13 +44,15 @@ class TensorState:
         kernel_selection.warm_up(self._provider, exact=config.exact_replay)
 
     def stream(self, world_size: int) -> StateStream:
-        return stream_of(
+        stream = stream_of(
             self._provider,
             self._config.codec,
             world_size,
             train_on_compressed=self._config.train_on_compressed,
             encode_threads=self._config.encode_threads,
         )
+        stream.refers = self._config.bases != "fold"
+        return stream
 
     def reader(self) -> TensorReader:
         return TensorReader(self._provider, exact=self._config.exact_replay)
@@ -99,8 +101,8 @@ class TensorReader:
     def expect(self) -> None:
         self._expected = self._expected or Expected.of(self._provider)
 
-    def base(self, shard: Shard, *, tier: str, places: str) -> BaseState:
-        base = read_base(shard, tier=tier)
+    def base(self, shard: Shard, constants: Shard | None, *, tier: str, places: str) -> BaseState:
+        base = read_base(shard, constants, tier=tier)
         if self._expected is not None:
             self._expected.check_identity(base, places)
             self._expected.check_base(base)
