@@ -8,7 +8,7 @@ fails on one rank fails on all. Then the generation is taken back, and everythin
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -315,7 +315,8 @@ class _Startup:
             rank=ranks.rank,
             generation=start.branch.generation,
             version=start.version,
-            settle=self.settling(agreement),
+            settle=agreement.settle if agreement else None,
+            before_bases=self.before_bases,
         )
         cautions = await self.cautions(state, opened, start.recovery)
         if (found := restored.constants) is not None:
@@ -331,19 +332,6 @@ class _Startup:
         self.held.preparing = ranks.scheduler.start(preparing)
         read_from = [tier for _, tier in start.recovery.sources] if start.recovery else []
         return _Recording(recorder, mover, agreement, cautions), read_from
-
-    def settling(self, agreement: Agreement | None) -> Callable[[int], Awaitable[None]] | None:
-        """What the ranks do together before all of them make a base."""
-        compare = self.before_bases
-        if compare is None:
-            return agreement.settle if agreement else None
-
-        async def settle(version: int) -> None:
-            if agreement is not None:
-                await agreement.settle(version)
-            compare()
-
-        return settle
 
     def make_cadence(self, version: int) -> Cadence:
         """The cadence, from the version at which the generation opens."""

@@ -77,8 +77,10 @@ class Recorder:
         generation: int,
         version: int,
         settle: Callable[[int], Awaitable[None]] | None = None,
+        before_bases: Callable[[], None] | None = None,
     ) -> None:
-        """``settle`` is called on every rank, at the versions at which all ranks make a base."""
+        """``settle`` is called on every rank, at the versions at which all ranks make a base; ``before_bases`` at those
+        at which one is due, whoever makes it."""
         self.version = version
         """The newest version captured."""
         self.trained = version
@@ -91,6 +93,7 @@ class Recorder:
         self._placement = placement
         self._config = config
         self._rank = rank
+        self._before_bases = before_bases
         self._generation = generation
         self._modes = Modes()
         self._saves = Saves(config, self._modes)
@@ -292,6 +295,8 @@ class Recorder:
             due = await self._bases.is_due(version)
         if due or self._bases.is_needed():
             with self._saves.saving(version):
+                if due and self._before_bases is not None:
+                    self._before_bases()
                 if due and await self._bases.left_to_mover(version):
                     self._saves.failure = None
                     return

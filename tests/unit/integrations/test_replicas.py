@@ -337,3 +337,22 @@ def test_nodes_that_keep_nothing_for_each_other_store_the_whole(
         succeeded(job.run(2, 2))
     assert "no tier outlives a node, and the ranks are on several" in caplog.text
     assert masters(job.bases(1)[-1]) == TRAINED
+
+
+def test_parts_are_folded_and_compared_all_the_same(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if one rank captures its base: no rank waits for the others there."""
+
+    def disturb(rank: int, version: int, model: torch.nn.Module) -> None:
+        if (rank, version) == (0, 7):
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.mul_(1.5)
+
+    saved = succeeded(job.run(2, 9, bases="fold"))
+    assert reached(job.run(2, 9, bases="fold")) == {(9, "exact")}
+    other = Job(job.directory / "other", job.name, disturb=disturb)
+    job.lose(0, 1)
+    with caplog.at_level(logging.WARNING):
+        parted = succeeded(other.run(2, 9, bases="fold"))
+    assert "the ranks hold different values of" in caplog.text
+    assert parted[0][1][6] == saved[0][1][6]
