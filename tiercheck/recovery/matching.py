@@ -182,7 +182,12 @@ async def match(
                 f"under the names that rename gives, {found} tensors are found, and under those that were saved "
                 f"{as_saved}: it is for another checkpoint; leave it out"
             )
-    refuse(problems, answers, loading, refused)
+    try:
+        refuse(problems, answers, loading, refused)
+    except Mismatch as error:
+        said = str(error)  # of this rank's model and tiers; all tell of rank 0's
+        first, *_ = await ranks.gather("what differs from what was saved", lambda: said)
+        raise Mismatch(first) from error
     return comparison_settled(comparison, answers)
 
 
