@@ -79,7 +79,8 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 	@touch $@
 
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
-	$(PYTEST) -n $(PYTEST_WORKERS) --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	@# Ranks are threads there: each would have torch compute on two threads, which wait for each other.
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(PYTEST_WORKERS) --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 cluster: ## the other tests: whole jobs, real servers, plug-ins installed from wheels
 	@$(MAKE) --no-print-directory together
