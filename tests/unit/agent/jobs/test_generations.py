@@ -15,6 +15,7 @@ from tests.unit.agent.server.test_service import brisk, running, trainer, until
 from tiercheck.agent.client.client import AgentClient, connect_agent
 from tiercheck.agent.client.remote_mover import AGENT, RemoteMover
 from tiercheck.agent.jobs.job_store import as_agent_opens, read_job, write_job
+from tiercheck.agent.jobs.states import State
 from tiercheck.agent.protocol.messages import RankReply
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, Transient
@@ -262,3 +263,17 @@ async def test_what_was_left_behind_on_purpose_stays(node: Node, kept: tuple[int
             await mover.drain(10, closing=True)
             left = {key for key in map(str, (base(0), CommitKey(1, 0))) if key in await held(hierarchy)}
             assert left == ({str(base(0)), str(CommitKey(1, 0))} if kept else set())
+
+
+async def test_the_job_of_a_rank_that_is_no_more_is_superseded_and_moves_nothing(node: Node) -> None:
+    """The next start is on fewer ranks, so that nobody registers a job in its place."""
+    departed = node.job(node.shm(), rank=1, world_size=2)
+    async with running(node) as agent, trainer(node, departed) as (mover, hierarchy, _):
+        await mover.register()
+        (replicator,) = agent.registry
+        await open_generation(hierarchy, 2, parent=1)
+        await capture(hierarchy, base(0, rank=1), record(1, rank=1))
+        with pytest.raises((JobConflict, Transient), match=r"generation 2|is superseded"):
+            await mover.cycle()
+        await until(lambda: replicator.state is State.SUPERSEDED, "it is superseded")
+        assert await held(hierarchy) == []
