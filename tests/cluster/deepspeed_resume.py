@@ -14,6 +14,7 @@ import torch
 
 import tiercheck
 from tests.cluster.deepspeed_harness import CASES, END, RESUME, Case, Outcome, build, differences, iterate, train
+from tiercheck.archive.rebuild import RankState
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, NotFound
@@ -36,6 +37,10 @@ NAMES = (
     "zero3-bf16",
     "pipeline-zero1-bf16",
 )
+
+
+FOLDED = ("zero0-fp32", "zero1-bf16", "zero2-fp32", "zero3-bf16", "zero1-bf16-accumulate-fp32", "pipeline-zero1-bf16")
+"""In these the mover makes the bases that are due."""
 
 
 def resumes(directory: Path) -> dict[str, Any]:
@@ -77,17 +82,21 @@ def tiers(directory: Path, name: str) -> Iterator[tuple[Hierarchy, str]]:
             remove_namespace(f"{namespace}-{rank}")
 
 
-def start(case: Case, seed: int, hierarchy: Hierarchy) -> tuple[Any, DeepSpeedProvider, Checkpointer]:
+def start(
+    case: Case, seed: int, hierarchy: Hierarchy, bases: str = "capture"
+) -> tuple[Any, DeepSpeedProvider, Checkpointer]:
     engine = build(case, seed)
-    checkpointer = attach(engine, hierarchy, config=CheckpointConfig(base_every=BASE_EVERY, batch=2, deadline_s=60))
+    config = CheckpointConfig(base_every=BASE_EVERY, batch=2, deadline_s=60, bases=bases)
+    checkpointer = attach(engine, hierarchy, config=config)
     return engine, DeepSpeedProvider(engine), checkpointer
 
 
 def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterable[str]:
     engine = build(case, seed=5)
     reference = train(engine, DeepSpeedProvider(engine), END)
+    bases = "fold" if case in (CASES[folded] for folded in FOLDED) else "capture"
     with tiers(directory, name) as (hierarchy, namespace):
-        engine, provider, checkpointer = start(case, 5, hierarchy)
+        engine, provider, checkpointer = start(case, 5, hierarchy, bases)
         train(engine, provider, FLUSHED)
         checkpointer.flush()
         train(engine, provider, RESUME)
@@ -97,7 +106,7 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
             remove_namespace(namespace)
         torch.distributed.barrier()
 
-        engine, provider, checkpointer = start(case, 99, hierarchy)
+        engine, provider, checkpointer = start(case, 99, hierarchy, bases)
         recovery = checkpointer.recovery
         # What was flushed is durable; what came after may have been sent in time or not.
         reachable = (RESUME,) if failure == "software" else (FLUSHED, RESUME)
@@ -107,6 +116,8 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
             return
         outcome = train(engine, provider, END)
         checkpointer.close()
+        if (done := checkpointer.stats.mover.folded_bases) != (bases == "fold"):
+            yield f"{done} bases were folded: {checkpointer.stats.mover.not_folded}"
         wanted = {version: loss for version, loss in reference.losses.items() if version > recovery.version}
         yield from differences("losses", wanted, outcome.losses)
         yield from differences("state", reference.state, outcome.state)
@@ -116,23 +127,29 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
         yield from archived(directory / name, outcome)
 
 
+def rebuilt(found: RankState, outcome: Outcome, *, replayed: bool) -> Iterable[str]:
+    if (found.version, found.fidelity, found.point.replayed > 0) != (END, "exact", replayed):
+        yield f"rebuilt {found.version}, {found.fidelity} {found.notes}, by {found.point}"
+    state = {
+        "masters": dict(found.state.masters()),
+        "optimizer_state": dict(found.state.optimizer_state()),
+        "extras": dict(found.state.buffers()),
+    }
+    yield from differences("rebuilt", stored_of(outcome.state, state), state)
+
+
 def archived(left: Path, outcome: Outcome) -> Iterable[str]:
-    """What the durable tier says of the last version, without engine and model; by differentials, since the base that
-    holds it is taken away."""
+    """What the durable tier says of the last version, without engine and model: by the base that holds it, which the
+    trainer captured or the mover folded; and by differentials, when that base is taken away."""
     rank = torch.distributed.get_rank()
+    with tiercheck.open(f"nvme://{left}") as archive:
+        yield from rebuilt(archive.rebuild(rank), outcome, replayed=False)
+    torch.distributed.barrier()
     for base in left.glob(f"r{rank:05d}/*/base/{END:012d}.*"):
         base.unlink()
     torch.distributed.barrier()
     with tiercheck.open(f"nvme://{left}") as archive:
-        found = archive.rebuild(rank)
-        if (found.version, found.fidelity) != (END, "exact") or not found.point.replayed:
-            yield f"rebuilt {found.version}, {found.fidelity} {found.notes}, by {found.point}"
-        state = {
-            "masters": dict(found.state.masters()),
-            "optimizer_state": dict(found.state.optimizer_state()),
-            "extras": dict(found.state.buffers()),
-        }
-        yield from differences("rebuilt", stored_of(outcome.state, state), state)
+        yield from rebuilt(archive.rebuild(rank), outcome, replayed=True)
         target = left.with_name(f"{left.name}-{rank}.pt")
         archive.export(target, "torch", dtype="model")
         exported = torch.load(target)
