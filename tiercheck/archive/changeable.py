@@ -75,7 +75,9 @@ class ChangeableArchive(Archive):
         elif job:
             removal = of_job(self.inventory, job_is_dead=job_is_dead)
         else:
-            raise ConfigurationError("nothing says what is to be removed: a version, a generation, or the job")
+            raise ConfigurationError(
+                "nothing says what to remove: give version, generation or job (--version, --generation, --job)"
+            )
         if job_is_dead:
             refuse_processes(self._hierarchy, self.inventory)
         return self._carried_out(removal, dry_run, progress)

@@ -47,7 +47,8 @@ class Contents:
 async def read_contents(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Recoverable, rank: int) -> Contents:
     """Errors: ``RecoveryError`` for a rank that the version does not have, or where no copy can be read."""
     if not 0 <= rank < chosen.world_size:
-        raise RecoveryError(f"version {chosen.version} is of {chosen.world_size} ranks; there is no rank {rank}")
+        ranks = f"{chosen.world_size} rank{'s' * (chosen.world_size != 1)}"
+        raise RecoveryError(f"version {chosen.version} is of {ranks}; there is no rank {rank}")
     plan = chosen.plans[rank]
 
     async def of_base(

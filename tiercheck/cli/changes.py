@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["copy", "prune", "rm"]
 
 YES = Annotated[bool, typer.Option("--yes", help="Do it. Without this nothing is removed.")]
+UNASKED = Annotated[bool, typer.Option("--yes", help="Do it without asking.")]
 BASES_NAMED_MAX = 12
 
 
@@ -94,17 +95,17 @@ def prune(
 
 def rm(
     urls: URLS,
-    version: Annotated[int | None, typer.Option(help="A base, and what leads nowhere without it.", min=0)] = None,
+    version: Annotated[int | None, typer.Option(help="This base, and what leads nowhere without it.", min=0)] = None,
     generation: Annotated[int | None, typer.Option(help="A generation; with --version: whose base.", min=1)] = None,
     job: Annotated[bool, typer.Option("--job", help="All that TierCheck has in these tiers.")] = False,
     job_is_dead: Annotated[
         bool, typer.Option("--job-is-dead", help="No process of the job runs, nor will one need what goes.")
     ] = False,
-    yes: YES = False,
+    yes: UNASKED = False,
     deadline_s: DEADLINE = DEADLINE_S,
     as_json: JSON = False,
 ) -> None:
-    """Delete a version, a generation or a job. It says what goes, and asks for the job's name, or for --yes.
+    """Delete a version, a generation or a job. It says what goes, and asks for the last part of the URL, or for --yes.
 
     What a job may go back to is refused, unless --job-is-dead says that none runs.
     """
@@ -166,7 +167,7 @@ def tell(removal: Removal, *, done: bool, as_json: bool) -> None:
     did = "were removed" if done else "would go; nothing was removed: --yes does it"
     console.print(Text(f"{removal.objects} objects, {bytes_text(removal.nbytes)}, {did}", style="bold"))
     if removal.lost:
-        can = "can" if done else "could"
-        console.print(Text(f"Versions that {can} not be read any more: {spans_text(removal.lost)}", style="yellow"))
+        cannot = "cannot" if done else "could not"
+        console.print(Text(f"Versions that {cannot} be read any more: {spans_text(removal.lost)}", style="yellow"))
     console.print(Text(f"Versions that stay: {spans_text(removal.versions)}"))
     show_problems(console, removal.refused)

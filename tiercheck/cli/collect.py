@@ -38,6 +38,8 @@ def gc(
         return
     console = Console()
     table = plain_table("where", "what", "name", "bytes", "unchanged for", "")
+    for column in table.columns[:3]:
+        column.overflow = "fold"  # a name that is cut is no name
     for each in found:
         left = each.left
         nbytes = "?" if left.nbytes is None else bytes_text(left.nbytes)
@@ -56,4 +58,4 @@ def outcome(found: Found, *, done: bool) -> str:
         return f"stays: {found.stays}"
     if not done:
         return "would go"
-    return "removed" if found.removed else "is there still: its owner came back, or another machine holds it"
+    return "removed" if found.removed else "still there: its writer is back, or another machine holds it"

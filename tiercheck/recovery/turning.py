@@ -64,9 +64,14 @@ def counting(past: Past, request: Request) -> Lineage:
 
 def unreachable(past: Past, request: Request) -> RecoveryError:
     """The version cannot be reached, and these can."""
+    known = [each.generation for each in past.branches]
+    if request.generation is not None and request.generation not in known:
+        there = ", ".join(map(str, sorted(known)))
+        said = f"there is no generation {request.generation}: there are {there}"
+        return RecoveryError(f"{request} was asked for, and {said}")
     others: Mapping[int, tuple[Span, ...]] = {each: past.versions(past.as_of(each)) for each in past.kept}
-    said = [
+    within_reach = [
         f"there are {spans_text(past.versions())}",
         *(f"with generation={each} {spans_text(spans)}" for each, spans in others.items() if spans),
     ]
-    return RecoveryError(f"{request} was asked for, and not every rank can come to it: {'; '.join(said)}")
+    return RecoveryError(f"{request} was asked for, and not every rank can come to it: {'; '.join(within_reach)}")

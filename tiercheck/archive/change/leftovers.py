@@ -85,7 +85,7 @@ def of_node(older_than_s: float, *, dry_run: bool, mount: Path) -> tuple[Found, 
         left = Leftover(what, each.name, each.used_bytes, age_s)
         stays = IN_USE if each.in_use else None
         if stays is None and age_s < older_than_s:
-            stays = "it has changed since, and a job may come back for it"
+            stays = f"changed in the last {older_than_s / 3600:g} h: a job may come back for it"
         removed = False
         if stays is None and not dry_run:
             removed, stays = taken_away(each.name, older_than_s, mount)

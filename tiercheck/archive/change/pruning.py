@@ -50,7 +50,10 @@ def retention_of(last: int, every: int, versions: Collection[int]) -> RetentionP
     if versions:
         policies.append(KeepVersions(frozenset(versions)))
     if not policies:
-        raise ConfigurationError("nothing says what is to stay: keep the last n, every k, or some versions")
+        raise ConfigurationError(
+            "nothing says what to keep: give keep_last, keep_every or keep_versions (--keep-last, --keep-every, "
+            "--keep-versions)"
+        )
     return policies[0] if len(policies) == 1 else AnyKeep(tuple(policies))
 
 

@@ -34,30 +34,29 @@ def of_version(
     if generation is not None:
         bases &= {generation}
     if not bases:
+        of = "" if generation is None else f" of generation {generation}"
+        there = sorted({base for number, base in all_bases(inventory) if generation in (None, number)})
         raise ConfigurationError(
-            f"version {version} is no base here: what is removed is a base, with what follows it; there are bases "
-            f"{', '.join(map(str, sorted({base for _, base in all_bases(inventory)}))) or '(none)'}"
+            f"there is no base {version}{of}; only a base can be removed, with what follows it: there are bases "
+            f"{', '.join(map(str, there)) or '(none)'}"
         )
     if len(bases) > 1:
         numbers = " and ".join(map(str, sorted(bases)))
-        raise ConfigurationError(f"generations {numbers} both have a base {version}: say which with generation")
-    (chosen,) = bases
+        raise ConfigurationError(f"generations {numbers} both have a base {version}: name one by generation")
+    (owner,) = bases
 
     def is_base(key: Key) -> bool:
         shard = key.shard if isinstance(key, MarkerKey) else key
-        return isinstance(shard, ShardKey) and (shard.generation, shard.stream, shard.first) == (
-            chosen,
-            Stream.BASE,
-            version,
-        )
+        base = owner, Stream.BASE, version
+        return isinstance(shard, ShardKey) and (shard.generation, shard.stream, shard.first) == base
 
     gone = {tier.role.index: {key for key in tier.objects if is_base(key)} for tier in inventory.tiers}
-    following = next(iter(sorted(b for g, b in all_bases(inventory) if g == chosen and b > version)), None)
+    following = next(iter(sorted(b for g, b in all_bases(inventory) if g == owner and b > version)), None)
     left = without(inventory, gone)
-    reached = set(left.readable_of(left.lineage(chosen)))
+    reached = set(left.readable_of(left.lineage(owner)))
 
     def hangs_on(key: ShardKey) -> bool:
-        if key.generation != chosen or key.first <= version or (following is not None and key.first > following):
+        if key.generation != owner or key.first <= version or (following is not None and key.first > following):
             return False
         if key.stream is Stream.SNAPSHOT:
             return key.first == version + 1
@@ -104,13 +103,13 @@ def decided(inventory: Inventory, gone: dict[int, set[Key]], job_is_dead: bool) 
         if lineage.newest not in inventory.branches and any(gone.values()):
             raise ConfigurationError(
                 "no record tells which generation is the newest here, so that nobody knows what a job may need: if the "
-                "job is dead, say so"
+                "job is dead, say so (job_is_dead=True, or --job-is-dead)"
             )
         _, refused = guarded(inventory, gone, lineage, WHO)
         if refused:
             raise ConfigurationError(
                 f"{refused[0]}: a store does not tell whether a job runs. If it is dead, and is not to go on from "
-                "there, say so (--job-is-dead)"
+                "there, say so (job_is_dead=True, or --job-is-dead)"
             )
     return Removal(inventory, {index: in_order(keys) for index, keys in gone.items()})
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tiercheck.format.container import checksum_of
 from tiercheck.types import shown
 
 __all__ = ["PathDifference", "differing_paths"]
@@ -31,7 +32,7 @@ def differing_paths(before: object, after: object, path: str = "") -> Iterator[P
     ours, theirs = members(before), members(after)
     if ours is None or theirs is None or type(before) is not type(after) or path.count(".") >= DEPTH_MAX:
         if not same(before, after):
-            yield PathDifference(path, text(before), text(after))
+            yield PathDifference(path, *told(before, after))
         return
     for name in [*ours, *(each for each in theirs if each not in ours)]:
         inner = f"{path}.{name}" if path else str(name)
@@ -63,6 +64,18 @@ def same(before: object, after: object) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def told(before: object, after: object) -> tuple[str, str]:
+    """The texts of two values that differ. If these are one, as of arrays of one shape, digests tell them apart."""
+    ours, theirs = text(before), text(after)
+    return (ours, theirs) if ours != theirs else (f"{ours} {digest(before)}", f"{theirs} {digest(after)}")
+
+
+def digest(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return checksum_of(bytes_of(value))
+    return checksum_of(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
 
 
 def text(value: object) -> str:
