@@ -38,7 +38,7 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 def metadatas(draw):
     stream = draw(st.sampled_from(Stream))
     first = draw(st.integers(0, 10**11))
-    last = first if stream is Stream.BASE else first + draw(st.integers(0, 10**11))
+    last = first if stream in (Stream.BASE, Stream.CONSTANT) else first + draw(st.integers(0, 10**11))
     world_size = draw(st.integers(1, 10**5))
     rank = draw(st.integers(0, world_size - 1))
     return ShardMetadata(stream, draw(st.integers(0, 10**6 - 1)), first, last, rank, world_size, draw(notes))

@@ -47,11 +47,13 @@ class Cluster(Surveys):
         decays: bool = False,
         snapshots: bool = False,
         saves_fail: bool = False,
+        has_constants: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self.moves, self.stays_away, self.decays = moves, stays_away, decays
         self.snapshots, self.saves_fail = snapshots, saves_fail
+        self.has_constants = has_constants
         outliving = self.peers or self.shared
         self.failures = ["software", *(["node"] if outliving else []), *(["rack"] if self.shared else [])]
         self.opening_fails, self.step_fails = 0.1, 0.02
@@ -163,6 +165,8 @@ class Cluster(Surveys):
 
     def constants(self, index: int) -> tuple[int, ...]:
         """What the rank's next base refers to: now and then to new ones, or to none, since all has changed."""
+        if not self.has_constants:
+            return ()
         rank = self.ranks[index]
         drawn = self.random.random()
         if drawn < 0.1:

@@ -322,7 +322,7 @@ class Cluster:
 
     def state_of(self, rank: int) -> NumberState:
         """What a rank begins with."""
-        return NumberState(rank)
+        return NumberState(rank, has_frozen=self.config.bases != "fold")
 
     def label(self, rank: int) -> str:
         host = self.hosts[rank]

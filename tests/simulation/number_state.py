@@ -50,11 +50,13 @@ class NumberState:
     """See :class:`tiercheck.streams.state.TrainingState`. Each rank's is another."""
 
     rank: int
+    has_frozen: bool = True
+    """Whether there is something that changes seldom, to which bases may refer."""
 
     def __post_init__(self) -> None:
         self.weight: Array = np.arange(SIZE, dtype=np.float32) + self.rank
         self.momentum: Array = np.zeros(SIZE, np.float32)
-        self.frozen: Array = np.arange(SIZE, dtype=np.float32) - self.rank
+        self.frozen: Array = np.arange(SIZE if self.has_frozen else 0, dtype=np.float32) - self.rank
         self.draw = self.rank + 1
 
     @property
@@ -337,9 +339,9 @@ class NumberReader:
 
 def fold(base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]) -> NumberBase:
     """See :class:`tiercheck.streams.state.FoldShards`."""
-    state = NumberState(base.metadata.key.rank)
+    state = NumberState(base.metadata.key.rank, has_frozen=False)
     reader = NumberReader(state)
-    began = reader.base(base, tier=tier, places="")
+    began = reader.base(base, None, tier=tier, places="")  # it is whole: such a job's bases refer to nothing
     state.weight, state.momentum = began.weight.copy(), began.momentum.copy()
     expected = base.metadata.key.last
     for shard in differentials:

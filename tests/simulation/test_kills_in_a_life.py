@@ -62,7 +62,7 @@ async def killed_at(seed: int, number: int, moment: str, config: CheckpointConfi
 def check_end(processes: list[Process]) -> None:
     assert [process.completed for process in processes] == [LAST] * len(processes)
     for process in processes:
-        state = trained(process.rank, LAST)
+        state = trained(process.rank, LAST, has_frozen=process.state.has_frozen)
         assert process.state.bits == state.bits
 
 

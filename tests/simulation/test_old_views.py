@@ -100,11 +100,11 @@ class OldViews(Cluster):
             super().do_mark(shard)
 
     def do_commit(self, index: int, key: CommitKey) -> None:
-        ranks = range(self.world)
-        shards = (key.shard(rank) for rank in ranks)
-        markers = (MarkerKey(key, rank) for rank in ranks)
-        if all(each in self.durable for each in (*shards, *markers)):
-            super().do_commit(index, key)
+        for rank in range(self.world):
+            shard = self.durable.contents.shard(key, rank)
+            if shard is None or MarkerKey(key, rank, refers_to=shard.refers_to) not in self.durable:
+                return
+        super().do_commit(index, key)
 
     def do_delete(self, tier: Tier, index: int, key: Key) -> None:
         if key in tier:

@@ -60,9 +60,9 @@ def outlives_a_node(cluster: Cluster, processes: list[Process]) -> int:
     return agreed([status.reach for status in found]) if len(found) == cluster.world else 0
 
 
-def trained(rank: int, last: int = LAST) -> NumberState:
+def trained(rank: int, last: int = LAST, *, has_frozen: bool = True) -> NumberState:
     """What a rank comes to that nothing ever happens to."""
-    state = NumberState(rank)
+    state = NumberState(rank, has_frozen)
     for version in range(1, last + 1):
         state.step(state.gradient(version)["weight"])
     return state

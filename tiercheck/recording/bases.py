@@ -81,6 +81,8 @@ class Bases:
         """The base that the stream refers to."""
         self._begun = -1
         """The version of the newest base whose copy was begun."""
+        self.left = -1
+        """The newest version whose base was left to the mover."""
         self._obstacle = ""
         """Why bases are not folded, as far as that was told."""
         self._gap = -1
@@ -123,6 +125,8 @@ class Bases:
         if obstacle and obstacle != self._obstacle:
             log.warning("base %d is captured, and not folded: %s", version, obstacle)
         self._obstacle = obstacle
+        if status.folds:
+            self.left = version
         return status.folds
 
     def missing(self, version: int) -> None:

@@ -26,6 +26,7 @@ from tiercheck.recording.stats import Stats
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
+from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.state import RecordCapture, StateStream
 from tiercheck.tiers.driver import Reservation
 
@@ -197,7 +198,7 @@ class Recorder:
         with self._saves.saving(version):
             await self._bases.finish_copy()
             await self._bases.finish()
-            if self._bases.anchor != version:
+            if version not in (self._bases.anchor, self._bases.left):  # it has a base, or gets the one that is folded
                 self._modes.copying.on(CopyingEvent.WRITTEN)
                 self._stream.mark_stepped()
                 await self._bases.begin(version)
@@ -295,9 +296,10 @@ class Recorder:
             due = await self._bases.is_due(version)
         if due or self._bases.is_needed():
             with self._saves.saving(version):
+                doubted = self._stream.doubts != Doubts()  # the differential says so, also if the doubt ends here
                 if due and self._before_bases is not None:
                     self._before_bases()
-                if due and await self._bases.left_to_mover(version):
+                if due and not doubted and await self._bases.left_to_mover(version):
                     self._saves.failure = None
                     return
                 if due:

@@ -17,9 +17,10 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold, gap_after, next_fold, waiting
 from tiercheck.policy.observation import Observation
+from tiercheck.policy.placement import own_bases
 from tiercheck.replication.observer import Observer
 from tiercheck.runtime.waiting import settled
-from tiercheck.streams.state import FoldShards, NotExact, StateCapture
+from tiercheck.streams.state import FoldShards, InDoubt, NotExact, StateCapture
 from tiercheck.tiers.driver import Reservation
 from tiercheck.types import PutMode
 
@@ -44,19 +45,21 @@ class Folder:
         self._observer = observer
         self._interval = interval
         self._given_up = ""
+        self._in_doubt: tuple[int, str] = -1, ""
+        """A version that cannot be folded, and why; a base of that version or a later one ends it."""
 
     def next(self, seen: Observation) -> Fold | None:
         """What to fold now."""
-        return None if self._given_up else next_fold(seen, self._interval)
+        return None if self._refused(seen) else next_fold(seen, self._interval)
 
     def waiting(self, seen: Observation) -> int:
         """The number of bases that are due, not there yet, and to be folded."""
-        return 0 if self._given_up else waiting(seen, self._interval)
+        return 0 if self._refused(seen) else waiting(seen, self._interval)
 
     def obstacle(self, seen: Observation) -> str:
         """Why what is due cannot be folded; empty if it can."""
-        if self._given_up:
-            return self._given_up
+        if refused := self._refused(seen):
+            return refused
         gap = gap_after(seen)
         return "" if gap is None else f"the differential after version {gap} is not in the first tier"
 
@@ -83,6 +86,9 @@ class Folder:
 
         try:
             base = await settled(asyncio.to_thread(replay), stop=stop)
+        except InDoubt as doubt:
+            self._in_doubt = fold.target.last, str(doubt)
+            return
         except NotExact as doubt:
             self._given_up = str(doubt)
             log.warning("bases are captured from here on, and not folded: %s", doubt)
@@ -97,6 +103,11 @@ class Folder:
             await _drop(reservation)
         self._observer.put(self._tier.index, fold.target, info.nbytes)
         self.folded_bases += 1
+
+    def _refused(self, seen: Observation) -> str:
+        version, why = self._in_doubt
+        bases = own_bases(seen, seen.contents[0])
+        return self._given_up or ("" if bases and bases[-1].last >= version else why)
 
     async def _verified(self, key: ShardKey) -> Shard | None:
         """The shard, every byte of it verified; ``None`` if it is damaged or gone."""

@@ -302,9 +302,14 @@ class Mover:
         ]
 
     def _folds(self, seen: Observation) -> list[Action]:
-        if self._folder is None or (fold := self._folder.next(seen)) is None:
+        if self._folder is None or (fold := self._folder.next(seen)) is None or not self._has_room(seen):
             return []
         return [Action(FOLDING, str(fold.target), partial(self._folder.fold, fold))]
+
+    def _has_room(self, seen: Observation) -> bool:
+        """Whether the first tier may take one more base."""
+        undrained = self._placement.undrained(seen)
+        return undrained < BASES_IN_VOLATILE_TIERS and self._retention.has_room(seen, self._decided(seen)[0])
 
     def _reclaimable(self, seen: Observation, tier: OpenTier) -> list[Key]:
         decided = self._decided(seen)
@@ -365,7 +370,7 @@ class Mover:
             return has_room()
 
         def what() -> str:
-            if self.status.unfolded_bases:
+            if self.status.unfolded_bases and self._has_room(self._observer.seen()):
                 return f"{self.status.unfolded_bases + 1} bases are due that are not folded yet"
             if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
                 return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
@@ -460,8 +465,7 @@ class Mover:
                 "watermark": mark.version if mark else None,
                 "undrained_bases": undrained,
                 "unfolded_bases": unfolded,
-                "has_room": undrained + unfolded < BASES_IN_VOLATILE_TIERS
-                and self._retention.has_room(seen, self._decided(seen)[0]),
+                "has_room": undrained + unfolded < BASES_IN_VOLATILE_TIERS and self._has_room(seen),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
                 "base_needed_after": base_needed_after(seen, without_copy),
             }

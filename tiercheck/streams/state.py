@@ -27,6 +27,7 @@ from tiercheck.types import Fidelity
 __all__ = [
     "Conversion",
     "FoldShards",
+    "InDoubt",
     "MakeRuns",
     "NotExact",
     "Rebuilt",
@@ -57,6 +58,10 @@ class Undecodable(Corruption):
 
 class NotExact(TierCheckError):
     """What a fold would give is not known to be what the job had."""
+
+
+class InDoubt(NotExact):
+    """Only a doubt that a version holds stands in the way: what comes after a captured base may be exact again."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.policy.policies import EverySeconds, Policies
-from tiercheck.streams.state import NotExact
+from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.streams.tensors import folding
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
@@ -78,11 +79,13 @@ def test_after_a_write_that_no_version_holds_bases_are_captured(tmp_path: Path) 
     checkpointer = attached(training, memory(), durable(tmp_path))
     for version in range(1, LAST + 1):
         training.step(version)
+        if version == 8:
+            checkpointer.flush()
         if version == 9:
             halve(training)
     checkpointer.close()
-    assert "the loop wrote to 0.weight after versions had been saved" in checkpointer.stats.mover.not_folded
     assert checkpointer.stats.mover.folded_bases == 2
+    assert checkpointer.stats.bases == 5, "the opening one, that with the write, and those of 12, 16 and 20"
     assert resumed(tmp_path) == (LAST, training.states[LAST])
 
 
@@ -107,9 +110,66 @@ def test_a_doubt_ends_folding_and_the_bases_are_captured(
     stats = checkpointer.stats
     assert stats.mover.not_folded == "the moon is full"
     assert stats.mover.folded_bases == 2
-    assert stats.bases == 3, "the opening one, and those of 16 and 20"
+    assert stats.bases in (3, 4), "the opening one, those of 16 and 20, and that of 12 if the doubt came soon enough"
     assert [each.levelname for each in caplog.records if "the moon is full" in each.message] == ["WARNING", "WARNING"]
     assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_a_doubt_that_a_captured_base_ends_is_no_end_of_folding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold = folding.fold
+
+    def doubtful(base: Shard, differentials: Sequence[Shard], **others: Any) -> Any:
+        if base.metadata.key.last == 8:
+            raise InDoubt("version 12 holds a doubt")
+        return fold(base, differentials, **others)
+
+    monkeypatch.setattr(folding, "fold", doubtful)
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path))
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version in (8, 12, 16):
+            checkpointer.flush()
+    checkpointer.close()
+    stats = checkpointer.stats
+    assert (stats.bases, stats.mover.folded_bases, stats.mover.not_folded) == (2, 3, ""), "4, 8, then 16 captured, 20"
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_a_write_after_a_version_that_is_folded_does_not_capture_it_again(tmp_path: Path) -> None:
+    """Two bases of one version with other bits would be called one."""
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path))
+    for version in range(1, 10):
+        training.step(version)
+        if version == 8:
+            halve(training)
+    assert checkpointer.stats.bases == 2, "the opening one, and that of version 9"
+    checkpointer.close()
+    assert resumed(tmp_path) == (9, training.states[9])
+
+
+def test_no_more_bases_are_folded_than_memory_has_room_for(tmp_path: Path) -> None:
+    """Training that goes on without the durable tier keeps its memory for differentials."""
+    away = threading.Event()
+
+    def is_away(call: Call) -> Exception | None:
+        return Transient("away") if away.is_set() and call.operation is Operation.PUT else None
+
+    name = f"folding-{uuid.uuid4().hex}"
+    training = Training()
+    last = Tier(durable(tmp_path), wrap=lambda driver: Failing(driver, is_away))
+    checkpointer = attached(training, f"memory://{name}", last, deadline_s=0.2, on_save_error="warn")
+    training.step(1)
+    away.set()
+    for version in range(2, 40):
+        training.step(version)
+    bases = [key for key in MemoryDriver(name).store.objects if "/base/" in key]
+    assert len(bases) <= 3
+    checkpointer.abort()
+    MemoryDriver.forget(name)
 
 
 def test_a_damaged_differential_is_made_up_for(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.streams.replay.fidelity import Tally, reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
 from tiercheck.streams.replay.runs import decode_run
-from tiercheck.streams.state import NotExact
+from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.streams.tensors.carry_over import options_at_end
 from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stored import HOST, StoredReader, StoredState, check_replayable
@@ -68,9 +68,10 @@ def _folded(
             run = decode_run(records[at : at + STEPS_AT_ONCE], threads=threads)
             replayer.apply(run)
             tally, host_state = tally + run.tally, run.host_state
-    fidelity, notes = reached(began.identity, state.identity(), tally, Doubts.of(host_state))
-    if fidelity is not Fidelity.EXACT:
-        raise NotExact("; ".join(notes))
+    for doubts, refusal in ((Doubts(), NotExact), (Doubts.of(host_state), InDoubt)):
+        fidelity, notes = reached(began.identity, state.identity(), tally, doubts)
+        if fidelity is not Fidelity.EXACT:
+            raise refusal("; ".join(notes))
     state.take_options(options_at_end(state.hyperparameters(), host_state))
     key, last = base.metadata.key, differentials[-1].metadata.key.last
     return BaseCapture(
