@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 import tiercheck
+from tiercheck.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -113,3 +115,16 @@ def test_the_reference_names_every_option_and_every_driver() -> None:
     assert not [name for name in wanted if f"`{name}`" not in reference]
     documented = set(re.findall(r"^\| \[?`([a-z0-9]+)(?:\+PROTOCOL)?://", reference, re.MULTILINE))
     assert documented == {scheme for scheme, provider in registry.schemes().items() if provider == "tiercheck"}
+
+
+def test_the_reference_names_every_command() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+    assert not [name for name in commands if f"| `tiercheck {name}" not in reference]
+
+
+def test_the_index_names_every_decision_by_its_title() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for path in sorted((ROOT / "docs" / "adr").glob("[0-9]*.md")):
+        number, title = path.read_text().splitlines()[0].removeprefix("# ").split(". ", 1)
+        assert f"{number}. [{title}](adr/{path.name})" in index

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from tiercheck.errors import Mismatch, RecoveryError
-from tiercheck.keys import LineageKey, ShardKey, Stream
+from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Reachable, admitted, common, meeting
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
 from tiercheck.policy.recovery.spans import Span, contain, joined
 from tiercheck.recovery.survey import Survey
-from tiercheck.recovery.told import Other, Told, packed_others, unpacked_others
+from tiercheck.recovery.told import Other, OwnedCopies, Told, packed_others, unpacked_others
 
-__all__ = ["OwnedCopies", "Past"]
+__all__ = ["Past"]
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +30,6 @@ NAMED_MAX = 3
 """Objects that an error names."""
 RANKS_NAMED_MAX = 16
 AWAY_NAMED_MAX = 8
-
-
-class OwnedCopies(Container[Copy]):
-    """The copies that their owners see. In each tier a generation has brought a rank's shards to one place: an owner
-    that sees some of them sees that place."""
-
-    def __init__(self, told: Sequence[Told]) -> None:
-        self._told = told
-
-    def __contains__(self, copy: object) -> bool:
-        if not isinstance(copy, Copy) or copy.key.rank >= len(self._told):
-            return False
-        told = self._told[copy.key.rank]
-        if copy.key.stream is Stream.CONSTANT:
-            return bool(told.constants) and contain(told.constants[copy.tier], copy.key.generation)
-        return contain(told.own[copy.tier], copy.key.generation)
 
 
 class Past:

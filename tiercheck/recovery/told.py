@@ -6,7 +6,7 @@ tells of a past. Versions and generations are told as ranges.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,10 +16,10 @@ from tiercheck import schema
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Reachable, Readable
-from tiercheck.policy.recovery.spans import Span, spans_of
+from tiercheck.policy.recovery.spans import Span, contain, spans_of
 from tiercheck.recovery.survey import Survey, lineage_digest
 
-__all__ = ["Other", "Told", "packed_others", "unpacked_others"]
+__all__ = ["Other", "OwnedCopies", "Told", "packed_others", "unpacked_others"]
 
 T = TypeVar("T")
 
@@ -143,3 +143,19 @@ def _of_tier(pairs: Iterable[tuple[int, T]], tier: int) -> set[T]:
 
 def _last(keys: Iterable[ShardKey]) -> int:
     return max((key.last for key in keys), default=NOTHING)
+
+
+class OwnedCopies(Container[Copy]):
+    """The copies that their owners see. In each tier a generation has brought a rank's shards to one place: an owner
+    that sees some of them sees that place."""
+
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+
+    def __contains__(self, copy: object) -> bool:
+        if not isinstance(copy, Copy) or copy.key.rank >= len(self._told):
+            return False
+        told = self._told[copy.key.rank]
+        if copy.key.stream is Stream.CONSTANT:
+            return bool(told.constants) and contain(told.constants[copy.tier], copy.key.generation)
+        return contain(told.own[copy.tier], copy.key.generation)
