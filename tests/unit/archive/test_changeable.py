@@ -160,7 +160,7 @@ def test_nothing_is_pruned_if_what_stays_is_damaged(left: Left) -> None:
 
 def test_pruning_asks_what_is_to_stay_and_keeps_only_what_there_is(left: Left) -> None:
     with tiercheck.open_to_change(left.url) as archive:
-        with pytest.raises(ConfigurationError, match="nothing says what is to stay"):
+        with pytest.raises(ConfigurationError, match="nothing says what to keep"):
             archive.prune()
         with pytest.raises(ConfigurationError, match="version 99 is to be kept, and cannot be read"):
             archive.prune(keep_versions=(99,))
@@ -262,7 +262,7 @@ def test_after_its_newest_generation_was_removed_a_job_goes_on_from_the_one_befo
 def test_what_a_live_job_needs_is_refused_by_name(what: dict[str, object], why: str, finished: Left) -> None:
     with (
         tiercheck.open_to_change(finished.url) as archive,
-        pytest.raises(ConfigurationError, match=rf"{why}.* \(--job-is-dead\)"),
+        pytest.raises(ConfigurationError, match=rf"{why}.* \(job_is_dead=True, or --job-is-dead\)"),
     ):
         archive.rm(**what, dry_run=True)  # type: ignore[arg-type]
 
@@ -270,9 +270,9 @@ def test_what_a_live_job_needs_is_refused_by_name(what: dict[str, object], why: 
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ({}, "nothing says what is to be removed"),
-        ({"version": 9}, "version 9 is no base here: .* there are bases 0, 4, 7, 8, 12"),
-        ({"version": 4, "generation": 2}, "version 4 is no base here"),
+        ({}, "nothing says what to remove"),
+        ({"version": 9}, "there is no base 9; .* there are bases 0, 4, 7, 8, 12"),
+        ({"version": 4, "generation": 2}, "there is no base 4 of generation 2; .* there are bases 7, 8, 12"),
         ({"generation": 9}, "there is nothing of generation 9"),
         ({"job": True, "version": 4}, "choose one"),
     ],

@@ -186,7 +186,7 @@ def test_what_a_live_job_needs_is_refused_in_one_line(
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("error: rm is refused: it would delete ")
-    assert line.endswith("(--job-is-dead)")
+    assert line.endswith("(job_is_dead=True, or --job-is-dead)")
 
 
 def test_gc_says_what_would_go_and_does_it_only_when_told(name: str, left: Left) -> None:
@@ -197,7 +197,7 @@ def test_gc_says_what_would_go_and_does_it_only_when_told(name: str, left: Left)
         (found,) = [each for each in told("gc", *options)["leftovers"] if each["name"] == name]
         return found
 
-    assert mine()["stays"] == "it has changed since, and a job may come back for it"
+    assert mine()["stays"] == "changed in the last 24 h: a job may come back for it"
     dry = mine("--older-than-h", "0")
     assert (dry["stays"], dry["removed"], dry["where"]) == (None, False, f"shm://{name}")
     assert "--yes does it" in printed("gc", "--older-than-h", "0")

@@ -68,7 +68,7 @@ def test_memory_of_a_job_that_has_just_failed_stays(mount: Path) -> None:
     root = made("failed", mount)
     (each,) = collect(older_than_s=HOUR, mount=mount)
     assert (each.removed, each.left.age_s < HOUR) == (False, True)
-    assert each.stays == "it has changed since, and a job may come back for it"
+    assert each.stays == "changed in the last 1 h: a job may come back for it"
     assert root.exists()
 
 

@@ -29,7 +29,10 @@ def test_what_is_nested_is_named_by_its_path() -> None:
 def test_arrays_and_tensors_are_compared_by_their_bits() -> None:
     ones, other = np.ones(3, np.uint8), np.array([1, 1, 2], np.uint8)
     assert paths({"a": ones, "t": torch.ones(2)}, {"a": ones.copy(), "t": torch.ones(2)}) == {}
-    assert paths({"a": ones}, {"a": other}) == {"a": ("uint8 [3]", "uint8 [3]")}
+    before, after = paths({"a": ones}, {"a": other})["a"]
+    assert before.startswith("uint8 [3] ")
+    assert after.startswith("uint8 [3] ")
+    assert before != after, "by a digest"
     assert paths({"t": torch.ones(2)}, {"t": torch.ones(3)}) == {"t": ("torch.float32 [2]", "torch.float32 [3]")}
     assert paths({"n": torch.tensor(math.nan), "f": math.nan}, {"n": torch.tensor(math.nan), "f": math.nan}) == {}
 
