@@ -102,7 +102,7 @@ class Movers:
             for tier in self.tiers_of(index)
         )
         mark = self.ranks[index].mark if self.agrees else None
-        return Observation(self.roles, contents, index, self.world, self.generation, self.lineage, mark)
+        return Observation(self.roles, contents, index, self.world, self.generation, self.lineage, mark, True)
 
     def prefixes(self, index: int) -> tuple[str, ...]:
         """What a rank lists of a tier that all ranks share."""

@@ -193,14 +193,14 @@ class _Needed:
 
     def _may_be_referred_to(self, key: ShardKey) -> bool:
         """This rank's: whether no base of the present generation is newer than the constants. Another rank's: whether
-        it lives here."""
-        own = key.rank == self.seen.rank
-        tiers = self.seen.contents if own else self.seen.contents[self.role.index : self.role.index + 1]
-        bases = (base for contents in tiers for base in contents.bases(key.rank))
-        newest = max((base.first for base in bases if base.generation == self.seen.generation), default=-1)
-        if not own:
-            return newest >= 0
-        return newest < 0 or (self.seen.generation, newest) <= (key.generation, key.first)
+        the job has it, and it is not known to capture elsewhere."""
+        seen = self.seen
+        bases = (base for contents in seen.contents for base in contents.bases(key.rank))
+        newest = max((base.first for base in bases if base.generation == seen.generation), default=-1)
+        if key.rank == seen.rank:
+            return newest < 0 or (seen.generation, newest) <= (key.generation, key.first)
+        elsewhere = self.role.index == 0 and seen.relisted and newest < 0
+        return key.rank < seen.world_size and not elsewhere
 
     def _is_awaited(self, key: MarkerKey) -> bool:
         """Whether what the marker speaks of is there, and not committed yet."""

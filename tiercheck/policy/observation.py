@@ -263,6 +263,9 @@ class Observation:
     mark: int | None = None
     """Without a shared tier, the version that the ranks agreed on last (:mod:`tiercheck.policy.recovery.agreement`);
     ``None``: this rank was not told."""
+    relisted: bool = False
+    """Whether the first tier was listed whole, other ranks' objects among them, after the generation has settled
+    (:func:`tiercheck.policy.watermark.is_settled`). Before, other ranks may have brought more than is known of them."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:

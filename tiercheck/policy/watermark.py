@@ -42,12 +42,17 @@ from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.relayout import left_to
 
-__all__ = ["BASES_IN_VOLATILE_TIERS", "LINEAGE_RECORDS_KEPT", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "watermark"]
+__all__ = ["BASES_IN_VOLATILE_TIERS", "LINEAGE_RECORDS_KEPT", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "is_settled", "watermark"]
 
 BASES_IN_VOLATILE_TIERS = 2
 SNAPSHOTS_IN_VOLATILE_TIERS = 2
 LINEAGE_RECORDS_KEPT = 3
 """The newest one tells of those before; the others are for the case that it is damaged."""
+
+
+def is_settled(seen: Observation) -> bool:
+    """Whether nobody goes back behind the present generation any more."""
+    return _is_settled(seen, watermark(seen), None if seen.durable.shared else way_to_mark(seen))
 
 
 def watermark(seen: Observation) -> CommitKey | None:
@@ -315,15 +320,28 @@ def _is_settled(seen: Observation, mark: CommitKey | None, way: RecoveryPoint | 
 
 def _left_behind(seen: Observation, role: Role) -> list[ShardKey]:
     """Other ranks' shards of older generations. Those ranks run elsewhere now, or have another neighbour. No rank goes
-    back behind what the present generation has settled, so every rank that sees such shards deletes them."""
+    back behind what the present generation has settled, so every rank that sees such shards deletes them.
+
+    Constants are another matter: a rank of the job may refer to its older ones, which others see no base do that came
+    after they listed the tier. So its own mover deletes them, wherever it is. Of what it has left in a first tier it
+    knows nothing: that goes when a listing of all that was captured until the generation had settled shows that the
+    rank is not there. To the other tiers a base may come at any time, or never: what a rank of the job has left there
+    stays until it opens a generation without them (:mod:`tiercheck.policy.recovery.opening`)."""
     held = seen.contents[role.index]
     found: list[ShardKey] = []
     for rank in held.left_behind(seen.generation):
         if rank != seen.rank:
             found += (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
-            lives_here = any(base.generation == seen.generation for base in held.bases(rank))
-            found += (key for key in held.constants(rank) if not lives_here and seen.refers(rank, key) is None)
+            if rank >= seen.world_size or (role.index == 0 and seen.relisted and not _lives_here(seen, held, rank)):
+                found += (key for key in held.constants(rank) if seen.refers(rank, key) is None)
     return [key for key in found if key.generation < seen.generation]
+
+
+def _lives_here(seen: Observation, held: Contents, rank: int) -> bool:
+    """Whether another rank captures into this tier, too, if the tier was listed after the generation had settled: it
+    has a base of the generation by then, and the newest two stay."""
+    captured = (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank), *held.constants(rank))
+    return any(key.generation == seen.generation for key in captured)
 
 
 def _unreferred(seen: Observation, role: Role) -> list[ShardKey]:

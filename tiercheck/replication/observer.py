@@ -2,7 +2,9 @@
 
 A rank lists what is its own and what concerns the whole job (:func:`tiercheck.keys.own_prefixes`), so that a look costs
 it the same however many ranks there are. What other ranks have left in a tier inside a node is found by the first
-listing of that tier, which is of all of it: nothing is added to it as long as this generation is the newest.
+listing of that tier, which is of all of it: nothing is added to it as long as this generation is the newest. If that
+shows constants of another rank of the job, the first tier is listed whole once more when the generation has settled.
+That shows whether the rank is there, and refers to them: when the generation opened it may not have come yet.
 
 A tier inside the node is listed at each look. A store behind a network is listed by a task of its own: at first, again
 when somebody asks for it, and else after a pause that doubles as long as nothing changes, and is no shorter than the
@@ -29,6 +31,7 @@ from tiercheck.policy.commit import COORDINATOR
 from tiercheck.policy.observation import Contents, Copy, Observation
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.relayout import left_to
+from tiercheck.policy.watermark import is_settled
 from tiercheck.replication.backoff import Action, TierBackoff
 from tiercheck.runtime.backoff import Backoff
 
@@ -113,6 +116,8 @@ class Observer:
         departed = left_to(rank, world_size, lineage)
         self._own_prefixes = own_prefixes(rank, coordinator=rank == COORDINATOR, departed=departed)
         self._known = [_Known(prefixes=self._own_prefixes if role.shared else ("",)) for role in hierarchy.roles]
+        self._relisted = False
+        """As of :class:`~tiercheck.policy.observation.Observation`."""
         self._seen_state: object = None
         self._seen: Observation | None = None
         self.mark: int | None = None
@@ -123,7 +128,7 @@ class Observer:
     def seen(self) -> Observation:
         """What every tier holds, as far as is known now: the same value as long as that is the same. Of a tier that was
         never listed nothing is known."""
-        state = self.mark, tuple(known.contents for known in self._known)
+        state = self.mark, tuple(known.contents for known in self._known), self._relisted
         if state != self._seen_state or self._seen is None:
             self._seen_state = state
             self._seen = Observation(
@@ -134,13 +139,14 @@ class Observer:
                 self._generation,
                 self._lineage,
                 self.mark,
+                self._relisted,
             )
         return self._seen
 
     @property
     def state(self) -> object:
         """All that decisions rest on. It is equal only to itself as long as nothing changes."""
-        return self.mark, [(known.contents, known.visible, known.unsure) for known in self._known]
+        return self.mark, self._relisted, [(known.contents, known.visible, known.unsure) for known in self._known]
 
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""
@@ -289,6 +295,9 @@ class Observer:
         found: dict[str, int] = {}
         parsed: dict[str, Key | None] = {}
         known.changes.clear()
+        if relists := self._is_to_relist(tier):
+            known.prefixes = ("",)
+            known.names = {str(key): nbytes for key, nbytes in known.contents.nbytes.items()} | known.names
 
         async def read() -> None:
             try:
@@ -305,6 +314,7 @@ class Observer:
             if known.prefixes != self._own_prefixes:
                 known.prefixes = self._own_prefixes
                 known.names = {name: size for name, size in known.names.items() if name.startswith(known.prefixes)}
+            self._relisted = self._relisted or relists
             known.unchanged = 0 if changed else known.unchanged + 1
             # Keys are listed in order: of generations after what is committed.
             known.listed_at = known.fenced_at = began
@@ -313,6 +323,15 @@ class Observer:
         nearby = tier.capabilities.mappable
         pause_s = known.pause_s if known.visible else RELIST.first_s
         known.next_at = began if nearby else max(known.rest_until, ended + pause_s)
+
+    def _is_to_relist(self, tier: OpenTier) -> bool:
+        """Whether other ranks' constants can go only by what the tier holds now that the generation has settled."""
+        known, now = self._known[tier.index], self._generation
+        if tier.index or tier.role.shared or self._relisted or not self.listed(tier.index):
+            return False
+        others = (rank for rank in known.contents.left_behind(now) if self.rank != rank < self._world_size)
+        left = (key for rank in others for key in known.contents.constants(rank))
+        return any(key.generation < now for key in left) and is_settled(self.seen())
 
     async def _read(self, tier: OpenTier, known: _Known, found: dict[str, int], parsed: dict[str, Key | None]) -> None:
         async for info in tier.listed(known.prefixes):

@@ -14,8 +14,9 @@ from tests.moving import base, capture, mover_of, shard
 from tiercheck import keys
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import JOB, CommitKey, Key, LineageKey, MarkerKey, ShardKey, rank_prefix
+from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.policies import KeepEvery, KeepLast
-from tiercheck.policy.recovery.lineage import Lineage
+from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import Retention
 from tiercheck.replication.backoff import TierBackoff
 from tiercheck.replication.observer import Observer
@@ -57,8 +58,9 @@ async def test_a_listing_that_was_under_way_does_not_undo_what_was_done_meanwhil
 class Shared(MemoryDriver):
     """Memory that takes itself for a store that all ranks share."""
 
-    def __init__(self, crowd: Sequence[ObjectInfo] = ()) -> None:
+    def __init__(self, crowd: Sequence[ObjectInfo] = (), survives: Survives = Survives.RACK) -> None:
         super().__init__()
+        self.survives = survives
         self.crowd = crowd
         """Objects that are there beside those that were put."""
         self.listings = 0
@@ -67,7 +69,7 @@ class Shared(MemoryDriver):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, survives=Survives.RACK, mappable=False)
+        return replace(super().capabilities, survives=self.survives, mappable=False)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         self.listings += prefix == JOB
@@ -249,3 +251,41 @@ async def test_a_base_whose_commit_a_listing_has_overtaken_is_not_taken_for_unco
         shards = {info.key async for info in driver.list(rank_prefix(1))}
         assert shards == {str(base(10, rank=1)), str(base(20, rank=1))}
         assert mover.status.watermark == 20
+
+
+@pytest.mark.parametrize("lives_here", [True, False])
+async def test_what_another_rank_refers_to_stays_and_what_it_left_goes_once_that_is_known(lives_here: bool) -> None:
+    """Rank 0 looks before the other rank's opening base has come, which refers to older constants."""
+    constants, resumed = ShardKey.constant(1, 0, 1), ShardKey.base(2, 47, 1, (1, 0))
+    lineage = Lineage.of([Branch(1, 0, 0, 2, "a"), Branch(2, 1, 47, 2, "b")])
+    name, retention = uuid.uuid4().hex, Retention()
+    peer = Tier("memory://", name="peer", wrap=lambda driver: Shared(survives=Survives.NODE))
+    durable = Tier("memory://", name="durable", wrap=lambda driver: Shared())
+    async with Hierarchy.of(f"memory://observer-{name}", peer, durable).open() as hierarchy:
+        first, middle, last = (tier.driver for tier in hierarchy.tiers)
+        left = ShardKey.base(1, 40, 1, (1, 0))
+        for driver in (first, middle):
+            for key in (constants, left):
+                await driver.put(str(key), [b"x"])
+        observer = Observer(hierarchy, TierBackoff(), rank=0, world_size=2, generation=2, lineage=lineage)
+        gone = retention.reclaimable(await observer.look())
+        assert not any(gone.values())
+        if lives_here:
+            await first.put(str(resumed), [b"x"])
+        for driver in (first, last):
+            await driver.put(str(ShardKey.base(2, 47, 0)), [b"x"])
+        await last.put(str(CommitKey(2, 47)), [b"x"])
+        everything: dict[int, list[Key]] = {0: [constants], 1: [constants]}
+        for look in range(4):
+            seen = await observer.look([2])
+            gone = retention.reclaimable(seen)
+            allowed, _ = checked_deletions(seen, everything, "Evil()")
+            assert constants not in (*gone[1], *allowed[1]), "its base may be on its way there"
+            if lives_here or look == 0:
+                assert constants not in (*gone[0], *allowed[0]), "by an old view nothing of it goes"
+            for index, deleted in gone.items():
+                await hierarchy.tiers[index].driver.delete([str(key) for key in deleted])
+                observer.gone(index, deleted)
+        kept = {info.key async for info in first.list()}
+        assert str(left) not in kept
+        assert (str(constants) in kept) is lives_here

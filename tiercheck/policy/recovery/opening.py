@@ -85,7 +85,7 @@ def superseded_at_opening(
     ``sound``: the rank's own copies without those that were found damaged. ``lineage``: that of the recovery.
     ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see lies in memory
     that the owner has left, and the owner has reached the recovery point without it. Of
-    constants there may be copies there and where the owner is now: those go later (:mod:`tiercheck.policy.watermark`).
+    constants there may be copies there and where the owner is now: those stay (:mod:`tiercheck.policy.watermark`).
     """
     gone = [source for source in held if source.key.rank != rank and source not in seen_by_owner]
     referred = {source.key.constants for source in sound if source.key.constants is not None}
