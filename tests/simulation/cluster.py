@@ -398,6 +398,9 @@ class Cluster(Surveys):
         """What each rank deletes before anything is captured (:func:`tiercheck.opening.agreement.clear_tiers`)."""
         lineage, owned = found.past.lineage, found.past.owned
         sound = [found.sound(index) for index in range(self.world)]
+        plans = [plan(point, index, sound[index]) for index, point in zip(range(self.world), found.points or ())]
+        constants = [each.constants if isinstance(each, Plan) else None for each in plans] or [None] * self.world
+        recovered = [None if each is None else each.key for each in constants]
         known = anew([Reach.of(each, self.roles, lineage) for each in sound], reached)
         for rank in self.ranks:
             rank.mark = known.mark
@@ -413,7 +416,7 @@ class Cluster(Surveys):
                     continue
                 seen = {Copy(tier, key) for key in shards(held) if key.rank == index or key.rank not in unsure}
                 gone = opening.superseded_at_opening(
-                    seen, index, self.roles, lineage, known.versions, sound[index], owned
+                    seen, index, self.roles, lineage, known.versions, sound[index], owned, recovered[index]
                 )
                 for source in gone:
                     del held[source.key]

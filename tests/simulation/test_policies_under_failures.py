@@ -146,10 +146,12 @@ def recorded(tier: Tier, index: int) -> list[ShardKey]:
 
 
 def check_constants(cluster: Cluster, index: int, tier: Tier) -> None:
-    """What a base refers to is there, and nothing else but what bases elsewhere refer to."""
+    """What a base refers to is there, and nothing else but what bases elsewhere refer to: inside the nodes only bases
+    there."""
     held = [key for key in shards(tier, index) if key.stream is Stream.CONSTANT]
     assert {key.constants for key in shards(tier, index)} - {None} <= set(held)
-    everywhere = {key.constants for each in cluster.tiers_of(index) for key in shards(each, index)}
+    tiers = [each for each in cluster.tiers_of(index) if each is not cluster.durable or tier is cluster.durable]
+    everywhere = {key.constants for each in tiers for key in shards(each, index)}
     assert set(held) <= everywhere, "constants are kept for nothing"
 
 

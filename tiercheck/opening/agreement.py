@@ -49,6 +49,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
     answers = await ranks.gather("what each rank can come to", lambda: Reach.of(sound, roles, lineage), kind=Reach)
     # What was converted is of another layout, and other attempts to do so are none of its past.
     reached = restored.recovery if not restored.converted else None
+    refers_to = restored.constants[0].key if restored.constants is not None else None
     known = anew(answers, reached.version if reached else None)
     absent = {tier for tier, _ in past.told[ranks.rank].away}
     # Of what lies in a tier that was away when its owner looked, nobody knows whether the owner needs it.
@@ -65,7 +66,7 @@ async def clear_tiers(ranks: Ranks, hierarchy: OpenHierarchy, restored: Restored
             held = {each for each in held if each.key.generation not in others and each.key not in staying}
             if past.is_scattered:
                 held = {source for source in held if is_own(source) or source.key.generation not in ancestors}
-            gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned)
+            gone = superseded_at_opening(held, ranks.rank, roles, lineage, known.versions, sound, owned, refers_to)
             if gone:
                 await tier.driver.delete([str(source.key) for source in gone])
                 log.info("tier %s: %d objects of older generations are deleted", tier.name, len(gone))

@@ -156,7 +156,7 @@ class _Needed:
         """Why the object may not be deleted; ``None``: it may."""
         seen, shared = self.seen, self.role.shared
         match key:
-            case ShardKey(stream=Stream.CONSTANT) if (base := seen.refers(key.rank, key)) is not None:
+            case ShardKey(stream=Stream.CONSTANT) if (base := self._referring(key)) is not None:
                 return f"which base {base.first} refers to"
             case ShardKey(stream=Stream.CONSTANT) if self._may_be_referred_to(key):
                 return "which the next base may refer to"
@@ -190,6 +190,17 @@ class _Needed:
         if not isinstance(key, CommitKey):
             return False
         return self.seen.contents[self.role.index].shard(key, self.seen.rank) is None
+
+    def _referring(self, key: ShardKey) -> ShardKey | None:
+        """A base that needs these constants here: of any tier, but for shared ones that have them, if this is none."""
+        for role in self.seen.roles:
+            contents = self.seen.contents[role.index]
+            if role.shared and not self.role.shared and key in contents:
+                continue
+            for base in contents.bases(key.rank):
+                if base.refers_to == (key.generation, key.first):
+                    return base
+        return None
 
     def _may_be_referred_to(self, key: ShardKey) -> bool:
         """This rank's: whether no base of the present generation is newer than the constants. Another rank's: whether

@@ -12,7 +12,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
   that the job has no more: each of the present ones deletes that of a few;
 - what a user's request has left behind (:mod:`tiercheck.policy.recovery.request`) goes from the tiers inside the nodes
   alone, until a start says that it may go from the others;
-- constants that no base refers to any more, and none will (:func:`_unreferred`);
+- constants that no base refers to any more, and none will (:func:`_unreferred`). Those in a tier inside a node also when
+  only bases of shared tiers do that have them;
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
@@ -333,7 +334,7 @@ def _left_behind(seen: Observation, role: Role) -> list[ShardKey]:
         if rank != seen.rank:
             found += (*held.bases(rank), *held.differentials(rank), *held.snapshots(rank))
             if rank >= seen.world_size or (role.index == 0 and seen.relisted and not _lives_here(seen, held, rank)):
-                found += (key for key in held.constants(rank) if seen.refers(rank, key) is None)
+                found += (key for key in held.constants(rank) if not _is_referred_to(seen, role, key))
     return [key for key in found if key.generation < seen.generation]
 
 
@@ -356,7 +357,15 @@ def _unreferred(seen: Observation, role: Role) -> list[ShardKey]:
     ]
     for rank in left_to(seen.rank, seen.world_size, seen.lineage) if role.shared else ():
         gone += [key for key in contents.constants(rank) if key.generation < seen.generation]
-    return [key for key in gone if seen.refers(key.rank, key) is None]
+    return [key for key in gone if not _is_referred_to(seen, role, key)]
+
+
+def _is_referred_to(seen: Observation, role: Role, key: ShardKey) -> bool:
+    """Whether a base needs the constants in this tier. Bases in a shared tier that has them need none inside a node."""
+    if role.shared:
+        return seen.refers(key.rank, key) is not None
+    tiers = [held for each, held in zip(seen.roles, seen.contents, strict=True) if not each.shared or key not in held]
+    return any(base.constants == key for held in tiers for base in held.bases(key.rank))
 
 
 def _records_passed(seen: Observation, role: Role) -> list[Key]:

@@ -29,6 +29,7 @@ from tiercheck.policy.policies import (
     EveryNth,
     Everywhere,
     Keep,
+    KeepLast,
     PacingPolicy,
     PlacementPolicy,
     Progress,
@@ -36,6 +37,7 @@ from tiercheck.policy.policies import (
 )
 from tiercheck.policy.recovery.agreement import agreed, reach
 from tiercheck.policy.recovery.lineage import Branch, Lineage
+from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
 
 
@@ -167,6 +169,25 @@ def test_without_a_shared_tier_the_way_to_the_mark_stays() -> None:
     allowed, refusals = checked_deletions(observation, gone, "Evil()")
     assert allowed == {0: [base(10)], 1: []} or allowed == {0: [], 1: []}
     assert "a recovery to version" in str(refusals[0])
+
+
+def test_constants_are_needed_inside_a_node_by_bases_there_and_by_those_that_lack_them_in_a_shared_tier() -> None:
+    """A part of the model is rewritten between any two bases, and the shared tier keeps many."""
+    constants = [ShardKey.constant(1, version, 0) for version in range(0, 50, 10)]
+    bases = [ShardKey.base(1, version, 0, (1, version)) for version in range(0, 50, 10)]
+    markers: list[Key] = [CommitKey(1, version) for version in range(0, 50, 10)]
+
+    def gone(durable: Iterable[Key]) -> list[Key]:
+        observation = seen([*bases[-2:], *constants], durable)
+        reclaimed = Retention(KeepLast(12)).reclaimable(observation)
+        assert checked_deletions(observation, reclaimed, "KeepLast(12)") == (reclaimed, [])
+        allowed, refusals = checked_deletions(observation, {0: list(constants)}, "Evil()")
+        assert "refers to" in str(refusals[0])
+        assert allowed[0] == reclaimed[0]
+        return reclaimed[0]
+
+    assert gone([*bases, *constants, *markers]) == constants[:3]
+    assert gone([*bases, *constants[1:], *markers]) == constants[1:3], "they go there again"
 
 
 def test_shards_that_nothing_needs_are_deleted() -> None:

@@ -76,6 +76,7 @@ def superseded_at_opening(
     versions: Sequence[int],
     sound: Collection[Copy],
     seen_by_owner: Container[Copy],
+    recovered: ShardKey | None = None,
 ) -> list[Copy]:
     """The shards that ``rank`` deletes, of those that it sees (``held``, other ranks' among them).
 
@@ -86,9 +87,13 @@ def superseded_at_opening(
     ``seen_by_owner``: what the other ranks see of their own shards. A shard that its owner does not see lies in memory
     that the owner has left, and the owner has reached the recovery point without it. Of
     constants there may be copies there and where the owner is now: those stay (:mod:`tiercheck.policy.watermark`).
+    ``recovered``: the constants that the recovered base refers to; the bases of the generation that opens may, too.
     """
     gone = [source for source in held if source.key.rank != rank and source not in seen_by_owner]
-    referred = {source.key.constants for source in sound if source.key.constants is not None}
+    inside = {role.index for role in roles if not role.shared}
+    # A shared tier that has what its bases refer to needs no copy inside the nodes.
+    pairs = [(source.tier, source.key.constants) for source in sound if source.key.constants is not None]
+    referred = {recovered, *(key for tier, key in pairs if tier in inside or Copy(tier, key) not in sound)}
     by_any = _ways([source.key for source in sound], lineage, versions)
     for role in roles:
         whole = {source.key for source in sound if source.tier == role.index}
@@ -101,10 +106,8 @@ def superseded_at_opening(
         # Admission has counted two bases that stay: a damaged one takes the room of none.
         useless = {source for source in here if source.key.stream is Stream.BASE and source.key not in whole}
         leading = {source for source in here if any(_leads_to(way, source.key, lineage) for way in ways)}
-        # What a sound base anywhere refers to stays: bases of the generation that opens may refer to it as well.
         leading |= {source for source in here if source.key in referred}
         gone += [source for source in here if source in useless or source not in leading]
-    inside = {role.index for role in roles if not role.shared}
     return sorted(source for source in gone if source.tier in inside)
 
 

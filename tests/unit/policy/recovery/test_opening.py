@@ -20,6 +20,22 @@ def of_rank_0(held: set[tuple[int, ShardKey]], damaged: set[tuple[int, ShardKey]
     return set(superseded_at_opening(seen, 0, ROLES, LINEAGE, versions, sound, []))
 
 
+def test_constants_stay_in_memory_for_bases_there_and_for_the_recovered_one() -> None:
+    roles = [*ROLES, Role(2, "nvme", Survives.RACK)]
+    lineage = Lineage.of([Branch(1, 0, 0, 1, "a" * 16)])
+    constants = [ShardKey.constant(1, version, 0) for version in (0, 2, 4, 6)]
+    bases = [ShardKey.base(1, version, 0, (1, version)) for version in (0, 2, 4, 6)]
+    durable = {Copy(2, key) for key in (*bases, *constants) if key != constants[1]}  # there 2 lacks what it refers to
+    sound = {*durable, Copy(1, bases[3]), *(Copy(0, key) for key in constants)}
+
+    def gone(recovered: ShardKey | None) -> list[ShardKey]:
+        found = superseded_at_opening(sound, 0, roles, lineage, (6,), sound, (), recovered)
+        return [copy.key for copy in found]
+
+    assert gone(constants[2]) == [constants[0]], "the shared tier has what its base refers to"
+    assert gone(None) == [constants[0], constants[2]]
+
+
 def differentials(generation: int, first: int, last: int) -> set[tuple[int, ShardKey]]:
     """One a version, in memory."""
     return {(0, ShardKey.differential(generation, each, each, 0)) for each in range(first, last + 1)}
