@@ -18,18 +18,22 @@ __all__ = ["brought"]
 
 log = logging.getLogger(__name__)
 
+SHARE_OF_DEADLINE = 0.5
+"""For all tiers together. The rest is for the opening base, which follows in the same collective."""
+
 
 async def brought(
     ranks: Ranks, tiers: OpenHierarchy, constants: ShardKey, references: References, sound: Collection[Copy]
 ) -> bool:
     """Whether the constants are in the first tier, from where they are copied on: if they are not, they are put there,
-    from another of the job's tiers. If none has them, the generation writes its own. ``sound``: the rank's copies that
-    are."""
-    key = str(constants)
+    from another of the job's tiers. If none has them, or none brings them in half of the deadline, the generation
+    writes its own: the other ranks wait no longer than the deadline. ``sound``: the rank's copies that are."""
+    key, scheduler = str(constants), ranks.scheduler
+    until = scheduler.time() + ranks.deadline_s * SHARE_OF_DEADLINE
 
     async def bring(tier: OpenTier) -> None:
         if tier is tiers.first:
-            await tier.driver.stat(key)  # another rank of the node may have taken it for what nobody needs
+            await tier.driver.stat(key)  # it may be gone since the rank looked
             return
         content = await tier.driver.get(key)
         shard = container.parse(content, key=key, tier=tier.name)
@@ -40,10 +44,11 @@ async def brought(
     held = {copy.tier for copy in sound if copy.key == constants}
     for tier in (tier for tier in tiers.tiers if tier.index in held):
         try:
-            await ranks.call(bring(tier), f"bringing {key} to {tiers.first.name}")
+            what, left_s = f"bringing {key} to {tiers.first.name}", max(0.0, until - scheduler.time())
+            await scheduler.call(bring(tier), what=what, deadline_s=left_s)
         except TierCheckError as error:
             log.warning("%s is not brought from %s: %s", key, tier.name, error)
         else:
             return True
-    log.warning("what does not change is written once more: none of the job's tiers has what an older base refers to")
+    log.warning("what does not change is written once more: none of the job's tiers gave what an older base refers to")
     return False
