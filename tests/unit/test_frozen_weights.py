@@ -3,6 +3,7 @@ and small trained adapters, compared bit for bit."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ class Job:
         self.optimizer = torch.optim.AdamW([*self.model.down.parameters(), *self.model.up.parameters()], lr=1e-2)
 
     def attach(self, hierarchy: Hierarchy, **options: Any) -> Job:
-        config = CheckpointConfig(base_every=3, batch=1, deadline_s=30.0, mover="trainer")
+        bases = options.pop("bases", "capture")
+        config = CheckpointConfig(base_every=3, batch=1, deadline_s=30.0, mover="trainer", bases=bases)
         self.checkpointer = attach(
             self.model, self.optimizer, hierarchy, config=config, policies=Policies(retention=KeepLast(2)), **options
         )
@@ -123,6 +125,16 @@ class Place:
 
     def lose_memory(self) -> None:
         MemoryDriver.forget(f"frozen-{self.name}")
+
+    def in_memory(self) -> list[str]:
+        async def listed() -> list[str]:
+            driver = MemoryDriver(f"frozen-{self.name}")
+            await driver.open()
+            names = [info.key async for info in driver.list()]
+            await driver.close()
+            return names
+
+        return asyncio.run(listed())
 
     def held(self) -> dict[Key, Path]:
         """What the directory holds."""
@@ -320,3 +332,19 @@ def test_a_kill_around_the_constants_costs_nothing_that_had_returned(tmp_path: P
         job.close()
         place.check_whole()
         place.lose_memory()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_folded_bases_do_not_refer_to_is_not_brought_and_does_not_stay(
+    place: Place, reference: Job, lost: bool
+) -> None:
+    Job().attach(place.hierarchy()).train(5).close()
+    if lost:
+        place.lose_memory()
+    job = Job().attach(place.hierarchy(), bases="fold")
+    assert job.state() == reference.states[5]
+    assert not lost or not any("/constant/" in name for name in place.in_memory())
+    assert job.train(12).state() == reference.states[12]
+    job.close()
+    assert not any("/constant/" in name for name in place.in_memory())
+    place.check_whole()

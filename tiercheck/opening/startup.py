@@ -164,6 +164,8 @@ class _Startup:
         elsewhere = self.elsewhere(hierarchy, opened.tiers, agent, nodes)
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, elsewhere)
         restored = await restorer.restore()
+        if self.folds:
+            restored = replace(restored, constants=None)  # folded bases refer to nothing
         turn = restored.turn
         kept = turn.kept if turn else kept_by(restored) if keeps else ()
         taking = "taking over what was restored"
