@@ -398,8 +398,9 @@ class Cluster(Surveys):
         """What each rank deletes before anything is captured (:func:`tiercheck.opening.agreement.clear_tiers`)."""
         lineage, owned = found.past.lineage, found.past.owned
         sound = [found.sound(index) for index in range(self.world)]
-        plans = [plan(point, index, sound[index]) for index, point in zip(range(self.world), found.points or ())]
-        constants = [each.constants if isinstance(each, Plan) else None for each in plans] or [None] * self.world
+        points = found.points or [None] * self.world
+        plans = [plan(point, index, sound[index]) if point else None for index, point in enumerate(points)]
+        constants = [each.constants if isinstance(each, Plan) else None for each in plans]
         recovered = [None if each is None else each.key for each in constants]
         known = anew([Reach.of(each, self.roles, lineage) for each in sound], reached)
         for rank in self.ranks:

@@ -12,8 +12,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
   that the job has no more: each of the present ones deletes that of a few;
 - what a user's request has left behind (:mod:`tiercheck.policy.recovery.request`) goes from the tiers inside the nodes
   alone, until a start says that it may go from the others;
-- constants that no base refers to any more, and none will (:func:`_unreferred`). Those in a tier inside a node also when
-  only bases of shared tiers do that have them;
+- constants that no base refers to any more, and none will (:func:`_unreferred`). Those in a tier inside a node go also
+  when only bases of shared tiers do that have them;
 - lineage records but for the newest three, when every rank can reach a version of the present generation.
 
 If no tier is shared, the ranks agree on a mark instead (:mod:`tiercheck.policy.recovery.agreement`): each rank keeps
@@ -43,7 +43,14 @@ from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.relayout import left_to
 
-__all__ = ["BASES_IN_VOLATILE_TIERS", "LINEAGE_RECORDS_KEPT", "SNAPSHOTS_IN_VOLATILE_TIERS", "Retention", "is_settled", "watermark"]
+__all__ = [
+    "BASES_IN_VOLATILE_TIERS",
+    "LINEAGE_RECORDS_KEPT",
+    "SNAPSHOTS_IN_VOLATILE_TIERS",
+    "Retention",
+    "is_settled",
+    "watermark",
+]
 
 BASES_IN_VOLATILE_TIERS = 2
 SNAPSHOTS_IN_VOLATILE_TIERS = 2

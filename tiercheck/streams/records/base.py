@@ -211,7 +211,7 @@ class BaseCapture:
     def arrived(self) -> None:
         """The base is in the first tier: later ones may refer to its constants."""
         if self._known is not None and self.constants is not None:
-            self._known.adopt(self.constants.key, self.constants.references)
+            self._known.arrived(self.constants.key, self.constants.references)
 
     def _refers_to(self) -> tuple[int, ...]:
         found = self.constants.key if self.constants is not None else None

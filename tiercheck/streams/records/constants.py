@@ -99,6 +99,13 @@ class Constants:
         self._differing.clear()
         self._watch.mark()
 
+    def arrived(self, key: ShardKey, references: References) -> None:
+        """The state was what these references say when the base began that brought them (:meth:`split`). What was seen
+        to be written to since may differ."""
+        self.key, self.token, self._tensors = key, references.token, references.tensors
+        self._differing = {EXTRA + name for name in self._watch.written()}
+        self._watch.mark_seen()
+
     def give_up(self) -> None:
         """These constants cannot be read any more: the next base refers to none of them."""
         self.key, self._tensors = None, {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tiercheck.errors import Corruption
@@ -34,8 +36,8 @@ class Bases:
         self.held: Shard | None = None
         """The newest constants."""
 
-    def next(self) -> Shard | None:
-        """``None``: it is given up."""
+    def next(self, meanwhile: Callable[[], object] = lambda: None) -> Shard | None:
+        """``None``: it is given up. ``meanwhile``: while it is on its way, and training goes on."""
         self.version += 1
         capture = BaseCapture(self.provider, ShardKey.base(1, self.version, 0), 1, constants=self.constants)
         made = capture.constants
@@ -48,12 +50,14 @@ class Bases:
         nbytes = capture.finish()
         if capture.disturbed:
             return None
+        as_captured = self.model.frozen.clone()
+        meanwhile()
         capture.arrived()
         if made is not None:
             self.held = parse(room[:length], key=str(made.key))
         base = parse(memory[:nbytes], key=str(capture.key))
         found = read_base(base, self.held if base.metadata.refers_to else None, tier="here").extras
-        assert torch.equal(found["frozen"], self.model.frozen)
+        assert torch.equal(found["frozen"], as_captured)
         assert torch.equal(found["mask"], self.model.mask)
         return base
 
@@ -83,6 +87,15 @@ def test_a_write_that_no_sample_sees_costs_one_base_and_no_bit() -> None:
     assert base.metadata.refers_to == (1, 2), "it is much, and stands still: others take its place"
     bases.model.frozen.data.mul_(2)
     assert bases.next() is not None
+
+
+def test_a_write_that_is_seen_while_constants_are_on_their_way_costs_no_base() -> None:
+    bases = Bases(Model())
+    with torch.no_grad():
+        bases.next(meanwhile=lambda: bases.model.frozen.mul_(2))
+    base = bases.next()
+    assert base is not None, "it was given up"
+    assert base.metadata.refers_to != (1, 0), "not one tensor is what it was"
 
 
 def test_what_changes_at_each_base_is_stored_with_it() -> None:
