@@ -115,8 +115,10 @@ class OldViews(Cluster):
         """Whether the user's ``keep_every`` holds this committed base."""
         if tier is not self.durable or not isinstance(key, ShardKey) or key.stream is not Stream.BASE:
             return False
-        every, committed = self.keep_every, CommitKey(key.generation, key.first) in self.durable
-        return bool(every) and committed and key.first % every == 0 and self.lineage.admits(key.generation, key.first)
+        # A restart commits the version that it resumed from once more: the newest of these bases is kept.
+        commits = (each for each in self.durable.contents.commits if each.version == key.first)
+        own = [each.generation for each in commits if self.lineage.admits(each.generation, each.version)]
+        return bool(self.keep_every) and key.first % self.keep_every == 0 and own[-1:] == [key.generation]
 
 
 @pytest.mark.parametrize("mode", ["a shared tier", "a shared tier, snapshots", "no shared tier"])
