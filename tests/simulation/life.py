@@ -19,7 +19,7 @@ from tiercheck.agent.jobs.opening import lineage_of
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import Closed, DeadlineExceeded, JobConflict
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
-from tiercheck.keys import ShardKey, parse
+from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.recovery.spans import spans_of
@@ -189,10 +189,10 @@ class HostMover:
         return getattr(self._mover, name)
 
 
-def ranks_in(place: str) -> set[int]:
-    """The ranks that have shards in that memory."""
+def ranks_in(place: str, *, but: Stream | None = None) -> set[int]:
+    """The ranks that have shards in that memory, of any stream ``but`` one."""
     keys = map(parse, MemoryDriver(place).store.objects)
-    return {key.rank for key in keys if isinstance(key, ShardKey)}
+    return {key.rank for key in keys if isinstance(key, ShardKey) and key.stream is not but}
 
 
 class Process:

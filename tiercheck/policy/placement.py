@@ -93,8 +93,13 @@ class Placement:
     def _bases(self, seen: Observation, source: Role, target: Role) -> Iterator[Transfer]:
         held = seen.contents[target.index]
         for base in own_bases(seen, seen.contents[source.index]):
-            if self._lacks(seen, base, target) and held.completes(base):
+            if not self._lacks(seen, base, target):
+                continue
+            if held.completes(base):
                 yield Transfer(source.index, target.index, (base,), base)
+            elif (key := base.constants) and any(key in seen.contents[role.index] for role in seen.roles[: target.index]):
+                # Its constants are on their way. A newer base that came first would supersede it, on this rank alone.
+                return
 
     def _batches(self, seen: Observation, source: Role, target: Role, closing: bool) -> Iterator[Transfer]:
         held = seen.contents[target.index]
