@@ -97,7 +97,7 @@ class Placement:
                 continue
             if held.completes(base):
                 yield Transfer(source.index, target.index, (base,), base)
-            elif (key := base.constants) and any(key in seen.contents[role.index] for role in seen.roles[: target.index]):
+            elif (key := base.constants) and any(key in each for each in seen.contents[: target.index]):
                 # Its constants are on their way. A newer base that came first would supersede it, on this rank alone.
                 return
 
