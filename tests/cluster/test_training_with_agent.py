@@ -96,9 +96,12 @@ def test_what_a_dead_trainer_left_goes_on_its_way_and_a_killed_agent_comes_back(
     assert str(CommitKey(2, 6)) in asyncio.run(held(f"nvme://{tmp_path}/durable"))
 
 
+@pytest.mark.alone
 def test_the_agent_folds_the_bases_that_are_due(name: str, tmp_path: Path) -> None:
+    """For the first fold the agent imports torch, and it gives way to everybody else."""
     training = Training()
-    with training.attach(tiers(name, tmp_path), mover="agent", base_every=4, batch=2, bases="fold") as checkpointer:
+    settings = {"mover": "agent", "base_every": 4, "batch": 2, "bases": "fold", "deadline_s": 120.0}
+    with training.attach(tiers(name, tmp_path), **settings) as checkpointer:
         for version in range(1, 16):
             training.step(version)
         checkpointer.flush()
