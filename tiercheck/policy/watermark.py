@@ -134,7 +134,7 @@ class Retention:
         contents = seen.contents[role.index]
         superseded = self._superseded(seen, contents)
         bases = contents.bases(seen.rank)
-        kept = bases[-BASES_IN_VOLATILE_TIERS:]
+        kept = _newest_bases(seen, contents)
         if not kept or kept[-1].generation != seen.generation:
             return superseded
         settled = mark is not None and mark.generation == seen.generation
@@ -173,7 +173,7 @@ class Retention:
             return superseded if seen.mark == NO_MARK or seen.world_size == 1 else []
         # Each tier is judged by itself: the others may be lost with a node.
         way = Readable.of(seen.own(role)).ways(seen.lineage.readable).get(way.last, way)
-        bases = seen.contents[role.index].bases(seen.rank)[-BASES_IN_VOLATILE_TIERS:]
+        bases = _newest_bases(seen, seen.contents[role.index])
         oldest = min([(way.generation, way.anchor), *((base.generation, base.first) for base in bases)])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
         led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else None
@@ -293,6 +293,12 @@ class _Kept:
             elif max(key.first, anchor.version + 1) <= min(key.last, version):
                 return True
         return False
+
+
+def _newest_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
+    """This rank's newest two bases in a volatile tier, oldest first. One without the constants that it refers to does
+    not count: no recovery starts from it."""
+    return [base for base in contents.bases(seen.rank) if contents.completes(base)][-BASES_IN_VOLATILE_TIERS:]
 
 
 def _is_kept(seen: Observation, key: Key) -> bool:

@@ -190,6 +190,20 @@ def test_constants_are_needed_inside_a_node_by_bases_there_and_by_those_that_lac
     assert gone([*bases, *constants[1:], *markers]) == constants[1:3], "they go there again"
 
 
+@pytest.mark.parametrize("survives", [Survives.RACK, Survives.NODE])
+def test_a_base_that_lacks_its_constants_makes_no_older_one_superfluous(survives: Survives) -> None:
+    lacking = [ShardKey.base(2, version, 0, (2, 1)) for version in (1, 2)]
+    memory: list[Key] = [base(0), *lacking]
+    durable: list[Key] = [base(0), *lacking, ShardKey.constant(2, 1, 0), CommitKey(1, 0), CommitKey(2, 2)]
+    roles = (Role(0, "shm", Survives.PROCESS), Role(1, "other", survives))
+    lineage = Lineage.of([Branch(1, 0, 0, 1, "a"), Branch(2, 1, 0, 1, "b")])
+    contents = tuple(Contents.of((key, 1) for key in held) for held in (memory, durable))
+    observation = Observation(roles, contents, 0, 1, 2, lineage)
+    gone = Retention(KeepLast(1)).reclaimable(observation)
+    assert base(0) not in gone[0]
+    assert checked_deletions(observation, gone, "KeepLast(1)") == (gone, [])
+
+
 def test_shards_that_nothing_needs_are_deleted() -> None:
     gone: dict[int, list[Key]] = {0: [base(20), single(21)], 1: [CommitKey(1, 0), base(0), batch(1, 5), batch(16, 20)]}
     assert checked_deletions(seen(MEMORY, DURABLE), gone, "KeepLast(1)") == (gone, [])
