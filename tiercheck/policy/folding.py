@@ -13,7 +13,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import own_bases, own_differentials
 
-__all__ = ["Fold", "gap_after", "next_fold", "waiting"]
+__all__ = ["Fold", "differentials_after_base", "folds_from", "gap_after", "next_fold", "waiting"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,19 @@ def gap_after(seen: Observation) -> int | None:
     reached = chain[-1].last if chain else base.last
     newest = max((key.last for key in own_differentials(seen, seen.contents[0])), default=reached)
     return reached if newest > reached else None
+
+
+def differentials_after_base(interval: int) -> int:
+    """k: the most differentials that folds need to stay in the first tier: those up to the base that is due, and those
+    that are recorded while it is folded. Training waits before there are more."""
+    return 2 * interval
+
+
+def folds_from(seen: Observation) -> int | None:
+    """The version of the base that the next fold begins with: differentials after it must stay in the first tier, and
+    no fold needs those before. ``None``: nothing can be folded."""
+    base, _ = _chain(seen)
+    return None if base is None else base.last
 
 
 def _chain(seen: Observation) -> tuple[ShardKey | None, list[ShardKey]]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.keys import ShardKey
-from tiercheck.policy.folding import Fold, gap_after, next_fold, waiting
+from tiercheck.policy.folding import Fold, differentials_after_base, folds_from, gap_after, next_fold, waiting
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.types import Survives
@@ -62,3 +62,10 @@ def test_a_fold_is_whole_and_ends_where_it_is_due(interval: int, at: int, newest
         assert fold is None
     if fold is None and newest >= due:
         assert gap_after(held) is not None, "what is due and is not folded has a reason"
+
+
+def test_it_is_told_what_a_fold_needs_to_stay() -> None:
+    held = seen(base(0), base(10), *steps(range(8, 24)))
+    assert folds_from(held) == 10
+    assert folds_from(seen(base(0, 1))) is None
+    assert differentials_after_base(10) == 20, "an interval that is folded, and one that is recorded meanwhile"
