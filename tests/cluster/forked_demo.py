@@ -1,6 +1,6 @@
-"""Demos, one after the other, in a process that has everything imported: the argument is a directory.
+"""Demos, one after the other, in a process that has everything imported. The arguments: a directory, and their names.
 
-Writes ``DIRECTORY/{software,node,elsewhere}.json``: the results, as the command line prints them.
+Writes ``DIRECTORY/NAME.json`` for each: the result, as the command line prints it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ __all__ = ["SMALL"]
 SMALL = {"steps": 44, "width": 64, "heads": 2, "layers": 2, "sequence": 64, "batch": 5}
 
 
+DEMOS = {
+    "software": DemoOptions(Failure.SOFTWARE, seed=11, **SMALL),
+    "node": DemoOptions(Failure.NODE, seed=12, zero=3, dtype="bf16", **SMALL),
+    "other-ranks": DemoOptions(Failure.SOFTWARE, seed=14, zero=2, resume_on=3, **SMALL),
+}
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
-    for name, options in {
-        "software": DemoOptions(Failure.SOFTWARE, seed=11, **SMALL),
-        "node": DemoOptions(Failure.NODE, seed=12, zero=3, dtype="bf16", **SMALL),
-        "elsewhere": DemoOptions(Failure.SOFTWARE, seed=14, zero=2, resume_on=3, **SMALL),
-    }.items():
-        result = run_demo(replace(options, output=directory / name), Console(stderr=True), start=fork_ranks)
+    for name in sys.argv[2:]:
+        options = replace(DEMOS[name], output=directory / name)
+        result = run_demo(options, Console(stderr=True), start=fork_ranks)
         (directory / f"{name}.json").write_text(json.dumps(result.to_object()))

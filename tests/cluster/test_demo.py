@@ -39,16 +39,17 @@ REQUIRED = {
 GONE_S_MAX = 10.0
 
 
-@pytest.fixture(scope="module")
-def forked(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the demos ran that start no interpreter of their own.
-
-    Agents stand back: on a busy machine a neighbour would have less than what is recovered from its memory.
-    """
-    directory = tmp_path_factory.mktemp("demos")
-    codes = forks.run("tests.cluster.forked_demo", directory, log=directory / "log")
+def run_forked(forks: Forks, directory: Path, *names: str) -> Path:
+    """Where demos ran that start no interpreter of their own."""
+    codes = forks.run("tests.cluster.forked_demo", directory, *names, log=directory / "log")
     assert codes == [0], (directory / "log").read_text()[-4000:]
     return directory
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Agents stand back: on a busy machine a neighbour would have less than what is recovered from its memory."""
+    return run_forked(forks, tmp_path_factory.mktemp("demos"), "software", "node")
 
 
 def checked(result: dict[str, Any], output: Path, told: str) -> dict[str, Any]:
@@ -83,8 +84,8 @@ def leftovers() -> list[Path]:
 
 
 @pytest.mark.alone
-def test_a_software_failure_loses_nothing(forked: Path) -> None:
-    result = of_forked(forked, "software")
+def test_a_software_failure_loses_nothing(alone: Path) -> None:
+    result = of_forked(alone, "software")
     assert result["seed"] == 11
     assert result["steps_lost"] == 0
     assert set(result["sources"]) == {"shm"}
@@ -92,17 +93,17 @@ def test_a_software_failure_loses_nothing(forked: Path) -> None:
 
 
 @pytest.mark.alone
-def test_a_lost_node_recovers_from_its_neighbours_memory(forked: Path) -> None:
-    result = of_forked(forked, "node")
+def test_a_lost_node_recovers_from_its_neighbours_memory(alone: Path) -> None:
+    result = of_forked(alone, "node")
     assert len(result["nodes_lost"]) == 1
     # The very last version may not have left the node yet: then what both have is older, and still next door.
     assert {"shm", "peer"} <= set(result["sources"])
 
 
-def test_other_ranks_go_on_with_the_same_bits(forked: Path) -> None:
-    result = of_forked(forked, "elsewhere")
+def test_other_ranks_go_on_with_the_same_bits(forks: Forks, tmp_path: Path) -> None:
+    result = of_forked(run_forked(forks, tmp_path, "other-ranks"), "other-ranks")
     assert (result["ranks"], result["resumed_on"]) == (2, 3)
-    assert "Then it goes on with 3 ranks." in (forked / "log").read_text()
+    assert "Then it goes on with 3 ranks." in (tmp_path / "log").read_text()
 
 
 def test_a_lost_rack_recovers_from_the_durable_tier(tmp_path: Path) -> None:
