@@ -46,7 +46,7 @@ class LustreKit(FileTierKit):
         place = self.small_place()
         return None if place is None else make_driver(f"lustre://{place}")
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(client_on_a_mount, self.other_root, *(astuple(self.traits) if self.traits else ()))
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:

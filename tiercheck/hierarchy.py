@@ -191,13 +191,13 @@ class OpenTier:
     driver: TierDriver
     codec: str = ""
     """Encodes gradients on their way into this tier. Empty: they stay as they were captured."""
-    elsewhere: bool = False
+    is_other_node: bool = False
     """It is no tier of the job's: a recovery reads another node's memory by it."""
 
     @property
     def seen_by_all(self) -> bool:
         """Whether every rank sees the same objects here, and each looks for its own."""
-        return self.elsewhere or self.role.shared
+        return self.is_other_node or self.role.shared
 
     @property
     def capabilities(self) -> Capabilities:
@@ -238,7 +238,7 @@ class OpenHierarchy:
 
     @staticmethod
     def _cost(tier: OpenTier, shared: int) -> tuple[int, int, int]:
-        return (shared, 0, tier.index) if tier.elsewhere else (tier.index, 1, 0)
+        return (shared, 0, tier.index) if tier.is_other_node else (tier.index, 1, 0)
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -39,7 +39,7 @@ class TestSqlite(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return SqliteDriver(self.path)
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(SqliteDriver, self.path)
 
     async def make_small_driver(self) -> TierDriver:

@@ -203,7 +203,7 @@ def shards(job: Job) -> dict[str, Any]:
     return {name: [each.shape, blocks[name].offsets] for name, each in provider.masters().items()}
 
 
-def elsewhere(directory: Path, name: str, case: Case) -> list[Any]:
+def on_other_ranks(directory: Path, name: str, case: Case) -> list[Any]:
     """What a job recovers that has other ranks, or another mesh."""
     checkpointer = Job(case).attach(directory, name)
     recovery = checkpointer.recovery
@@ -224,11 +224,11 @@ def main() -> None:
         report = {kind: resume(directory, f"{name}-{kind}", case) for kind, case in CASES.items()}
         report["differing as assembled"] = {kind: differing(Job(case)) for kind, case in CASES.items()}
         report["shards"] = shards(Job(CASES["fp32"]))
-        report["other mesh"] = elsewhere(directory, f"{name}-hsdp", Case(optimizer=Normalised))
+        report["other mesh"] = on_other_ranks(directory, f"{name}-hsdp", Case(optimizer=Normalised))
     else:
         fail(directory, f"{name}-fewer", FEWER)
         report = {"fewer": resume(directory, f"{name}-fewer", FEWER)}
-        report["other ranks"] = elsewhere(directory, f"{name}-fp32", FEWER)
+        report["other ranks"] = on_other_ranks(directory, f"{name}-fp32", FEWER)
     (directory / f"{what}-{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

@@ -49,7 +49,7 @@ class TestSftp(FileTierTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(self.url_with("survives=rack"))
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, self.url_with("part=256KiB"))
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:
@@ -85,7 +85,7 @@ class TestAzure(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(azure_url(self.server, self.raw, "survives=site"))
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, azure_url(self.server, self.raw, "part=256KiB"))
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:

@@ -28,7 +28,7 @@ from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
 pytestmark = pytest.mark.cluster
 
 DEADLINE_S = 240
-LONG = "many_pages or elsewhere or kill_9 or parts or ADictionary"
+LONG = "many_pages or another_client or kill_9 or parts or ADictionary"
 """What takes longest of the kit for drivers. The whole kit runs for the same driver, whose page and distribution are
 alike, in tests/plugins, and for nvme in tests/conformance."""
 ENVIRONMENT = {"PYTEST_ADDOPTS": f"-k 'not ({LONG})'"}

@@ -49,7 +49,7 @@ class TestS3(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return await self.make_driver()
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, self.tier_url)
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:

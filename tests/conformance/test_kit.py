@@ -275,7 +275,7 @@ class NaiveKit(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return await self.make_driver()
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
         return functools.partial(NaiveDriver, self.root) if self.other_process else None
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:
@@ -298,9 +298,9 @@ class HomelyDriver(NaiveDriver):
 
 
 RACES = (
-    "test_of_creators_elsewhere_one_wins",
-    "test_no_increment_elsewhere_is_lost",
-    "test_readers_see_whole_objects_while_one_writes_elsewhere",
+    "test_of_creators_against_another_client_one_wins",
+    "test_no_increment_of_another_client_is_lost",
+    "test_readers_see_whole_objects_while_another_client_writes",
 )
 KILL = "test_kill_9_in_a_large_put_leaves_the_old_or_the_new"
 
@@ -309,7 +309,7 @@ KILL = "test_kill_9_in_a_large_put_leaves_the_old_or_the_new"
     ("other_process", "name"),
     [*((True, name) for name in (*RACES, KILL)), *((False, name) for name in RACES)],
 )
-async def test_a_driver_without_atomicity_is_found_by_clients_elsewhere(
+async def test_a_driver_without_atomicity_is_found_by_another_client(
     tmp_path: Path, other_process: bool, name: str
 ) -> None:
     """On a busy machine clients seldom run at the same moment: so they race until it is found, ten times at most."""
@@ -332,7 +332,7 @@ def test_a_client_that_moved_may_be_moved_again() -> None:
 
 
 async def test_clients_that_take_turns_do_not_find_it(tmp_path: Path) -> None:
-    """Why the kit has clients elsewhere."""
+    """Why the kit has clients in other processes."""
     kit = NaiveKit()
     kit.root, kit.other_process = tmp_path / "tier", True
     async with await kit.make_driver() as driver:
@@ -343,9 +343,9 @@ async def test_clients_that_take_turns_do_not_find_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*RACES, KILL])
-async def test_a_tier_that_outlives_its_process_needs_a_client_elsewhere(tmp_path: Path, name: str) -> None:
+async def test_a_tier_that_outlives_its_process_needs_a_client_factory(tmp_path: Path, name: str) -> None:
     class Kit(NaiveKit):
-        def client_elsewhere(self, driver: TierDriver) -> None:
+        def client_factory(self, driver: TierDriver) -> None:
             return None
 
     kit = Kit()
@@ -360,16 +360,16 @@ class UnreachableDriver(NaiveDriver):
         raise Unsupported("not from here", tier=self.url)
 
 
-async def test_what_goes_wrong_elsewhere_is_told_here(tmp_path: Path) -> None:
+async def test_what_goes_wrong_in_another_client_is_told_here(tmp_path: Path) -> None:
     class Kit(NaiveKit):
-        def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+        def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
             return functools.partial(UnreachableDriver, self.root)
 
     kit = Kit()
     kit.root, kit.other_process = tmp_path / "tier", True
     async with await kit.make_driver() as driver:
         with pytest.raises(AssertionError, match=r"in another process failed:(?s:.*)not from here"):
-            await kit.test_no_increment_elsewhere_is_lost(driver)
+            await kit.test_no_increment_of_another_client_is_lost(driver)
 
 
 def make_another(root: Path, *, times: int) -> TierDriver:
@@ -380,7 +380,7 @@ def make_another(root: Path, *, times: int) -> TierDriver:
     "make",
     [NaiveDriver, functools.partial(NaiveDriver, Path("/a")), functools.partial(make_another, Path("a"), times=2)],
 )
-def test_what_makes_a_client_elsewhere_goes_there_by_name(make: Callable[..., TierDriver]) -> None:
+def test_a_client_factory_goes_there_by_name(make: Callable[..., TierDriver]) -> None:
     line = written(named(make))
     there = found(json.loads(line, object_hook=path_of))
     here = functools.partial(make)

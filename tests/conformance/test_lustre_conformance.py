@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from tests.file_tiers import FileTierMachine
 from tests.lustre_tiers import LustreKit, refuse_locks
 from tiercheck.testing.conformance import TierDriverTests
-from tiercheck.testing.driver_kit.elsewhere import ElsewhereTests
+from tiercheck.testing.driver_kit.other_clients import OtherClientTests
 from tiercheck.testing.driver_kit.writers import WriterTests
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.lustre import LustreDriver
@@ -19,7 +19,7 @@ class TestLustre(LustreKit, TierDriverTests):
     """On a local file system."""
 
 
-class TestLustreOnAMountThatRemembers(LustreKit, WriterTests, ElsewhereTests):
+class TestLustreOnAMountThatRemembers(LustreKit, WriterTests, OtherClientTests):
     """Every name is looked up by listing, and names change one at a time; here that is merely slower. The rest of the
     kit runs on a real mount of this kind, in tests/cluster."""
 

@@ -34,7 +34,7 @@ class NvmeKit(FileTierKit):
         place = self.small_place()
         return None if place is None else make_driver(f"nvme://{place}?{self.options}")
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"nvme://{self.root}?{self.options}")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:

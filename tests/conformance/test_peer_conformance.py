@@ -62,7 +62,7 @@ class PeerKit(TierKit):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(f"peer://{self.name}?at={self.running.endpoint}&deadline=10&connections=2")
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"peer://{self.name}?at={self.running.endpoint}&deadline=10")
 
     async def raw_get(self, driver: TierDriver, key: str) -> bytes | None:

@@ -29,7 +29,7 @@ class TestShm(FileTierTests):
     async def make_small_driver(self) -> TierDriver:
         return make_driver(f"shm://{self.name}?size=16MiB")
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, f"shm://{self.name}?size=64MiB")
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:

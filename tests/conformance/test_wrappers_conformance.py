@@ -74,7 +74,7 @@ class TestAllAroundNvme(FileTierTests):
         place = self.small_place()
         return None if place is None else all_around_nvme(place)
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(all_around_nvme, self.below)
 
     def crash_before_publish(self, driver: TierDriver) -> contextlib.AbstractContextManager[object]:

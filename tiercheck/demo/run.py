@@ -83,19 +83,19 @@ def run_demo(options: DemoOptions, console: Console, *, start: Start | None = No
     codec(settings.codec)  # an unknown one is an error now, not after the first run
     check_length(load_corpus(options.text), settings.sequence)
     resumed = replace(settings, ranks=settings.ranks if options.resume_on is None else options.resume_on)
-    elsewhere = resumed.ranks != settings.ranks
-    ranks = (settings.ranks, resumed.ranks) if elsewhere else (settings.ranks,)
+    ranks_changed = resumed.ranks != settings.ranks
+    ranks = (settings.ranks, resumed.ranks) if ranks_changed else (settings.ranks,)
     with Workspace(options.output, keep=options.keep, ranks=ranks) as workspace:
         first, second = (with_tiers(each, workspace) for each in (settings, resumed))
         workspace.nodes.check_memory(first)
         introduce(console, options, resumed, failure)
         with progress_bars(console) as bars:
-            if elsewhere:  # the uninterrupted run tells its state at the version that was recovered
+            if ranks_changed:  # the uninterrupted run tells its state at the version that was recovered
                 second = replace(second, digest_at=RECOVERED)
                 interrupted = fail_and_recover(bars, console, (first, second), failure, workspace, start)
                 settings = replace(settings, digest_at=interrupted.second[0].started["version"])
             reference = train_to_end(bars, "without a failure", settings, workspace.uninterrupted, start)
-            if not elsewhere:
+            if not ranks_changed:
                 interrupted = fail_and_recover(bars, console, (first, second), failure, workspace, start)
         result = compare(options.failure, resumed, failure, reference, interrupted, plot=workspace.plot)
         plot_losses(
@@ -117,13 +117,13 @@ def introduce(console: Console, options: DemoOptions, settings: TrainingSettings
     """``settings``: of the life after the failure."""
     source = "the Python standard library's source" if settings.text is None else settings.text
     lost = ", ".join(f"node {node}" for node in failure.nodes_lost)
-    elsewhere = f" Then it goes on with {ranks_text(settings.ranks)}." if settings.ranks != RANKS else ""
+    goes_on = f" Then it goes on with {ranks_text(settings.ranks)}." if settings.ranks != RANKS else ""
     parameters = parameter_count(width=settings.width, layers=settings.layers, sequence=settings.sequence)
     console.print(
         f"Seed {settings.seed}. A byte-level GPT of {parameters / 1e6:.1f}M parameters on {source}, "
         f"ZeRO-{settings.zero}, {settings.dtype}, {ranks_text(RANKS)}.\n"
         f"A {options.failure} failure is to strike after step {failure.version} of {settings.steps}: "
-        f"kill -9 of all trainers{f', and the memory of {lost} is lost' if lost else ''}.{elsewhere}",
+        f"kill -9 of all trainers{f', and the memory of {lost} is lost' if lost else ''}.{goes_on}",
         highlight=False,
     )
 

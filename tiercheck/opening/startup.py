@@ -44,7 +44,7 @@ from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
-from tiercheck.recovery.elsewhere import Elsewhere, NodeMemory
+from tiercheck.recovery.node_memory import NodeMemories, NodeMemory
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restorer import Restored, Restorer
@@ -161,8 +161,8 @@ class _Startup:
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
-        elsewhere = self.elsewhere(hierarchy, opened.tiers, agent, nodes)
-        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, elsewhere)
+        memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
+        restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
         restored = await restorer.restore()
         if self.folds:
             restored = replace(restored, constants=None)  # folded bases refer to nothing
@@ -246,16 +246,16 @@ class _Startup:
         )
         return (placed, agent), schema.plain(agent.endpoint(node))
 
-    def elsewhere(
+    def node_memories(
         self, hierarchy: Hierarchy, tiers: OpenHierarchy, agent: NodeAgent | None, nodes: Sequence[Any]
-    ) -> Elsewhere:
+    ) -> NodeMemories:
         """The other nodes' memory, if each node has an agent. The first rank of a node tells of that node's."""
         ranks = self.ranks
         environment = self.runtime.environment
         node = environment.get("TIERCHECK_NODE") or environment.get("GROUP_RANK")
         place = f"{node} {tiers.first.driver.url}" if node else ""
         if agent is None or None in nodes:
-            return Elsewhere(tiers, ranks, place=place)
+            return NodeMemories(tiers, ranks, place=place)
         endpoints = [schema.read(RankEndpoint, each) for each in nodes]
         own = endpoints[ranks.rank]
         agents = [(each.host, each.endpoint) for each in endpoints]
@@ -266,7 +266,7 @@ class _Startup:
 
         # Where each tier is another one on another node, none of them tells of what was captured by another order.
         always = all("{" in tier.url for tier in hierarchy.tiers)
-        return Elsewhere(tiers, ranks, tell, own.host, place and f"{own.host} {place}", always)
+        return NodeMemories(tiers, ranks, tell, own.host, place and f"{own.host} {place}", always)
 
     async def open_tiers(
         self, stream: StateStream, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]

@@ -115,7 +115,7 @@ class Copies:
         self._pauses += 1
         return min(RETRY.pause_s(self._pauses), left_s / 2)  # the last try, too, has time to learn what is wrong
 
-    def is_elsewhere(self, source: Copy, own: Collection[Copy]) -> bool:
+    def is_in_another_tier(self, source: Copy, own: Collection[Copy]) -> bool:
         """Whether other tiers hold all that is in the source."""
         key = source.key
         if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even if it spans them

@@ -24,7 +24,7 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable
 from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.relayout import dealt, readers
-from tiercheck.recovery.elsewhere import Elsewhere
+from tiercheck.recovery.node_memory import NodeMemories
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S
 from tiercheck.replication.asking import first_answer, patiently
@@ -58,7 +58,7 @@ class OldRanks:
 
     def __init__(
         self,
-        elsewhere: Elsewhere,
+        memories: NodeMemories,
         ranks: Ranks,
         lineage: Lineage,
         layout: Layout,
@@ -71,8 +71,8 @@ class OldRanks:
         self.identities: dict[int, Any] = {}
         self.indexes: dict[int, LogicalIndex] = {}
         """Of the old ranks of which a base was found."""
-        self._elsewhere = elsewhere
-        self._hierarchy = elsewhere.reading
+        self._memories = memories
+        self._hierarchy = memories.reading
         self._ranks = ranks
         self._lineage = lineage
         self._layout = layout
@@ -104,7 +104,7 @@ class OldRanks:
         """By old rank that this one can read, the newest version of it, as far as is known."""
         found = dict(self._seen[self._ranks.rank].here)
         for each in self._seen:
-            further = {old: version for old, version in each.here.items() if self._elsewhere.tells_of(old)}
+            further = {old: version for old, version in each.here.items() if self._memories.tells_of(old)}
             for old, version in (each.shared | further).items():
                 found[old] = max(version, found.get(old, version))
         return {old: version for old, version in found.items() if old in self.indexes}
@@ -155,17 +155,17 @@ class OldRanks:
 
         async def listed(tier: OpenTier) -> tuple[OpenTier, dict[Copy, int] | TierError]:
             ask = partial(self._listed, tier, prefixes(olds) if tier.seen_by_all else ("",))
-            within_s = self._elsewhere.answer_s if tier.elsewhere else deadline_s
-            return tier, await patiently(ask, tier, within_s, within_s, not tier.elsewhere)
+            within_s = self._memories.answer_s if tier.is_other_node else deadline_s
+            return tier, await patiently(ask, tier, within_s, within_s, not tier.is_other_node)
 
         async def find() -> list[tuple[OpenTier, dict[Copy, int] | TierError]]:
-            own = [tier for tier in self._hierarchy.tiers if not tier.elsewhere and (inside or tier.seen_by_all)]
-            return await asyncio.gather(*map(listed, [*own, *await self._elsewhere.holding(olds)]))
+            own = [tier for tier in self._hierarchy.tiers if not tier.is_other_node and (inside or tier.seen_by_all)]
+            return await asyncio.gather(*map(listed, [*own, *await self._memories.holding(olds)]))
 
         finding = self._ranks.scheduler.call(find(), what="looking for shards", deadline_s=deadline_s + LATE_S)
         for tier, found in await finding:
             if isinstance(found, TierError):
-                if tier.elsewhere:
+                if tier.is_other_node:
                     log.warning("the %s is done without, since it does not answer: %s", tier.name, found)
                     continue
                 raise RecoveryError(

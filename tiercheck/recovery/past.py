@@ -101,7 +101,7 @@ class Past:
 
     @property
     def _captured_anywhere(self) -> set[int]:
-        return set().union(*self._captured, _numbers({each.elsewhere for each in self._different}))
+        return set().union(*self._captured, _numbers({each.other_nodes for each in self._different}))
 
     @cached_property
     def _bearing(self) -> Lineage:
@@ -187,7 +187,7 @@ class Past:
     @property
     def begun(self) -> bool:
         """Whether anything tells of a past."""
-        return any(any(each.captured) or any(each.recorded) or each.elsewhere for each in self._different)
+        return any(any(each.captured) or any(each.recorded) or each.other_nodes for each in self._different)
 
     @cached_property
     def away(self) -> list[tuple[int, str, str]]:
@@ -210,19 +210,19 @@ class Past:
     @property
     def is_scattered(self) -> bool:
         """Whether some rank has shards in memory that is none of its tiers: other ranks see them in theirs."""
-        return any(each.elsewhere for each in self._different)
+        return any(each.other_nodes for each in self._different)
 
     @property
-    def asks_elsewhere(self) -> bool:
+    def asks_other_nodes(self) -> bool:
         """Whether other nodes' memory may lead further, or be nearer. Not so if every rank has its way to the newest
         version in its own node's memory, and sees what others see of it, and something of the newest generation was
         found."""
         eras, own, version = self.lineage.eras, self._layout, self.version()
         changed = bool(eras) and own is not None and not own.is_like(eras[0][0])
         missing = bool(self.branches) and self.branches[-1].generation not in self._captured_anywhere
-        return changed or missing or not self.in_memory(version) or self._is_seen_elsewhere(version or 0)
+        return changed or missing or not self.in_memory(version) or self._is_newer_seen_by_others(version or 0)
 
-    def _is_seen_elsewhere(self, version: int) -> bool:
+    def _is_newer_seen_by_others(self, version: int) -> bool:
         """Whether some rank sees something newer of another one that has another memory now, or none."""
         if not any(each.others_last > version for each in self._different):
             return False
@@ -328,12 +328,12 @@ class Past:
         for tier in (tier for tier in self._tiers if tier.shared):
             for recorded in {each.recorded[tier.index] for each in self._different}:
                 if others := strangers(self.lineage, _numbers([recorded]), self._captured[tier.index]):
-                    there, elsewhere, name = others[-1], self.lineage.newest, tier.name
+                    there, newest, name = others[-1], self.lineage.newest, tier.name
                     raise RecoveryError(
-                        f"{name} holds versions of generation {there}, and the newest generation elsewhere is "
-                        f"{elsewhere}, which does not come from it: the job was started without that tier, and went on "
-                        f"from an older version. To go on from generation {there} remove {LineageKey(elsewhere)} and "
-                        f"r*/g{elsewhere:06d}/* from the other tiers; to go on from generation {elsewhere} remove "
+                        f"{name} holds versions of generation {there}, and the newest generation in the other tiers is "
+                        f"{newest}, which does not come from it: the job was started without that tier, and went on "
+                        f"from an older version. To go on from generation {there} remove {LineageKey(newest)} and "
+                        f"r*/g{newest:06d}/* from the other tiers; to go on from generation {newest} remove "
                         f"{LineageKey(there)} and r*/g{there:06d}/* from {name}"
                     )
 
@@ -401,9 +401,9 @@ class Past:
         what = f"versions up to {newest} were saved, but there is no base that every rank can read ({found})"
         if failed:
             what += f"; {len(failed)} copies of this rank's cannot be used, the first of them {failed[0]}"
-        elsewhere = {rank for others in self._others for _, rank, _, last in others if last > 0}
-        whole = elsewhere | {rank for rank, each in enumerate(self.told) if each.sound > 0}
-        if elsewhere and whole == set(range(len(self.told))):
+        seen_by_others = {rank for others in self._others for _, rank, _, last in others if last > 0}
+        whole = seen_by_others | {rank for rank, each in enumerate(self.told) if each.sound > 0}
+        if seen_by_others and whole == set(range(len(self.told))):
             raise RecoveryError(
                 f"{what}. Every rank's versions were found, some of them on other ranks' nodes: start the ranks on the "
                 "nodes where they were; have the agents there answer, so that it is read from them; or remove what is "

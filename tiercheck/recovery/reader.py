@@ -360,7 +360,7 @@ class Reader:
 
     async def _get(self, source: Copy, own: Collection[Copy], until: float) -> memoryview:
         """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` if nothing came in the
-        time left, or in half of it where the object can be had elsewhere."""
+        time left, or in half of it if another tier has the object too."""
         held = self._held.get(source)
         if held is not None:
             if not self._mapped(source):
@@ -371,7 +371,7 @@ class Reader:
         reading = asyncio.ensure_future(asked_twice(lambda: driver.get(str(source.key))))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
         try:
-            wait_s = left_s / 2 if self.copies.is_elsewhere(source, own) else left_s
+            wait_s = left_s / 2 if self.copies.is_in_another_tier(source, own) else left_s
             await asyncio.wait({reading}, timeout=wait_s)
             if not reading.done():
                 self.copies.silent.add(source.tier)

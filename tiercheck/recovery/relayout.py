@@ -29,9 +29,9 @@ from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, held
 from tiercheck.policy.recovery.relayout import reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
-from tiercheck.recovery.elsewhere import Elsewhere
 from tiercheck.recovery.fetching import Fetching
 from tiercheck.recovery.matching import Matched, match
+from tiercheck.recovery.node_memory import NodeMemories
 from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import Reader
@@ -78,22 +78,22 @@ class Relayout:
 
     def __init__(
         self,
-        elsewhere: Elsewhere,
+        memories: NodeMemories,
         state: TrainingState,
         ranks: Ranks,
         lineage: Lineage,
         layout: Layout,
         only: int | None = None,
     ) -> None:
-        self._hierarchy = elsewhere.reading
+        self._hierarchy = memories.reading
         self._state = state
         self._ranks = ranks
         self._lineage = lineage
         self._layout = layout
         self._only = only
         self._conversion: Conversion = state.conversion()
-        self._old = OldRanks(elsewhere, ranks, lineage, layout, self._conversion.read_identity)
-        self._fetching = Fetching(elsewhere.reading, ranks, elsewhere.place)
+        self._old = OldRanks(memories, ranks, lineage, layout, self._conversion.read_identity)
+        self._fetching = Fetching(memories.reading, ranks, memories.place)
         self._matched = Matched({}, self._conversion.wanted)
         self._replays = True
         self.lacking = ""

@@ -30,13 +30,13 @@ from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
 from tiercheck.policy.recovery.plan import (
     Availability,
     Held,
-    HeldElsewhere,
+    HeldByNodes,
     availability,
-    availability_elsewhere,
+    availability_of_nodes,
     held,
 )
 from tiercheck.policy.recovery.request import Request, Turn
-from tiercheck.recovery.elsewhere import Elsewhere
+from tiercheck.recovery.node_memory import NodeMemories
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
@@ -118,7 +118,7 @@ class _Attempt:
     """What it has, if copies have failed since it told the last time."""
     held: Held = ()
     """What each tier could give it, before anything was read."""
-    elsewhere: HeldElsewhere = ()
+    other_nodes: HeldByNodes = ()
     """What other nodes' memory could give it."""
 
 
@@ -141,7 +141,7 @@ class Restorer:
     """The same on every rank."""
     keeps: bool = True
     """What requests leave behind stays in the tiers that all ranks share."""
-    elsewhere: Elsewhere = None  # type: ignore[assignment]  # made below, of the hierarchy
+    memories: NodeMemories = None  # type: ignore[assignment]  # made below, of the hierarchy
     """The other nodes' memory; by default it cannot be asked."""
     _past: Past | None = None
     _survey: Survey = field(default_factory=Survey)
@@ -159,7 +159,7 @@ class Restorer:
     _turn: Turn | None = None
 
     def __post_init__(self) -> None:
-        self.elsewhere = self.elsewhere or Elsewhere(self.hierarchy, self.ranks)
+        self.memories = self.memories or NodeMemories(self.hierarchy, self.ranks)
 
     async def restore(self) -> Restored:
         """Bring every rank to the newest version that all can reach. Collective.
@@ -174,7 +174,7 @@ class Restorer:
         try:
             return await self._restored()
         finally:
-            await self.elsewhere.close()
+            await self.memories.close()
 
     async def _restored(self) -> Restored:
         await self._look_around()
@@ -201,7 +201,7 @@ class Restorer:
         """Bring what was saved under another layout into this one, or what was saved under this one before another;
         ``None`` if there is no version of it that all ranks can come to."""
         only = None if self._turn is None else self.request.version
-        relayout = Relayout(self.elsewhere, self.state, self.ranks, lineage, layout, only)
+        relayout = Relayout(self.memories, self.state, self.ranks, lineage, layout, only)
         converted = await relayout.restore(began)
         if converted is None:
             self._lacking = self._lacking or relayout.lacking
@@ -214,7 +214,7 @@ class Restorer:
     async def _restore_own(self, began: float) -> Restored | None:
         """Of each rank, what the rank of its number saved; ``None`` if there is no version that all can come to."""
         rank, deadline_s = self.ranks.rank, self.ranks.deadline_s
-        reader = Reader(self.elsewhere.reading, rank, deadline_s, self.state.reader(), self._found.lineage)
+        reader = Reader(self.memories.reading, rank, deadline_s, self.state.reader(), self._found.lineage)
         best: int | None = None
         touched = False
         for _ in range(ROUNDS_MAX):
@@ -262,9 +262,9 @@ class Restorer:
         soon_s = min(ASK_AGAIN_S, self.ranks.deadline_s / 4)
         everywhere = range(len(self.hierarchy.tiers))
         self._past = await self._look(everywhere, retry_s=soon_s, answer_s=self.ranks.deadline_s / 2, insist=False)
-        asks = self.elsewhere.can_be_asked and (self.elsewhere.always or self._found.asks_elsewhere)
-        if asks and await self.elsewhere.ask():
-            self._past = await self._look_elsewhere()
+        asks = self.memories.can_be_asked and (self.memories.always or self._found.asks_other_nodes)
+        if asks and await self.memories.ask():
+            self._past = await self._look_at_other_nodes()
         if is_to_turn(self._found, self.request):
             await self._turn_back()
             return
@@ -313,11 +313,11 @@ class Restorer:
         looking = partial(survey, chosen, self.ranks.rank, retry_s=retry_s, answer_s=answer_s, insist=insist)
         return await self._tell("the survey before recovery", looking, max(retry_s, answer_s) + ANSWER_S / 2)
 
-    async def _look_elsewhere(self) -> Past:
+    async def _look_at_other_nodes(self) -> Past:
         """As :meth:`_look`, in the memory of the other nodes that this rank has shards in."""
 
         async def look() -> Survey:
-            return replace(await self.elsewhere.look(), away=self._survey.away)
+            return replace(await self.memories.look(), away=self._survey.away)
 
         return await self._tell("the survey of other nodes' memory", look, self.ranks.deadline_s)
 
@@ -340,7 +340,7 @@ class Restorer:
     def _told(self) -> Told:
         names = [tier.name for tier in self.hierarchy.tiers]
         return Told.of(
-            self._survey, names, self.ranks.rank, self._failed, self._unusable, elsewhere=self.elsewhere.names
+            self._survey, names, self.ranks.rank, self._failed, self._unusable, other_nodes=self.memories.names
         )
 
     async def _lineages(self, told: Sequence[Told]) -> dict[int, Collection[Branch]]:
@@ -372,12 +372,12 @@ class Restorer:
     ) -> tuple[VerifiedPart | None, tuple[Availability, ...]]:
         """Read and verify this rank's part; ``None`` if some rank cannot. And what every tier could give."""
         parts: list[VerifiedPart] = []
-        names, elsewhere = [tier.name for tier in self.hierarchy.tiers], self.elsewhere.names
-        everywhere = held(point, self.ranks.rank, len(names) + len(elsewhere), self._own)
-        here, there = everywhere[: len(names)], zip(elsewhere, everywhere[len(names) :], strict=True)
+        names, other_nodes = [tier.name for tier in self.hierarchy.tiers], self.memories.names
+        everywhere = held(point, self.ranks.rank, len(names) + len(other_nodes), self._own)
+        here, there = everywhere[: len(names)], zip(other_nodes, everywhere[len(names) :], strict=True)
         further = tuple((name, *what) for name, what in there if any(what))
 
-        self.elsewhere.say_plan(point, reader.copies.usable(self._own))
+        self.memories.say_plan(point, reader.copies.usable(self._own))
 
         async def attempt() -> bool:
             reader.state.expect()
@@ -389,7 +389,7 @@ class Restorer:
 
         answers = await self._together(reader, "reading the checkpoint", attempt, here, further)
         matrix = availability(names, [answer.held for answer in answers])
-        matrix += availability_elsewhere([answer.elsewhere for answer in answers])
+        matrix += availability_of_nodes([answer.other_nodes for answer in answers])
         return (parts[0] if all(answer.succeeded for answer in answers) else None), matrix
 
     async def _rebuild(self, reader: Reader, part: VerifiedPart) -> Rebuilt | None:
@@ -424,7 +424,7 @@ class Restorer:
         what: str,
         attempt: Callable[[], Awaitable[bool]],
         here: Held = (),
-        there: HeldElsewhere = (),
+        there: HeldByNodes = (),
     ) -> list[_Attempt]:
         """What became of it on every rank. If one did not succeed, copies that failed are none for all from here on."""
 
@@ -473,7 +473,7 @@ class Restorer:
         fidelity, notes = fidelity_and_notes
         for note in self._found.done_without if self.ranks.rank == 0 else ():
             log.warning("%s", note)
-        names = [tier.name for tier in self.elsewhere.reading.tiers]
+        names = [tier.name for tier in self.memories.reading.tiers]
         return Recovery(
             point=part.point,
             sources=tuple((str(source.key), names[source.tier]) for source in reader.used),

@@ -46,7 +46,7 @@ class Told:
     """By tier, the generations that have a lineage record, or of which one tells."""
     lineages: tuple[int, ...]
     """By tier, a digest of the branches that the lineage records tell of; 0 if there are none. Behind the job's tiers
-    those in which it has looked elsewhere."""
+    those of the other nodes, if it has looked there."""
     taken: int
     """The highest number that any generation here has, had, or was to have."""
     newest: int
@@ -69,7 +69,7 @@ class Told:
     """The versions that it could come to if the job could use each copy that is whole; empty if it can."""
     unusable: tuple[tuple[str, str], ...] = ()
     """Why it cannot use such copies, and which: the first ones."""
-    elsewhere: tuple[Span, ...] = ()
+    other_nodes: tuple[Span, ...] = ()
     """The generations of its shards in the memory of other nodes."""
 
     @classmethod
@@ -81,12 +81,12 @@ class Told:
         failed: Collection[Copy] = (),
         unusable: Mapping[Copy, str] | None = None,
         named_max: int = 3,
-        elsewhere: Sequence[str] = (),
+        other_nodes: Sequence[str] = (),
     ) -> Told:
-        """``tiers``: their names; ``elsewhere``: of those behind them. ``failed``: copies that are none any more; the
+        """``tiers``: their names; ``other_nodes``: of those behind them. ``failed``: copies that are none any more; the
         survey is without them. ``unusable``: those of them that are whole, and why the job cannot use them."""
         places = range(len(tiers))
-        names = [*tiers, *elsewhere]
+        names = [*tiers, *other_nodes]
         found = [generation for tier, generation in survey.generations if tier >= len(tiers)]
         own = [*survey.sources, *failed]
         captured = [each for each in own if each.key.stream is not Stream.CONSTANT]
@@ -122,7 +122,7 @@ class Told:
                 (why, f"rank {rank}, tier {names[source.tier]}: {source.key}")
                 for source, why in sorted(whole.items())[:named_max]
             ),
-            elsewhere=spans_of(found),
+            other_nodes=spans_of(found),
         )
 
 

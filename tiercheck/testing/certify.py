@@ -92,7 +92,7 @@ class TestURL(TierDriverTests):
     def crash_before_publish(self, driver: TierDriver) -> None:
         """From outside nobody can reach in between."""
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
         if driver.capabilities.survives is Survives.NOTHING:
             return None  # the same URL is another tier there
         return functools.partial(make_driver, self.tier_url)

@@ -23,7 +23,7 @@ DRIVER = "tiercheck.driver"
 CAPABILITY = "tiercheck.capability."
 WHOLE = "tiercheck.whole"
 OWN = "tiercheck.own"
-ELSEWHERE = "tiercheck.elsewhere"
+OTHER_CLIENT = "tiercheck.other_client"
 CRASHED = "tiercheck.crashed"
 KILLED = "tiercheck.killed"
 UNJOINED = "tiercheck.unjoined"
@@ -34,7 +34,7 @@ REWRITTEN = (
     "certify",
     "codecs",
     "driver_kit.base",
-    "driver_kit.elsewhere",
+    "driver_kit.other_clients",
     "driver_kit.limits",
     "driver_kit.objects",
     "driver_kit.reservations",
@@ -148,9 +148,8 @@ class Certification:
             few = ", ".join(self.not_run[:3]) + (", ..." if len(self.not_run) > 3 else "")
             yield f"{len(self.not_run)} of the kit's {len(self.whole)} tests did not pass whole: {few}"
         if KILLED not in self.shown:
-            race = (
-                f"the other client was in {self.shown[ELSEWHERE]}" if ELSEWHERE in self.shown else "no test raced one"
-            )
+            other = self.shown.get(OTHER_CLIENT)
+            race = f"the other client was in {other}" if other else "no test raced one"
             yield f"atomicity and conditions against another process ({race}), and a writer's kill -9"
         if CRASHED not in self.shown:
             yield "a death right between write and publish; none was staged"
@@ -183,7 +182,7 @@ class CertificationReport:
                 found.whole = json.loads(str(value))
             elif name == OWN and report.passed:
                 found.own[str(value)] += 1
-            elif name in (ELSEWHERE, CRASHED, KILLED, UNJOINED, FILLED) and report.passed:
+            elif name in (OTHER_CLIENT, CRASHED, KILLED, UNJOINED, FILLED) and report.passed:
                 found.shown[name] = str(value)
         if report.passed:
             found.passed += 1

@@ -61,7 +61,7 @@ class ServerTests(TierDriverTests):
     async def second_client(self, driver: TierDriver) -> TierDriver:
         return make_driver(self.tier_url)
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver]:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver]:
         return functools.partial(make_driver, self.tier_url)
 
     def raw_store(self) -> ObjectStore:

@@ -587,12 +587,12 @@ def test_other_nodes_are_asked_only_if_the_ranks_own_memory_does_not_lead_to_the
 
     branches = [Branch(1, 0, 0, 2, "a" * 16)]
     placed = in_tiers((0, shards(0, 14)), (1, shards(0, 14))), in_tiers((0, shards(1, 13)), (1, shards(1, 13)))
-    assert not past_of(*placed, branches=branches).asks_elsewhere, "each sees its own"
+    assert not past_of(*placed, branches=branches).asks_other_nodes, "each sees its own"
     swapped = in_tiers((0, shards(1, 13)), (1, shards(1, 13))), in_tiers((0, shards(0, 14)), (1, shards(0, 14)))
-    assert past_of(*swapped, branches=branches).asks_elsewhere, "each is on the other's node"
-    assert past_of([], [], branches=[]).asks_elsewhere, "nothing is here: it may be elsewhere"
+    assert past_of(*swapped, branches=branches).asks_other_nodes, "each is on the other's node"
+    assert past_of([], [], branches=[]).asks_other_nodes, "nothing is here: it may be elsewhere"
     unseen = [*branches, Branch(2, 1, 13, 2, "b" * 16)]
-    assert past_of(*placed, branches=unseen).asks_elsewhere, "a generation was opened, and nothing of it is here"
+    assert past_of(*placed, branches=unseen).asks_other_nodes, "a generation was opened, and nothing of it is here"
     # What this rank has of an older generation leads to a version, and others see something newer of it.
     later = [*branches, Branch(2, 1, 12, 2, "b" * 16)]
     stale = (
@@ -602,4 +602,4 @@ def test_other_nodes_are_asked_only_if_the_ranks_own_memory_does_not_lead_to_the
     past = past_of(*stale, branches=later)
     assert past.version() == 12
     assert past.in_memory(12)
-    assert past.asks_elsewhere
+    assert past.asks_other_nodes

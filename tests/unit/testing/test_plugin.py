@@ -16,10 +16,10 @@ from tiercheck.testing.plugin import (
     CERTIFIES,
     CRASHED,
     DRIVER,
-    ELSEWHERE,
     FILLED,
     KILLED,
     KIT,
+    OTHER_CLIENT,
     OWN,
     UNJOINED,
     WHOLE,
@@ -30,7 +30,7 @@ from tiercheck.testing.plugin import (
 
 CLAIMS = [(DRIVER, "x://y"), (f"{CAPABILITY}mappable", "False"), (f"{CAPABILITY}survives", "RACK")]
 WHOLE_KIT = (WHOLE, json.dumps({"test_a": 1, "test_b": 2}))
-DEATHS = ((ELSEWHERE, "another process"), (CRASHED, "before it published"), (KILLED, "kill -9"))
+DEATHS = ((OTHER_CLIENT, "another process"), (CRASHED, "before it published"), (KILLED, "kill -9"))
 BOUNDS = ((UNJOINED, "64 bytes"), (FILLED, "64 bytes"))
 
 
@@ -108,12 +108,12 @@ def test_a_part_of_the_kit_certifies_nothing(names: tuple[str, ...]) -> None:
         (DEATHS, "certified", []),
         ((DEATHS[0], DEATHS[2]), "certified", ["a death right between write and publish"]),
         (
-            ((ELSEWHERE, "another thread"), DEATHS[1]),
+            ((OTHER_CLIENT, "another thread"), DEATHS[1]),
             "certified within one process only",
             ["atomicity and conditions against another process (the other client was in another thread)"],
         ),
         (
-            ((ELSEWHERE, "another thread"),),
+            ((OTHER_CLIENT, "another thread"),),
             "not certified whole",
             ["atomicity and conditions against another process", "a death right between write and publish"],
         ),

@@ -61,8 +61,8 @@ def compare(
     same("corpus", [rank.started["corpus"] for rank in chain(reference, first, second)])
     failed_at = min(rank.version for rank in first)
     check_trained(second, reference[0].version)
-    elsewhere = len(first) != len(second)
-    difference = first_difference(reference, first, *([] if elsewhere else [second]))
+    ranks_changed = len(first) != len(second)
+    difference = first_difference(reference, first, *([] if ranks_changed else [second]))
     baseline_s, step_s = comparable_step_seconds(reference, first, second)
     return DemoResult(
         failure=kind,
@@ -91,7 +91,7 @@ def compare(
         stall_share=stall_share(first, second),
         bytes_per_tier=interrupted.bytes_per_tier,
         loss_bit_identical=difference is None,
-        params_bit_identical=same_wholes(reference, second) if elsewhere else same_digests(reference, second),
+        params_bit_identical=same_wholes(reference, second) if ranks_changed else same_digests(reference, second),
         first_difference=difference,
         losses=resumed_losses(first, second, resumed_at),
         stall_step_s=median_stall_s([*first, *second]),

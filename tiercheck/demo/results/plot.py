@@ -61,7 +61,7 @@ def plot_losses(
         color="#c00020",
     )
     what, same = "the curves are", result.loss_bit_identical
-    if result.elsewhere:
+    if result.ranks_changed:
         what, same = f"what {ranks_text(result.resumed_on)} resumed is", same and result.params_bit_identical
     identical = "identical to the last bit" if same else "not identical"
     axes.set_title(

@@ -79,7 +79,7 @@ class DemoResult:
         return self.fidelity != "exact" or (self.loss_bit_identical and self.params_bit_identical)
 
     @property
-    def elsewhere(self) -> bool:
+    def ranks_changed(self) -> bool:
         return self.resumed_on != self.ranks
 
     def to_object(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def recovery_table(result: DemoResult) -> Table:
         0: "none: the memory of all nodes survived",
         1: f"that of node {', '.join(map(str, result.nodes_lost))}",
     }.get(len(result.nodes_lost), "that of all nodes")
-    where = f", on {ranks_text(result.resumed_on)}" if result.elsewhere else ""
+    where = f", on {ranks_text(result.resumed_on)}" if result.ranks_changed else ""
     objects = ", ".join(f"{count} from {tier}" for tier, count in result.sources.items()) or "none"
     return two_columns(
         f"Recovery from a {result.failure} failure",
@@ -160,7 +160,7 @@ def cost_table(result: DemoResult) -> Table:
 
 def verdict(result: DemoResult) -> Text:
     from_where = f"after the failure at step {result.failed_at}"
-    if result.loss_bit_identical and result.params_bit_identical and result.elsewhere:
+    if result.loss_bit_identical and result.params_bit_identical and result.ranks_changed:
         text = Text(
             f"What {ranks_text(result.resumed_on)} resumed at step {result.resumed_at} is what "
             f"{ranks_text(result.ranks)} had there without a failure, to the last bit: all masters, optimizer states "
@@ -178,7 +178,7 @@ def verdict(result: DemoResult) -> Text:
         if not result.loss_bit_identical:
             parts.append(f"the losses differ from step {result.first_difference} on")
         if not result.params_bit_identical:
-            parts.append("the resumed states differ" if result.elsewhere else "the final states differ")
+            parts.append("the resumed states differ" if result.ranks_changed else "the final states differ")
         said = "as its fidelity says it may" if result.promise_kept else "although the recovery called itself exact"
         text = Text(
             f"Not identical to the last bit, {said}: {' and '.join(parts)}.",

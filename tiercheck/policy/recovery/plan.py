@@ -20,11 +20,11 @@ from tiercheck.policy.recovery.spans import Span, both, joined, spans_of
 __all__ = [
     "Availability",
     "Held",
-    "HeldElsewhere",
+    "HeldByNodes",
     "Plan",
     "Unreachable",
     "availability",
-    "availability_elsewhere",
+    "availability_of_nodes",
     "batches",
     "grouped",
     "held",
@@ -65,7 +65,7 @@ Held = tuple[tuple[bool, tuple[Span, ...]], ...]
 the anchor it has. For a snapshot: only its own version."""
 
 
-HeldElsewhere = tuple[tuple[str, bool, tuple[Span, ...]], ...]
+HeldByNodes = tuple[tuple[str, bool, tuple[Span, ...]], ...]
 """The same of the other nodes' memory that has anything of it, by its name."""
 
 
@@ -188,7 +188,7 @@ def availability(tiers: Sequence[str], ranks: Sequence[Held]) -> tuple[Availabil
     return tuple(rows)
 
 
-def availability_elsewhere(ranks: Sequence[HeldElsewhere]) -> tuple[Availability, ...]:
+def availability_of_nodes(ranks: Sequence[HeldByNodes]) -> tuple[Availability, ...]:
     """Further rows of the matrix: the other nodes' memory that can give some rank something."""
     alike: dict[tuple[str, bool, tuple[Span, ...]], list[int]] = {}
     for rank, each in enumerate(ranks):

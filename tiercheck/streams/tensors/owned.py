@@ -76,7 +76,7 @@ class OwnedProvider(StateProvider):
         self._told = False
         self._meetings = MEETINGS
         """How many more there are, the same on all ranks."""
-        self._others = Watch(self._stored_elsewhere)
+        self._others = Watch(self._stored_by_others)
 
     # What this rank stores
 
@@ -265,7 +265,7 @@ class OwnedProvider(StateProvider):
                 found |= {f"{name}/{key}": each for key, each in held.items() if isinstance(each, torch.Tensor)}
         return found
 
-    def _stored_elsewhere(self) -> Mapping[str, torch.Tensor]:
+    def _stored_by_others(self) -> Mapping[str, torch.Tensor]:
         own = {**self.masters(), **self.frozen()}
         return {name: each for name, each in self._replicas().items() if name not in own}
 

@@ -46,8 +46,8 @@ class Watch:
         self._addresses: list[int] | None = None
         """Of the tensors at the last look: while they stay, so do the views of their samples."""
         self._on_host: list[NDArray[Any]] | None = None
-        """Live views of the samples; ``None`` if any of them is elsewhere."""
-        self._elsewhere: list[torch.Tensor] = []
+        """Live views of the samples; ``None`` if any of them is not in host memory."""
+        self._on_device: list[torch.Tensor] = []
         self.mark()
 
     def mark(self) -> None:
@@ -75,14 +75,14 @@ class Watch:
             self._addresses = addresses
             self._keep_views(list(tensors.values()))
         if self._on_host is None:
-            return counted, device_samples(self._elsewhere)
+            return counted, device_samples(self._on_device)
         return counted, [view.tobytes() for view in self._on_host]
 
     def _keep_views(self, tensors: Sequence[torch.Tensor]) -> None:
         if all(tensor.device.type == "cpu" for tensor in tensors):
-            self._on_host, self._elsewhere = [host_view(tensor) for tensor in tensors], []
+            self._on_host, self._on_device = [host_view(tensor) for tensor in tensors], []
         else:
-            self._on_host, self._elsewhere = None, [picked(tensor) for tensor in tensors]
+            self._on_host, self._on_device = None, [picked(tensor) for tensor in tensors]
 
 
 def by_name(seen: Seen) -> dict[str, object]:
@@ -104,7 +104,7 @@ def host_view(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def device_samples(views: Sequence[torch.Tensor]) -> Sequence[bytes]:
-    """What views of picked elements that are elsewhere hold now: one transfer for each device."""
+    """What views of picked elements on devices hold now: one transfer for each device."""
     parts = [view.flatten().view(torch.uint8) for view in views]
     found: dict[int, bytes] = {}
     for device in {part.device for part in parts}:

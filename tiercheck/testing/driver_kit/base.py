@@ -19,7 +19,7 @@ __all__ = ["TierKit", "record_driver"]
 
 
 class TierKit(abc.ABC):
-    """Give the five methods, ``client_elsewhere`` if another process can open the tier, and ``make_small_driver``
+    """Give the five methods, ``client_factory`` if another process can open the tier, and ``make_small_driver``
     if one can be had that is soon full."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="function")  # whatever the author configured
@@ -35,9 +35,9 @@ class TierKit(abc.ABC):
     races = 5
     """Rounds of the test in which many create one object."""
     race_s = 0.5
-    """Seconds of each test that races a client elsewhere."""
+    """Seconds of each test that races another client."""
     kills = 3
-    """How many clients elsewhere are killed."""
+    """How many other clients are killed."""
     kill_nbytes = 8 << 20
     """An object large enough to be killed in the middle of."""
     small_nbytes = 16 << 20
@@ -73,7 +73,7 @@ class TierKit(abc.ABC):
         ``None`` if writing and publishing are one step of the server's, so that there is no in-between.
         """
 
-    def client_elsewhere(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
+    def client_factory(self, driver: TierDriver) -> Callable[[], TierDriver] | None:
         """What another process calls to have a driver, not open, on the tier of ``driver``.
 
         It is found there by its name, so it is a function or a class of a module, or :func:`functools.partial` of one

@@ -1,4 +1,4 @@
-"""A client of a tier elsewhere: in another process, or at least in a thread with an event loop of its own.
+"""Another client of a tier: in another process, or at least in a thread with an event loop of its own.
 
 Two clients that share an event loop take turns, so a driver that looks first and writes later is atomic to them as long
 as it does not ``await`` in between, and a crash can be staged only where it does. Here the other client runs whenever
@@ -31,10 +31,10 @@ from tiercheck.errors import AlreadyExists, PreconditionFailed
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import Payload, PutMode
 
-__all__ = ["Elsewhere", "InAnotherProcess", "InAnotherThread"]
+__all__ = ["InAnotherProcess", "InAnotherThread", "OtherClient"]
 
 ANSWER_S = 60.0
-"""How long a client elsewhere may be silent."""
+"""How long another client may be silent."""
 CREATES_MAX = 4000
 TICK_S = 0.0005
 """Creators begin their rounds together, so far apart."""
@@ -47,8 +47,8 @@ Job = Callable[..., Coroutine[Any, Any, Any]]
 Send = Callable[[str, object], None]
 
 
-class Elsewhere(abc.ABC):
-    """A client elsewhere and its job. The job begins with :meth:`go`."""
+class OtherClient(abc.ABC):
+    """Another client and its job. The job begins with :meth:`go`."""
 
     place: str
     """In words, for the report."""
@@ -91,7 +91,7 @@ class Elsewhere(abc.ABC):
         return value
 
 
-class InAnotherProcess(Elsewhere):
+class InAnotherProcess(OtherClient):
     """``make`` makes the driver there: a function or a class of a module, or :func:`functools.partial` of one with
     arguments that are texts, numbers, paths or ``None``. No code travels, only its name.
 
@@ -145,7 +145,7 @@ class InAnotherProcess(Elsewhere):
         return kind, value
 
 
-class InAnotherThread(Elsewhere):
+class InAnotherThread(OtherClient):
     """``driver``, which is not open, in a thread with an event loop of its own."""
 
     place = "another thread"
@@ -219,7 +219,7 @@ def written(message: object) -> bytes:
 def described(value: object) -> dict[str, str]:
     if isinstance(value, Path):
         return {"path": str(value)}
-    raise TypeError(f"a client elsewhere is made with texts, numbers, paths or None, not with {value!r}")
+    raise TypeError(f"a client in another process is made with texts, numbers, paths or None, not with {value!r}")
 
 
 def path_of(value: dict[str, Any]) -> object:

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     owner: int
 
     @property
-    def is_owned_elsewhere(self) -> bool:
+    def is_of_another_process(self) -> bool:
         return self.owner not in (NOBODY, os.getpid()) and alive(self.owner)
 
 
@@ -194,7 +194,7 @@ class SegmentPool:
         for."""
         costs: list[tuple[int, bool, Kind]] = []
         for kind in self.listed():
-            others = kind.is_owned_elsewhere
+            others = kind.is_of_another_process
             if at_least > 2 * kind.nbytes or kind.nbytes > 2 * at_most or (others and not selection.owned):
                 continue
             cost = GROWTH_COST * max(0, at_least - kind.nbytes) + CUT_COST * max(0, kind.nbytes - at_least)
@@ -223,8 +223,8 @@ class SegmentPool:
         self._remove(spare)
         return spare.nbytes
 
-    def owned_elsewhere_bytes(self) -> int:
-        return sum(kind.nbytes * len(alike) for kind, alike in self.listed().items() if kind.is_owned_elsewhere)
+    def bytes_of_other_processes(self) -> int:
+        return sum(kind.nbytes * len(alike) for kind, alike in self.listed().items() if kind.is_of_another_process)
 
     def count(self, nbytes: int, among: Container[int]) -> int:
         """How many spares of that length are among these inodes."""

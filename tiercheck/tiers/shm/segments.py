@@ -256,7 +256,7 @@ class SegmentDirectory(ObjectDirectory):
         """Errors: ``CapacityExceeded`` if that many bytes of spares of this process cannot be kept."""
         with self.locked():
             self._room_for(nbytes)
-            others = self._spares.owned_elsewhere_bytes()
+            others = self._spares.bytes_of_other_processes()
         if others + nbytes > self.pool_bytes:
             raise CapacityExceeded(
                 f"{nbytes} bytes cannot be kept ready: the pool holds {self.pool_bytes} bytes at most, and other "

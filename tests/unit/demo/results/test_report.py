@@ -113,7 +113,7 @@ def test_a_state_that_differs_on_one_rank_is_found() -> None:
     assert replace(result, fidelity="approximate").promise_kept
 
 
-def elsewhere() -> tuple[list[RankProgress], Interrupted]:
+def on_other_ranks() -> tuple[list[RankProgress], Interrupted]:
     """Three ranks go on with what two have trained, at losses of their own."""
     reference, interrupted = runs()
     second = [life(rank, range(10, STEPS + 1), seconds=0.11) for rank in (3, 4, 5)]
@@ -123,7 +123,7 @@ def elsewhere() -> tuple[list[RankProgress], Interrupted]:
 
 
 def test_other_ranks_are_compared_at_the_version_that_they_resume() -> None:
-    result = compared(*elsewhere())
+    result = compared(*on_other_ranks())
     assert (result.ranks, result.resumed_on, result.resumed_at) == (2, 3, 9)
     assert result.loss_bit_identical and result.params_bit_identical and result.promise_kept
     assert list(result.losses) == list(range(1, STEPS + 1))
@@ -136,7 +136,7 @@ def test_other_ranks_are_compared_at_the_version_that_they_resume() -> None:
     "state", [{}, {"version": 8, "digest": {"masters": "whole"}}, {"version": 9, "digest": {"masters": "other"}}]
 )
 def test_one_rank_that_resumes_another_state_is_found(state: dict[str, Any]) -> None:
-    reference, interrupted = elsewhere()
+    reference, interrupted = on_other_ranks()
     interrupted.second[2].state = state
     result = compared(reference, interrupted)
     assert not result.params_bit_identical

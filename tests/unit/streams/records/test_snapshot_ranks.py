@@ -66,14 +66,14 @@ def floats(content: bytes) -> list[float]:
     return memoryview(content).cast("f").tolist()
 
 
-def test_a_snapshot_of_later_versions_elsewhere_is_not_another_copy() -> None:
+def test_a_snapshot_of_later_versions_in_another_tier_is_not_another_copy() -> None:
     """Else its tier would be given up as silent after half of the time, for nothing."""
 
     async def check() -> None:
         async with Hierarchy.of(memory()).open() as hierarchy:
             reader = Reader(hierarchy, 0, 1.0, TensorReader(fresh()), Lineage(()))
             wanted = Copy(1, ShardKey.snapshot(1, 0, 40, 0))
-            assert not reader.copies.is_elsewhere(wanted, {wanted, Copy(0, ShardKey.snapshot(1, 0, 50, 0))})
-            assert reader.copies.is_elsewhere(wanted, {wanted, Copy(0, wanted.key)})
+            assert not reader.copies.is_in_another_tier(wanted, {wanted, Copy(0, ShardKey.snapshot(1, 0, 50, 0))})
+            assert reader.copies.is_in_another_tier(wanted, {wanted, Copy(0, wanted.key)})
 
     asyncio.run(check())

@@ -1,4 +1,4 @@
-"""What each rank of ``test_found_elsewhere`` runs. Arguments: the job's name, a directory, the host of each rank as
+"""What each rank of ``test_node_memory`` runs. Arguments: the job's name, a directory, the host of each rank as
 ``2,0,3``, and the version to train to. A host is an agent and memory of its own; ranks that end are killed."""
 
 from __future__ import annotations

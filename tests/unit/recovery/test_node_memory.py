@@ -20,7 +20,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.policy.recovery.spans import spans_of
-from tiercheck.recovery.elsewhere import NodeMemory
+from tiercheck.recovery.node_memory import NodeMemory
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.runtime.runtime import Scheduler

@@ -47,9 +47,8 @@ def fail(name: str, host: int) -> None:
 def life(forks: Forks, name: str, directory: Path, hosts: str, last: int) -> list[dict[str, Any]]:
     log = directory / f"{hosts}.log"
     environment = {"TIERCHECK_RUN_DIR": os.environ["TIERCHECK_RUN_DIR"]}
-    codes = forks.run(
-        "tests.cluster.found_worker", name, directory, hosts, str(last), ranks=RANKS, log=log, environment=environment
-    )
+    arguments = (name, directory, hosts, str(last))
+    codes = forks.run("tests.cluster.node_memory_worker", *arguments, ranks=RANKS, log=log, environment=environment)
     assert set(codes) <= {-signal.SIGKILL}, log.read_text()[-4000:]
     found = [directory / f"{hosts.replace(',', '-')}-r{rank}.json" for rank in range(RANKS)]
     assert all(each.exists() for each in found), log.read_text()[-4000:]

@@ -32,7 +32,7 @@ from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 
-__all__ = ["Elsewhere", "NodeMemory"]
+__all__ = ["NodeMemories", "NodeMemory"]
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ Tell = Callable[[], Coroutine[Any, Any, Sequence[NodeMemory]]]
 """What this rank has to tell of its node's memory; nothing, if another rank of the node does."""
 
 
-class Elsewhere:
+class NodeMemories:
     """The other nodes' memory, as one rank reads it. ``tell``: ``None`` on all ranks if no agents serve the memory.
     ``host``: this rank's, as :attr:`NodeMemory.host`. ``always``: the ranks' own tiers may know nothing of what was
     captured last. ``place``: the same text for ranks that see the same first tier;
@@ -152,10 +152,10 @@ class Elsewhere:
         return tiers
 
     def say_plan(self, point: RecoveryPoint, usable: Collection[Copy]) -> None:
-        """Say from where this rank is to read, before it does, if any of it is elsewhere."""
+        """Say from where this rank is to read, before it does, if any of it is in their memory."""
         chosen = plan(point, self._ranks.rank, usable, self.reading.order)
         tiers = [self.reading.tiers[source.tier] for source in chosen.sources] if isinstance(chosen, Plan) else []
-        if any(tier.elsewhere for tier in tiers):
+        if any(tier.is_other_node for tier in tiers):
             rank, names = self._ranks.rank, ", ".join(dict.fromkeys(tier.name for tier in tiers))
             log.info("rank %d: version %d is to be read from base %d on by %s", rank, point.last, point.anchor, names)
 
@@ -193,7 +193,7 @@ class Elsewhere:
         reading = LazyOpenDriver(ReadOnlyDriver(driver), open_s=self.answer_s / 2)
         same = self.names.count(memory.name)
         name = f"{memory.name} ({same + 1})" if same else memory.name
-        tier = OpenTier(len(self.reading.tiers), name, reading, elsewhere=True)
+        tier = OpenTier(len(self.reading.tiers), name, reading, is_other_node=True)
         self._memories[memory] = tier
         self.reading.tiers = (*self.reading.tiers, tier)
         return tier

@@ -1,4 +1,4 @@
-"""The conformance kit on clients elsewhere: those that no event loop makes take turns, and those that are killed."""
+"""The conformance kit on other clients: those that no event loop makes take turns, and those that are killed."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import pytest
 from tiercheck.errors import NotFound, Unsupported
 from tiercheck.testing.driver_kit import process_client
 from tiercheck.testing.driver_kit.base import TierKit
-from tiercheck.testing.driver_kit.process_client import Elsewhere, InAnotherProcess, InAnotherThread, Job
-from tiercheck.testing.plugin import ELSEWHERE, KILLED
+from tiercheck.testing.driver_kit.process_client import InAnotherProcess, InAnotherThread, Job, OtherClient
+from tiercheck.testing.plugin import KILLED, OTHER_CLIENT
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import PutMode, Survives
 
-__all__ = ["ElsewhereTests"]
+__all__ = ["OtherClientTests"]
 
 GIVE_ONE = (
-    "what outlives its process can be opened by another: let client_elsewhere() return what makes a driver there, "
+    "what outlives its process can be opened by another: let client_factory() return what makes a driver there, "
     "such as functools.partial(make_driver, url)"
 )
 
 
-class ElsewhereTests(TierKit):
+class OtherClientTests(TierKit):
     """The driver here, and a client in another process; in another thread if no process can open the tier."""
 
     @contextlib.asynccontextmanager
-    async def doing(self, driver: TierDriver, job: Job, *arguments: object) -> AsyncIterator[Elsewhere]:
-        """A client elsewhere that is open, and waits for the word to do ``job``."""
-        make = self.client_elsewhere(driver)
-        other: Elsewhere
+    async def doing(self, driver: TierDriver, job: Job, *arguments: object) -> AsyncIterator[OtherClient]:
+        """Another client that is open, and waits for the word to do ``job``."""
+        make = self.client_factory(driver)
+        other: OtherClient
         if make is None:
             assert driver.capabilities.survives is Survives.NOTHING, GIVE_ONE
             other = InAnotherThread(await self.second_client(driver), job, *arguments)
         else:
             other = InAnotherProcess(make, job, *arguments)
-        self.note(ELSEWHERE, other.place)
+        self.note(OTHER_CLIENT, other.place)
         try:
             await other.ready()
             yield other
@@ -48,13 +48,13 @@ class ElsewhereTests(TierKit):
             await other.end()
 
     @pytest.mark.certifies("conditional_put")
-    async def test_of_creators_elsewhere_one_wins(self, driver: TierDriver) -> None:
+    async def test_of_creators_against_another_client_one_wins(self, driver: TierDriver) -> None:
         if not driver.capabilities.conditional_put:
             with pytest.raises(Unsupported):
                 await driver.put("race/0", [b"here"], mode=PutMode.CREATE)
             assert await self.raw_get(driver, "race/0") is None
             return
-        names = ("here", "elsewhere")
+        names = ("here", "there")
         limits = (self.races, self.race_s)
         async with self.doing(driver, process_client.create_all, names[1], -1, *limits) as other:
             begin = time.monotonic() + 0.01  # when the word has arrived
@@ -67,7 +67,7 @@ class ElsewhereTests(TierKit):
             assert await self.raw_get(driver, f"race/{n}") == winners[0].encode()
 
     @pytest.mark.certifies("conditional_put")
-    async def test_no_increment_elsewhere_is_lost(self, driver: TierDriver) -> None:
+    async def test_no_increment_of_another_client_is_lost(self, driver: TierDriver) -> None:
         start = await driver.put("counter", [b"0"])
         if not driver.capabilities.conditional_put:
             with pytest.raises(Unsupported):
@@ -80,7 +80,7 @@ class ElsewhereTests(TierKit):
         assert await self.raw_get(driver, "counter") == b"%d" % (len(here) + len(there))
         assert len({start.etag, *here, *there}) == 1 + len(here) + len(there), "an etag came back"
 
-    async def test_readers_see_whole_objects_while_one_writes_elsewhere(self, driver: TierDriver) -> None:
+    async def test_readers_see_whole_objects_while_another_client_writes(self, driver: TierDriver) -> None:
         nbytes = 1 << 18
         await driver.put("kept", process_client.payload_of(0, nbytes))
         into = memoryview(bytearray(nbytes + process_client.GENERATIONS))
@@ -114,7 +114,7 @@ class ElsewhereTests(TierKit):
 
     async def test_kill_9_in_a_large_put_leaves_the_old_or_the_new(self, driver: TierDriver) -> None:
         """What was acknowledged stays; what was under way is there whole, or not at all."""
-        if self.client_elsewhere(driver) is None:
+        if self.client_factory(driver) is None:
             # Nothing but this process could be killed, and what the tier holds would go with it.
             assert driver.capabilities.survives is Survives.NOTHING, GIVE_ONE
             return
