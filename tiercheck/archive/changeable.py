@@ -9,7 +9,7 @@ from tiercheck.archive.change.deleting import carry_out
 from tiercheck.archive.change.live import refuse_processes
 from tiercheck.archive.change.pruning import prune, retention_of, verify_kept
 from tiercheck.archive.change.removal import Removal
-from tiercheck.archive.change.removing import of_generation, of_job, of_version
+from tiercheck.archive.change.selection import of_generation, of_job, of_version
 from tiercheck.archive.verify import Progress
 from tiercheck.errors import ConfigurationError
 

@@ -6,9 +6,10 @@ A tier that cannot be opened or listed is *away*: the others are shown without i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tiercheck import keys
 from tiercheck.errors import TierError, Transient
@@ -20,7 +21,9 @@ from tiercheck.replication.lineage_records import SetAside, read_branches
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import ObjectInfo
 
-__all__ = ["CLOSE_S", "TierContents", "look_into", "open_tier", "opened_to_read"]
+__all__ = ["CLOSE_S", "TierContents", "look_into", "open_tier", "opened_to_read", "within"]
+
+T = TypeVar("T")
 
 FOREIGN_NAMED_MAX = 3
 CLOSE_S = 5.0
@@ -99,6 +102,17 @@ async def open_tier(tier: OpenTier, deadline_s: float) -> None:
     except TimeoutError:
         trouble = tier.driver.facts().get("trouble", "it does not answer")
         raise Transient(f"it could not be opened within {deadline_s:g} s: {trouble}", tier=tier.driver.url) from None
+
+
+async def within(tier: OpenTier, deadline_s: float, work: Awaitable[T], what: str = "it has not answered") -> T:
+    """What the tier is asked to do. Errors: its own; ``Transient`` saying ``what`` after the deadline."""
+    try:
+        async with asyncio.timeout(deadline_s) as scope:
+            return await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise Transient(f"{what} within {deadline_s:g} s", tier=tier.driver.url) from None
 
 
 async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> TierContents:

@@ -11,7 +11,7 @@ from tiercheck.types import shown
 
 if TYPE_CHECKING:
     from tiercheck.archive.change.copying import Copied
-    from tiercheck.archive.change.leftovers import Found
+    from tiercheck.archive.change.leftovers import FoundLeftover
     from tiercheck.archive.change.removal import Removal
     from tiercheck.archive.compare.paths import PathDifference
     from tiercheck.archive.compare.versions import Compared, Form
@@ -256,7 +256,7 @@ def removal_object(removal: Removal, *, done: bool) -> dict[str, Any]:
     }
 
 
-def leftovers_object(found: Sequence[Found], *, done: bool) -> dict[str, Any]:
+def leftovers_object(found: Sequence[FoundLeftover], *, done: bool) -> dict[str, Any]:
     return {
         "done": done,
         "leftovers": [

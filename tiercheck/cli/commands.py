@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 
 from tiercheck.cli.agent import agent, keys
-from tiercheck.cli.changes import copy, prune, rm
 from tiercheck.cli.checkpoints import export, ls, plan, show, verify
-from tiercheck.cli.collect import gc
-from tiercheck.cli.compare import diff
+from tiercheck.cli.copy import copy
 from tiercheck.cli.demo import demo
+from tiercheck.cli.diff import diff
+from tiercheck.cli.gc import gc
+from tiercheck.cli.removal import prune, rm
 from tiercheck.cli.tiers import bench, doctor, plugins
 from tiercheck.errors import ConfigurationError, TierCheckError
 

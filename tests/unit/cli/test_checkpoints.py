@@ -167,7 +167,7 @@ def test_prune_says_what_would_go_and_does_it_only_when_told(left: Left) -> None
 def test_rm_asks_for_the_name_of_the_job_or_for_yes(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
     dry = told("rm", left.url, "--job", "--job-is-dead")
     assert (dry["done"], dry["versions"]) == (False, [])
-    monkeypatch.setattr("tiercheck.cli.changes.is_asked", lambda: True)
+    monkeypatch.setattr("tiercheck.cli.removal.is_asked", lambda: True)
     asked = CliRunner().invoke(commands.app, ["rm", left.url, "--job", "--job-is-dead"], input="other\n")
     assert str(asked.exception) == "the name is another one: nothing is removed"
     assert told("ls", left.url)["newest"] == LAST

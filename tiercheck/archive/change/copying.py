@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tiercheck.archive.inventory import Inventory, Recoverable
 from tiercheck.archive.needs import commits_of, shards_of_commit, shards_of_version
-from tiercheck.archive.tiers import look_into, open_tier
+from tiercheck.archive.tiers import look_into, open_tier, within
 from tiercheck.errors import ConfigurationError, Corruption, JobConflict, NotFound, RecoveryError, TierError, Transient
 from tiercheck.format import container
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
@@ -71,8 +71,8 @@ async def copy(
     deadline_s: float,
     progress: Progress,
 ) -> Copied:
-    """``chosen``: the version; ``None``: everything but markers, claims and replication jobs, which mean nothing
-    elsewhere. ``deadline_s``: how long a tier may keep silent.
+    """``chosen``: the version; ``None``: everything but markers, claims and replication jobs, which mean nothing in
+    another tier. ``deadline_s``: how long a tier may keep silent.
 
     Errors: ``ConfigurationError`` if the target is one of the sources; ``JobConflict`` if it holds another job;
     ``RecoveryError`` if no copy of what the version needs is whole; ``TierError`` naming the tier. What was copied
@@ -255,14 +255,7 @@ class _Copying:
             return False
 
     async def _within(self, tier: OpenTier, nbytes: int, work: Awaitable[T], what: str) -> T:
-        deadline_s = self._deadline_s + nbytes / BYTES_PER_S_MIN
-        try:
-            async with asyncio.timeout(deadline_s) as scope:
-                return await work
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise Transient(f"{what} within {deadline_s:g} s", tier=tier.driver.url) from None
+        return await within(tier, self._deadline_s + nbytes / BYTES_PER_S_MIN, work, what)
 
 
 def waves(keys: Iterable[Key], nbytes: Callable[[Key], int]) -> Iterator[Collection[Key]]:

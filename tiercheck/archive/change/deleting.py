@@ -7,21 +7,17 @@ to delete, and the next one ends it.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
 
 from tiercheck.archive.change.removal import Removal, steps
-from tiercheck.archive.tiers import open_tier
-from tiercheck.errors import JobConflict, TierError, Transient
+from tiercheck.archive.tiers import open_tier, within
+from tiercheck.errors import JobConflict, TierError
 from tiercheck.hierarchy import Hierarchy, OpenTier, Tier
 from tiercheck.keys import Key, LineageKey
 from tiercheck.replication.lineage_records import listed_lineage
 
 __all__ = ["carry_out"]
-
-T = TypeVar("T")
 
 KEYS_AT_ONCE = 1000
 
@@ -65,13 +61,3 @@ async def fence(tier: OpenTier, newest: int, left: int) -> None:
             f"generation {opened} of the job has opened in {tier.driver.url} meanwhile: {left} objects are left. Look "
             "again"
         )
-
-
-async def within(tier: OpenTier, deadline_s: float, work: Awaitable[T]) -> T:
-    try:
-        async with asyncio.timeout(deadline_s) as scope:
-            return await work
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise Transient(f"it has not answered within {deadline_s:g} s", tier=tier.driver.url) from None

@@ -20,14 +20,14 @@ from tiercheck.tiers.shm.namespaces import SHM, NamespaceKind, changed_s, namesp
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import Leftover
 
-__all__ = ["Found", "collect"]
+__all__ = ["FoundLeftover", "collect"]
 
 UNCHANGED_S = 24 * 3600.0
 IN_USE = "a process has it open"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLeftover:
     """Something that a dead process has left, or a namespace that a process may still want."""
 
     where: str
@@ -40,7 +40,7 @@ class Found:
 
 def collect(
     *urls: str, older_than_s: float = UNCHANGED_S, dry_run: bool = False, deadline_s: float = 60.0, mount: Path = SHM
-) -> tuple[Found, ...]:
+) -> tuple[FoundLeftover, ...]:
     """Remove what dead processes have left in these tiers; without a URL, in this node's shared memory.
 
     ``older_than_s``: a namespace that changed later stays. Errors: ``ConfigurationError`` for a URL that is none;
@@ -50,7 +50,7 @@ def collect(
         return of_node(older_than_s, dry_run=dry_run, mount=mount)
     scheduler = ThreadScheduler()
     try:
-        found: list[Found] = []
+        found: list[FoundLeftover] = []
         for url in urls:
             work = of_tier(url, deadline_s, dry_run=dry_run)
             found += run(scheduler.call(work, what=f"looking for leftovers in {url}", deadline_s=4 * deadline_s))
@@ -59,7 +59,7 @@ def collect(
         run(scheduler.close())
 
 
-async def of_tier(url: str, deadline_s: float, *, dry_run: bool) -> list[Found]:
+async def of_tier(url: str, deadline_s: float, *, dry_run: bool) -> list[FoundLeftover]:
     left = await leftovers_in(Tier(url, wrap=ReadOnlyDriver), deadline_s)
     if dry_run:
         return left
@@ -68,17 +68,17 @@ async def of_tier(url: str, deadline_s: float, *, dry_run: bool) -> list[Found]:
     return [replace(each, removed=each.left.name not in still) for each in left]
 
 
-async def leftovers_in(tier: Tier, deadline_s: float) -> list[Found]:
+async def leftovers_in(tier: Tier, deadline_s: float) -> list[FoundLeftover]:
     (opened,) = Hierarchy.of(tier).open().tiers
     await open_tier(opened, deadline_s)
     try:
-        return [Found(opened.driver.url, each) for each in await opened.driver.leftovers()]
+        return [FoundLeftover(opened.driver.url, each) for each in await opened.driver.leftovers()]
     finally:
         await opened.driver.close()
 
 
-def of_node(older_than_s: float, *, dry_run: bool, mount: Path) -> tuple[Found, ...]:
-    found: list[Found] = []
+def of_node(older_than_s: float, *, dry_run: bool, mount: Path) -> tuple[FoundLeftover, ...]:
+    found: list[FoundLeftover] = []
     for each in namespaces(mount):
         age_s = max(0.0, time.time() - changed_s(namespace_path(each.name, mount)))
         what = "copies kept for neighbours" if each.kind is NamespaceKind.NEIGHBOURS else "memory of a job"
@@ -89,7 +89,7 @@ def of_node(older_than_s: float, *, dry_run: bool, mount: Path) -> tuple[Found, 
         removed = False
         if stays is None and not dry_run:
             removed, stays = taken_away(each.name, older_than_s, mount)
-        found.append(Found(f"shm://{each.name}", left, stays, removed))
+        found.append(FoundLeftover(f"shm://{each.name}", left, stays, removed))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.archived import Left
-from tiercheck.archive.change.leftovers import Found, collect
+from tiercheck.archive.change.leftovers import FoundLeftover, collect
 from tiercheck.errors import ConfigurationError, NotFound
 from tiercheck.tiers.posix.directories.object_files import HOST
 from tiercheck.tiers.posix.files import try_lock, unlock_and_close
@@ -39,7 +39,7 @@ def made(name: str, mount: Path, kind: NamespaceKind = NamespaceKind.OWN) -> Pat
     return root
 
 
-def by_name(found: tuple[Found, ...]) -> dict[str, Found]:
+def by_name(found: tuple[FoundLeftover, ...]) -> dict[str, FoundLeftover]:
     return {each.left.name: each for each in found}
 
 

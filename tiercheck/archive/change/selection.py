@@ -1,4 +1,4 @@
-"""Removing by name: a version, a generation, or a job."""
+"""What is to be removed, chosen by name: a version, a generation, or a job."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tiercheck.archive.change.leftovers import Found, collect
+from tiercheck.archive.change.leftovers import FoundLeftover, collect
 from tiercheck.cli.as_json import leftovers_object
 from tiercheck.cli.checkpoints import DEADLINE, DEADLINE_S, age_text
 from tiercheck.cli.tiers import JSON, plain_table
@@ -53,7 +53,7 @@ def gc(
     console.print(Text(said, style="bold"))
 
 
-def outcome(found: Found, *, done: bool) -> str:
+def outcome(found: FoundLeftover, *, done: bool) -> str:
     if found.stays is not None:
         return f"stays: {found.stays}"
     if not done:
