@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -69,7 +70,8 @@ class Case:
 CASES = {
     "fp32": Case(options={"fused": True}, reshard_after_forward=2),
     "hsdp": Case(mesh=(2, 2), optimizer=Normalised, micro_batches=2, clip=0.1, says_end=False),
-    "bf16": Case(policy=BF16, options={"foreach": True}, micro_batches=2, clip=0.1, killed=True),
+    "bf16": Case(policy=BF16, options={"foreach": True}, micro_batches=2, clip=0.1),
+    "owners": Case(mesh=(2, 2), policy=BF16, micro_batches=2, clip=0.1, killed=True),
 }
 FEWER = Case(mesh=(3,), options={"fused": True})
 
@@ -203,6 +205,43 @@ def shards(job: Job) -> dict[str, Any]:
     return {name: [each.shape, blocks[name].offsets] for name, each in provider.masters().items()}
 
 
+def stored(directory: Path, name: str) -> dict[str, list[int]]:
+    """By tensor of a base or of its constants, the ranks that have stored any of it, in the tier that all share."""
+    found: dict[str, list[int]] = {}
+    for rank in range(dist.get_world_size()):
+        base = sorted((directory / name).glob(f"r{rank:05d}/**/base/*.safetensors"))[-1]
+        for path in (base, *(directory / name).glob(f"r{rank:05d}/**/constant/*.safetensors")):
+            with safe_open(path, "pt") as shard:
+                held = {each for each in shard.keys() if 0 not in shard.get_slice(each).get_shape()}  # noqa: SIM118
+            for each in held:
+                found.setdefault(each, []).append(rank)
+    return found
+
+
+def whole(job: Job) -> dict[str, str]:
+    """A digest of each parameter and of its moments, as torch gathers them."""
+    gathered = {name: each.full_tensor() for name, each in job.model.named_parameters()}
+    for name, each in job.model.named_parameters():
+        held = job.optimizer.state.get(each, {})  # nothing, perhaps, if this rank's shard is empty
+        for key in ("exp_avg", "exp_avg_sq") if each.requires_grad else ():
+            gathered[f"{key} of {name}"] = held.get(key, torch.zeros_like(each)).full_tensor()
+    return {name: hashlib.sha256(each.detach().numpy().tobytes()).hexdigest()[:16] for name, each in gathered.items()}
+
+
+def in_another_mesh(directory: Path, name: str, case: Case) -> list[Any]:
+    """What a job in a mesh of one dimension recovers of that one, and what is not as it was saved."""
+    saved = Job(case)
+    saved.train(LAST)
+    job = Job(replace(case, mesh=(dist.get_world_size(),)))
+    recovery = job.attach(directory, name).recovery
+    found, wanted = whole(job), whole(saved)
+    assert job.checkpointer is not None
+    assert recovery is not None
+    job.checkpointer.abort()
+    differing = [what for what in {**found, **wanted} if found.get(what) != wanted.get(what)]
+    return [recovery.version, str(recovery.fidelity), differing]
+
+
 def on_other_ranks(directory: Path, name: str, case: Case) -> list[Any]:
     """What a job recovers that has other ranks, or another mesh."""
     checkpointer = Job(case).attach(directory, name)
@@ -224,6 +263,8 @@ def main() -> None:
         report = {kind: resume(directory, f"{name}-{kind}", case) for kind, case in CASES.items()}
         report["differing as assembled"] = {kind: differing(Job(case)) for kind, case in CASES.items()}
         report["shards"] = shards(Job(CASES["fp32"]))
+        report["stored"] = stored(directory, f"{name}-owners")
+        report["in another mesh"] = in_another_mesh(directory, f"{name}-owners", CASES["owners"])
         report["other mesh"] = on_other_ranks(directory, f"{name}-hsdp", Case(optimizer=Normalised))
     else:
         fail(directory, f"{name}-fewer", FEWER)

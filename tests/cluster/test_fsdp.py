@@ -61,6 +61,20 @@ def test_each_rank_saves_its_rows_alone_and_some_have_none(reports: dict[str, li
     assert shards("5.weight") == [[[1, 5], [0, 0]], *[[[0, 5], [1, 0]]] * 3]
 
 
+def test_replicas_store_each_shard_once_and_spread_them(reports: dict[str, list[Any]]) -> None:
+    """Ranks 0 and 2 are one column of the mesh, 1 and 3 the other."""
+    found = reports["resume"][0]["stored"]
+    shards = {name: ranks for name, ranks in found.items() if name.startswith(("master/", "state/", "extra/4."))}
+    assert shards.keys() > {"master/0.weight", "state/3.weight/exp_avg", "extra/4.weight", "master/5.bias"}
+    for name, ranks in shards.items():
+        assert len({rank // 2 for rank in ranks}) == 1, f"{name} is stored by {ranks}"
+    assert {rank for ranks in shards.values() for rank in ranks} == {0, 1, 2, 3}
+
+
+def test_what_replicas_have_stored_once_is_resumed_in_another_mesh(reports: dict[str, list[Any]]) -> None:
+    assert [report["in another mesh"] for report in reports["resume"]] == [[LAST, "exact", []]] * RANKS
+
+
 def test_the_indexes_of_all_ranks_tell_the_whole_model_bit_for_bit(reports: dict[str, list[Any]]) -> None:
     for report in reports["resume"]:
         assert report["differing as assembled"] == {case: [] for case in CASES}

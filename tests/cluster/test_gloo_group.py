@@ -31,6 +31,16 @@ rank = group.rank
 messages = [bytes([each]) * each for each in range(3)]
 assert group.all_gather(messages[rank], what="first", deadline_s=30) == messages
 assert group.all_gather(b"", what="nothing", deadline_s=30) == [b""] * 3
+part = group.among([(0, 2), (1,)])
+assert (part.rank, part.world_size) == ((0, 2), (0, 1), (1, 2))[rank]
+assert part.all_gather(messages[rank], what="part", deadline_s=30) == ([messages[1]] if rank == 1 else messages[::2])
+if rank == 0:
+    try:
+        part.all_gather(b"", what="late", deadline_s=0.2)
+    except DeadlineExceeded as error:
+        assert error.late == (2,), error
+    else:
+        raise AssertionError("rank 2 did not come")
 try:
     if rank != 1:
         group.all_gather(b"", what="second", deadline_s=1)

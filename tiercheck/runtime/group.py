@@ -40,6 +40,12 @@ class Group(Protocol):
         """
         ...
 
+    def among(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The ranks of that part in which this one is, as a group of its own: there a rank is its place in the part.
+        ``parts``: of all ranks, each in one, in ascending order, the same on every rank. Collective. It is closed
+        with this group."""
+        ...
+
     def close(self) -> None:
         """Give up the group's resources. Idempotent, not a collective."""
         ...
@@ -94,25 +100,40 @@ class SingleProcess:
     def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
         return [message]
 
+    def among(self, parts: Sequence[Sequence[int]]) -> Group:
+        return self
+
     def close(self) -> None:
         pass
 
 
 class TorchGroup:
-    """The ranks of a ``torch.distributed`` job, over a gloo group of their own.
+    """The ranks of a ``torch.distributed`` job, or a part of them, over a gloo group of their own.
 
     A group of its own, so that a collective here never interleaves with one of the training. Making it is a
     collective: every rank must do so, at the same point.
     """
 
-    def __init__(self, *, deadline_s: float = 300.0) -> None:
+    def __init__(self, parts: Sequence[Sequence[int]] = (), *, deadline_s: float = 300.0) -> None:
+        """``parts``: of all ranks, each in one; the group is that of this rank's part. By default that is all."""
         import torch.distributed as dist
 
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised; call init_process_group before attach")
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        self._deadline_s = deadline_s
+        self._made: list[TorchGroup] = []
+        self._group: dist.ProcessGroup | None = None
+        rank = dist.get_rank()
+        for part in parts or [range(dist.get_world_size())]:
+            made = dist.new_group([*part], backend="gloo", timeout=timedelta(seconds=deadline_s))
+            if rank in part:
+                self._group, self._members = made, tuple(part)
+        self.rank = self._members.index(rank)
+        self.world_size = len(self._members)
+
+    def among(self, parts: Sequence[Sequence[int]]) -> Group:
+        self._made.append(TorchGroup(parts, deadline_s=self._deadline_s))
+        return self._made[-1]
 
     def all_gather(self, message: bytes, *, what: str, deadline_s: float) -> list[bytes]:
         import torch
@@ -151,12 +172,12 @@ class TorchGroup:
             dist.monitored_barrier(group=self._group, timeout=timedelta(seconds=deadline_s), wait_all_ranks=True)
         except RuntimeError as error:
             text = _first_line(error)
-            late = _ranks_named(text, self.world_size) if self.rank == 0 else (0,)
+            late = [self._members[each] for each in (_ranks_named(text, self.world_size) if self.rank == 0 else (0,))]
             if "Connection closed" in text or "reset by peer" in text:
                 raise PeerLost(f"{what}: the connection to a rank broke: {text}") from error
             named = ", ".join(str(rank) for rank in late) or "unknown"
             raise DeadlineExceeded(
-                f"{what}: rank {self.rank} waited {deadline_s:g} s for rank {named}"
+                f"{what}: rank {self._members[self.rank]} waited {deadline_s:g} s for rank {named}"
                 + ("" if self.rank == 0 else ", which itself may be waiting for another; its message names it"),
                 late=late,
             ) from error
@@ -164,6 +185,8 @@ class TorchGroup:
     def close(self) -> None:
         import torch.distributed as dist
 
+        for each in self._made:
+            each.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
@@ -188,6 +211,10 @@ class SimulatedGroup:
         self._round += 1
         return self._room.exchange(self.rank, self._round, message, what, deadline_s)
 
+    def among(self, parts: Sequence[Sequence[int]]) -> Group:
+        part = next(tuple(each) for each in parts if self.rank in each)
+        return SimulatedGroup(part.index(self.rank), self._room.of_some(part))
+
     def close(self) -> None:
         pass
 
@@ -199,6 +226,11 @@ class _Room:
         self.world_size = world_size
         self._changed = threading.Condition()
         self._rounds: dict[int, dict[int, bytes]] = {}
+        self._parts: dict[tuple[int, ...], _Room] = {}
+
+    def of_some(self, ranks: tuple[int, ...]) -> _Room:
+        with self._changed:
+            return self._parts.setdefault(ranks, _Room(len(ranks)))
 
     def exchange(self, rank: int, number: int, message: bytes, what: str, deadline_s: float) -> list[bytes]:
         with self._changed:

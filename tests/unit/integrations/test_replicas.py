@@ -236,6 +236,26 @@ def test_another_number_of_ranks_or_of_copies_resumes_at_the_same_bits(
         assert alike(bits[9]) == alike(resumed[0][1][9])
 
 
+def test_the_ranks_of_a_column_share_out_what_they_hold_alike(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under HSDP: ranks 0 and 2 hold the same, and 1 and 3. Also without the memory of one of them."""
+    monkeypatch.setattr(
+        DataParallel,
+        "alike",
+        lambda self, masters, frozen: Alike(frozenset(masters), frozenset(frozen), parts=((0, 2), (1, 3))),
+    )
+    job.seed_of = lambda rank: rank % 2
+    saved = succeeded(job.run(4, FAILED_AT))
+    for column in (0, 1):
+        held = [masters(job.bases(rank)[-1]) for rank in (column, column + 2)]
+        assert sorted(held[0] + held[1]) == TRAINED
+        assert all(held)
+    job.lose(2)
+    resumed = job.run(4, FAILED_AT)
+    assert reached(resumed) == {(FAILED_AT, "exact")}
+    assert [bits[FAILED_AT] for _, bits in resumed] == [bits[FAILED_AT] for _, bits in saved]
+    assert alike(saved[0][1][FAILED_AT]) != alike(saved[1][1][FAILED_AT])
+
+
 def test_from_outside_the_whole_is_seen(job: Job, tmp_path: Path) -> None:
     saved = succeeded(job.run(3, FAILED_AT))
     with tiercheck.open(f"nvme://{job.directory}/durable?survives=rack") as archive:

@@ -39,6 +39,18 @@ def test_everyone_gets_everyones_message() -> None:
     assert SingleProcess().all_gather(b"x", what="alone", deadline_s=1) == [b"x"]
 
 
+def test_the_ranks_of_a_part_are_a_group_of_their_own() -> None:
+    parts = (0, 2), (1, 3)
+
+    def act(group: SimulatedGroup) -> tuple[int, int, list[bytes]]:
+        part = group.among(parts)
+        return part.rank, part.world_size, part.all_gather(b"%d" % group.rank, what="in a part", deadline_s=10)
+
+    even, odd = [b"0", b"2"], [b"1", b"3"]
+    assert on_all_ranks(4, act) == [(0, 2, even), (0, 2, odd), (1, 2, even), (1, 2, odd)]
+    assert SingleProcess().among([(0,)]).world_size == 1
+
+
 def test_the_late_ranks_are_named() -> None:
     groups = SimulatedGroup.of(4)
     errors = []

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,27 @@ def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:
     return ShardedProvider
 
 
+class Parallel(Protocol):
+    """What makes tensors of the model alike on several ranks."""
+
+    def alike(self, masters: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor]) -> Alike:
+        """Of these tensors, live, those that are."""
+
+    def forward(self) -> None:
+        """A forward pass of training begins."""
+
+    def check_step(self) -> None:
+        """Errors: ``UnsupportedSetup`` if ranks that are to stay alike step on gradients that may differ."""
+
+
+def parallel_of(model: torch.nn.Module, provider: ModuleProvider) -> Parallel:
+    if not provider.gathers:
+        return DataParallel(model)
+    from tiercheck.integrations.fsdp.replicated import MeshReplicas
+
+    return MeshReplicas(model)
+
+
 class _Hooks:
     """From the optimizer's hooks to the checkpointer, once there is one."""
 
@@ -138,7 +159,7 @@ class _Hooks:
     ) -> None:
         self.provider = provider
         self._order = order
-        self._parallel = DataParallel(model)
+        self._parallel = parallel_of(model, provider)
         self._owned: OwnedProvider | None = None
         self._scheduler = scheduler
         self._checkpointer: Checkpointer | None = None
