@@ -18,7 +18,7 @@ ON_SAVE_ERROR = ("fail", "warn")
 ON_NOTHING_LEFT = ("refuse", "restart")
 MOVERS = ("auto", "trainer", "agent")
 REPLICAS = ("auto", "owner", "each")
-BASES = ("capture", "fold")
+BASES = ("auto", "capture", "fold")
 DEADLINE_S_MAX = 30 * 86_400.0
 THREADS_MAX = 4096
 
@@ -81,7 +81,9 @@ class CheckpointConfig:
     """Who makes the bases that are due. ``capture``: the trainer copies its state. ``fold``: the mover replays the
     differentials onto the base before, off the training's path, and gets the same bytes; it takes the memory of a
     base in the mover's process. What cannot be folded exactly is refused at the start. If a doubt comes up later,
-    bases are captured from then on, and the log says why."""
+    bases are captured from then on, and the log says why. Training waits for a fold that does not keep up. ``auto``: as
+    ``fold`` if a kernel is certified for the optimizer in the process that folds; whatever stands in the way, also a
+    fold that does not keep up, the base is captured, and ``Stats.not_folded`` and the log say why."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a

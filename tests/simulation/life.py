@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tests.simulation.number_state import NumberState
+from tests.simulation.number_state import NumberFolding, NumberState
 from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.agent.jobs.opening import lineage_of
@@ -168,6 +168,7 @@ class HostMover:
             retention=policies.retention,
             lineage=await lineage_of(self._tiers, job.generation),
             mark=self._mark,
+            folds=NumberFolding() if job.folds != "no" else None,
         )
 
     async def close(self) -> None:
@@ -322,7 +323,7 @@ class Cluster:
 
     def state_of(self, rank: int) -> NumberState:
         """What a rank begins with."""
-        return NumberState(rank, has_frozen=self.config.bases != "fold")
+        return NumberState(rank, has_frozen=self.config.bases == "capture")
 
     def label(self, rank: int) -> str:
         host = self.hosts[rank]

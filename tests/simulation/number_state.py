@@ -90,8 +90,8 @@ class NumberState:
     def layout(self) -> str:
         return ""
 
-    def folding(self) -> FoldShards:
-        return fold
+    def folding(self, *, certified: bool) -> FoldShards:
+        return NumberFolding()
 
     def conversion(self) -> Conversion:
         raise UnsupportedSetup("numbers are of one rank")
@@ -337,15 +337,26 @@ class NumberReader:
         return Fidelity.EXACT, ()
 
 
-def fold(base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]) -> NumberBase:
+class NumberFolding:
     """See :class:`tiercheck.streams.state.FoldShards`."""
+
+    def prepare(self, base: Shard) -> None:
+        pass
+
+    def __call__(
+        self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
+    ) -> NumberBase:
+        return fold(base, differentials)
+
+
+def fold(base: Shard, differentials: Sequence[Shard]) -> NumberBase:
     state = NumberState(base.metadata.key.rank, has_frozen=False)
     reader = NumberReader(state)
-    began = reader.base(base, None, tier=tier, places="")  # it is whole: such a job's bases refer to nothing
+    began = reader.base(base, None, tier="", places="")  # it is whole: such a job's bases refer to nothing
     state.weight, state.momentum = began.weight.copy(), began.momentum.copy()
     expected = base.metadata.key.last
     for shard in differentials:
-        for record in reader.records(shard, began, tier=tier):
+        for record in reader.records(shard, began, tier=""):
             expected += 1
             assert record.version == expected, "no version is missing"
             state.step(record.gradient)

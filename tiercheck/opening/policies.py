@@ -60,13 +60,6 @@ class JobPolicies:
                 ) from None
         return found
 
-    def check_folding(self) -> None:
-        """Errors: ``ConfigurationError`` if the mover cannot know when a base is due."""
-        if not isinstance(self.cadence, EveryVersions):
-            raise ConfigurationError(
-                f'bases="fold" needs a base at each n-th version, by base_every or EveryVersions, not {self.cadence}'
-            )
-
     def check(self, hierarchy: Hierarchy, tiers: OpenHierarchy) -> None:
         """Errors: ``ConfigurationError`` for a placement that leaves a promised failure uncovered."""
         refuse_uncovered(self.placing, tiers.roles, hierarchy.must_survive, INTERVALS_MAX)

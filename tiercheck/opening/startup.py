@@ -52,7 +52,7 @@ from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import AsyncGroup
 from tiercheck.runtime.runtime import Runtime
-from tiercheck.streams.state import StateStream, TrainingState
+from tiercheck.streams.state import FoldShards, StateStream, TrainingState
 from tiercheck.types import Fidelity, Survives
 
 __all__ = ["open_job"]
@@ -101,6 +101,10 @@ class _State:
     stream: StateStream
     given: Sequence[Mapping[str, Any]]
     """The optimizer's options as the script gave them."""
+    folds: FoldShards | None
+    """``None``: bases are captured."""
+    not_folded: str
+    """Why, if folding was wanted."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class _Startup:
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
         restored = await restorer.restore()
-        if self.folds:
+        if state.folds is not None:
             restored = replace(restored, constants=None)  # folded bases refer to nothing
         turn = restored.turn
         kept = turn.kept if turn else kept_by(restored) if keeps else ()
@@ -213,20 +217,27 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    @property
-    def folds(self) -> bool:
-        """Whether the mover makes the bases that are due."""
-        return self.config.bases == "fold"
-
     async def look(self) -> tuple[_State, tuple[str, str]]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
         this one holds, and what it asks for."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
-        if self.folds:
-            self.policies.check_folding()
-            self.trained.folding()
-        return _State(stream, given), (self.trained.layout(), str(self.request))
+        folds, not_folded = self.folding()
+        return _State(stream, given, folds, not_folded), (self.trained.layout(), str(self.request))
+
+    def folding(self) -> tuple[FoldShards | None, str]:
+        """What folds the bases that are due; ``None`` if they are captured, and why. Errors: ``ConfigurationError`` if
+        they must be folded, and cannot."""
+        if self.config.bases == "capture":
+            return None, ""
+        try:
+            return self.trained.folding(certified=self.config.bases == "auto"), ""
+        except ConfigurationError as error:
+            if self.config.bases == "fold":
+                raise
+            if self.ranks.rank == 0:
+                log.info("bases are captured, and not folded: %s", error)
+            return None, str(error)
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
@@ -284,11 +295,6 @@ class _Startup:
         await ranks.call(tiers.opened(0.9 * config.deadline_s), "opening the tiers")
         self.held.tiers = tiers
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
-        if self.folds and Agreement.needed(tiers, ranks.group):
-            raise ConfigurationError(
-                'bases="fold" needs a tier that all ranks share, such as nvme:///shared/path?survives=rack: else the '
-                "ranks must agree on each base when it is captured"
-            )
         self.policies.check(placed, tiers)
         demand = Demand.of(stream, config)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
@@ -302,7 +308,7 @@ class _Startup:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
-        mover = self.make_mover(opened, start)
+        mover = self.make_mover(state, opened, start)
         agreement = None
         if Agreement.needed(opened.tiers, ranks.group):
             agreement = Agreement(ranks.group, mover, ranks.scheduler, config.deadline_s)
@@ -319,6 +325,8 @@ class _Startup:
             version=start.version,
             settle=agreement.settle if agreement else None,
             before_bases=self.before_bases,
+            folds=state.folds is not None,
+            not_folded=state.not_folded,
         )
         cautions = await self.cautions(state, opened, start.recovery)
         if (found := restored.constants) is not None:
@@ -344,7 +352,7 @@ class _Startup:
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 
-    def make_mover(self, opened: _OpenTiers, start: _Start) -> MoverHandle:
+    def make_mover(self, state: _State, opened: _OpenTiers, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""
         rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
         if opened.agent is None:
@@ -357,7 +365,7 @@ class _Startup:
                 retention=self.policies.retention,
                 pacing=self.policies.pacing,
                 lineage=start.lineage,
-                folds=self.trained.folding() if self.folds else None,
+                folds=state.folds,
             )
         job = ReplicationJob(
             tuple(JobTier(tier.name, tier.url, tier.codec) for tier in opened.hierarchy.tiers),
@@ -367,7 +375,7 @@ class _Startup:
             generation=generation,
             batch=self.policies.batch,
             interval=self.policies.cadence.interval,
-            folds=self.folds,
+            folds="no" if state.folds is None else "certified" if self.config.bases == "auto" else "exactly",
             **self.policies.texts(),
         )
         return opened.agent.mover(job, opened.tiers.first.driver)

@@ -7,13 +7,14 @@ waits until the copy has read the state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import DeadlineExceeded, NotFound, RecoveryError, SaveError
 from tiercheck.format import container
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
+from tiercheck.policy.folding import DUE_MAX
 from tiercheck.recording.base_copier import BaseCopier, BaseInFlight
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.modes import (
@@ -57,8 +58,10 @@ class Bases:
         rank: int,
         generation: int,
         settle: Callable[[int], Awaitable[None]] | None,
+        folds: bool,
     ) -> None:
-        """``settle`` is called on every rank, at the versions at which all ranks make a base."""
+        """``settle`` is called on every rank, at the versions at which all ranks make a base. ``folds``: those are left
+        to the mover, as far as it takes them."""
         self.in_flight: BaseInFlight | None = None
         self.anchor: int | None = None
         """The version of the newest base that is in the first tier."""
@@ -83,8 +86,9 @@ class Bases:
         """The version of the newest base whose copy was begun."""
         self.left = -1
         """The newest version whose base was left to the mover."""
-        self._obstacle = ""
-        """Why bases are not folded, as far as that was told."""
+        self._left: tuple[int, ...] = ()
+        """The newest of them, which a mover that is started anew is told once more."""
+        self._folds = folds
         self._gap = -1
         """The newest version that no record leads to."""
 
@@ -115,19 +119,26 @@ class Bases:
         return True
 
     async def left_to_mover(self, version: int) -> bool:
-        """Whether the mover folds the base that is due. If those before it have not drained, or are not folded, wait
-        for them. Errors: ``SaveError``; ``TierError``."""
-        if self._config.bases != "fold" or self._modes.chain.state is not Chain.WHOLE or self.is_needed():
+        """Whether the mover folds the base that is due. If those before it have not drained, wait for them. Errors:
+        ``SaveError``; ``TierError``."""
+        if not self._folds or self._modes.chain.state is not Chain.WHOLE or self.is_needed():
             return False
-        await self._wait_for_room(version)  # the mover looks anew, and finds what to fold, or what is in the way
+        due = (*self._left, version)[-DUE_MAX:]
+        await self._wait_for_room(version, due)  # the mover looks anew, and finds what to fold, or what is in the way
         status = self._mover.status
-        obstacle = "" if status.folds else status.not_folded or "the node's agent is of a release that does not fold"
-        if obstacle and obstacle != self._obstacle:
-            log.warning("base %d is captured, and not folded: %s", version, obstacle)
-        self._obstacle = obstacle
+        if status.folds_to == version:
+            self._left, self.left = due, version
+            self._saves.note_not_folded("")
+            return True
+        obstacle = status.not_folded
         if status.folds:
-            self.left = version
-        return status.folds
+            obstacle = f"{status.fold_lag_versions} versions came after one whose base is not folded yet"
+        elif not obstacle:
+            obstacle = "the node's agent is of a release that does not fold"
+        if obstacle != self._saves.stats.not_folded:
+            log.warning("base %d is captured, and not folded: %s", version, obstacle)
+        self._saves.note_not_folded(obstacle)
+        return False
 
     def missing(self, version: int) -> None:
         """No record leads to the version: it can be reached only by a base."""
@@ -226,15 +237,16 @@ class Bases:
         """Wait until a running copy ends. Idempotent."""
         await self._copier.close()
 
-    async def _wait_for_room(self, version: int) -> None:
+    async def _wait_for_room(self, version: int, due: Sequence[int] = ()) -> None:
         """Wait until the bases before have drained, but only once. If the durable tier takes nothing for hours and
-        training goes on (``on_save_error``), training must not wait for the deadline at every iteration."""
+        training goes on (``on_save_error``), training must not wait for the deadline at every iteration. ``due``:
+        leave these to the mover."""
         room = self._modes.room
         deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._config.deadline_s
         room.on(RoomEvent.ASKED)
         began = self._scheduler.time()
         try:
-            asking = self._mover.room_for_base(deadline_s)
+            asking = self._mover.room_for_base(deadline_s, due, patiently=bool(due) and self._config.bases == "fold")
             await ask_mover(self._scheduler, asking, f"room for base {version}", self._config.deadline_s)
         finally:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)

@@ -79,9 +79,12 @@ class Recorder:
         version: int,
         settle: Callable[[int], Awaitable[None]] | None = None,
         before_bases: Callable[[], None] | None = None,
+        folds: bool = False,
+        not_folded: str = "",
     ) -> None:
         """``settle`` is called on every rank, at the versions at which all ranks make a base; ``before_bases`` at those
-        at which one is due, whoever makes it."""
+        at which one is due, whoever makes it. ``folds``: those are left to the mover, as far as it takes them;
+        ``not_folded``: why not, if that was wanted."""
         self.version = version
         """The newest version captured."""
         self.trained = version
@@ -98,6 +101,7 @@ class Recorder:
         self._generation = generation
         self._modes = Modes()
         self._saves = Saves(config, self._modes)
+        self._saves.note_not_folded(not_folded)
         self._open_record: _OpenRecord | None = None
         self._memory = Reservations(hierarchy.first, scheduler, self._make_room, deadline_s=config.deadline_s)
         self._bases = Bases(
@@ -113,6 +117,7 @@ class Recorder:
             rank=rank,
             generation=generation,
             settle=settle,
+            folds=folds,
         )
 
     @property
@@ -299,11 +304,11 @@ class Recorder:
                 doubted = self._stream.doubts != Doubts()  # the differential says so, also if the doubt ends here
                 if due and self._before_bases is not None:
                     self._before_bases()
+                if due:
+                    await self._bases.settle_with_others(version)
                 if due and not doubted and await self._bases.left_to_mover(version):
                     self._saves.failure = None
                     return
-                if due:
-                    await self._bases.settle_with_others(version)
                 await self._bases.begin(version)
             if self._modes.chain.state is not Chain.WHOLE:
                 await self._bases.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
@@ -35,6 +36,9 @@ class Saves:
 
     def count(self, **more: float) -> None:
         self.stats = self.stats.plus(**more)
+
+    def note_not_folded(self, why: str) -> None:
+        self.stats = replace(self.stats, not_folded=why)
 
     @contextmanager
     def saving(self, version: int) -> Iterator[None]:

@@ -26,6 +26,8 @@ class Stats:
     failed_saves: int = 0
     refused_decisions: int = 0
     """How often the cadence's decision was refused; those of the other policies are counted by the mover."""
+    not_folded: str = ""
+    """Why the newest base that was due was captured, though bases are folded if they can be."""
     mover: MoverStatus = field(default_factory=MoverStatus)
 
     @property

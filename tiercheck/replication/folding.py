@@ -1,4 +1,4 @@
-"""Folding beside training: the mover makes the bases that are due of what lies in the first tier.
+"""Folding beside training: the mover makes the bases that the trainer leaves to it, of what lies in the first tier.
 
 A fold reads a base and the differentials after it, verified, and publishes the next base beside them. Nothing is
 deleted for it, so that a crash at any point costs the work and no version. If its outcome might not be exact, folding
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
+from typing import Any
 
-from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierCheckError
+from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierCheckError, TierError
 from tiercheck.format import container
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
-from tiercheck.policy.folding import Fold, gap_after, next_fold, waiting
+from tiercheck.policy.folding import Fold, gap_after, lag, next_fold, waiting
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import own_bases
 from tiercheck.replication.observer import Observer
@@ -29,6 +31,7 @@ __all__ = ["FOLDING", "Folder"]
 log = logging.getLogger(__name__)
 
 FOLDING = "folding"
+PREPARING = "what folds is still being made ready"
 
 
 class _BrokenOff(Exception):
@@ -36,32 +39,86 @@ class _BrokenOff(Exception):
 
 
 class Folder:
-    """Folds one rank's bases in ``tier``, the first one, each ``interval`` versions, by ``shards``."""
+    """Folds one rank's bases in ``tier``, the first one, by ``shards``."""
 
-    def __init__(self, shards: FoldShards, tier: OpenTier, observer: Observer, *, interval: int) -> None:
+    def __init__(self, shards: FoldShards, tier: OpenTier, observer: Observer) -> None:
         self.folded_bases = 0
+        self.taken = -1
+        """The newest version whose base is left to be folded."""
         self._shards = shards
         self._tier = tier
         self._observer = observer
-        self._interval = interval
+        self._due: Collection[int] = ()
+        """The versions whose bases were left to be folded, as far as they matter."""
         self._given_up = ""
+        self._prepared = False
         self._in_doubt: tuple[int, str] = -1, ""
         """A version that cannot be folded, and why; a base of that version or a later one ends it."""
 
+    def take(self, due: Collection[int], seen: Observation) -> None:
+        """The trainer leaves the bases of these versions to be folded: it captures them itself unless :attr:`taken`
+        says so. They are told again with the next one, so that a mover that was started anew learns of them."""
+        if not self.obstacle(seen) and not self.waiting(seen):
+            self._due, self.taken = tuple(due), max(due)
+
     def next(self, seen: Observation) -> Fold | None:
         """What to fold now."""
-        return None if self._refused(seen) else next_fold(seen, self._interval)
+        return None if self._refused(seen) else next_fold(seen, self._due)
 
-    def waiting(self, seen: Observation) -> int:
-        """The number of bases that are due, not there yet, and to be folded."""
-        return 0 if self._refused(seen) else waiting(seen, self._interval)
+    def waiting(self, seen: Observation) -> list[int]:
+        """The versions of the bases that are left to be folded, and are not there yet, if they can be. Oldest first."""
+        return [] if self.obstacle(seen) else waiting(seen, self._due)
+
+    def lag(self, seen: Observation) -> int:
+        """See :func:`tiercheck.policy.folding.lag`."""
+        return 0 if self.obstacle(seen) else lag(seen, self._due)
 
     def obstacle(self, seen: Observation) -> str:
         """Why what is due cannot be folded; empty if it can."""
         if refused := self._refused(seen):
             return refused
+        if not self._prepared:
+            return PREPARING
         gap = gap_after(seen)
         return "" if gap is None else f"the differential after version {gap} is not in the first tier"
+
+    @property
+    def preparing(self) -> bool:
+        return not (self._prepared or self._given_up)
+
+    def noted(self, seen: Observation) -> dict[str, Any]:
+        """What :class:`~tiercheck.replication.handle.MoverStatus` says of it."""
+        obstacle = self.obstacle(seen)
+        return {
+            "folded_bases": self.folded_bases,
+            "unfolded_bases": len(self.waiting(seen)),
+            "fold_lag_versions": self.lag(seen),
+            "folds_to": self.taken,
+            "folds": not obstacle,
+            "not_folded": obstacle,
+        }
+
+    def base(self, seen: Observation) -> ShardKey | None:
+        """The newest base that may be folded."""
+        bases = own_bases(seen, seen.contents[0])
+        return bases[-1] if bases else None
+
+    async def prepare(self, seen: Observation) -> None:
+        """Make ready what folds, ahead of the first fold, when the generation has a base. That is not waited for if the
+        mover ends."""
+        key = self.base(seen)
+        try:
+            if key is not None and (base := await self._shard(key)) is not None:
+                await asyncio.to_thread(self._shards.prepare, base)
+        except NotExact as doubt:
+            self._give_up(doubt)
+        except TierError as error:  # the first fold does it, or finds it damaged
+            log.info("folding is not made ready ahead: %s", error)
+        self._prepared = True
+
+    def _give_up(self, doubt: NotExact) -> None:
+        self._given_up = str(doubt)
+        log.warning("bases are captured from here on, and not folded: %s", doubt)
 
     async def fold(self, fold: Fold) -> None:
         """Make the base. Errors: ``TierError``, such as for lack of room; it is tried again."""
@@ -87,34 +144,44 @@ class Folder:
         try:
             base = await settled(asyncio.to_thread(replay), stop=stop)
         except InDoubt as doubt:
-            self._in_doubt = fold.target.last, str(doubt)
+            self._in_doubt = fold.version, str(doubt)
             return
         except NotExact as doubt:
-            self._given_up = str(doubt)
-            log.warning("bases are captured from here on, and not folded: %s", doubt)
+            self._give_up(doubt)
             return
-        reservation = await self._tier.driver.reserve(str(fold.target), base.nbytes_max)
+        await self._observer.refresh_nearby()
+        if self._newest_base(self._observer.seen()) >= fold.version:  # captured meanwhile, or a newer one
+            return
+        reservation = await self._tier.driver.reserve(str(base.key), base.nbytes_max)
         try:
             nbytes = await settled(asyncio.to_thread(_write, base, reservation))
             info = await reservation.publish(nbytes, mode=PutMode.CREATE)
-        except AlreadyExists:  # captured meanwhile
+        except AlreadyExists:
             return
         finally:
             await _drop(reservation)
-        self._observer.put(self._tier.index, fold.target, info.nbytes)
+        self._observer.put(self._tier.index, base.key, info.nbytes)
         self.folded_bases += 1
 
     def _refused(self, seen: Observation) -> str:
         version, why = self._in_doubt
-        bases = own_bases(seen, seen.contents[0])
-        return self._given_up or ("" if bases and bases[-1].last >= version else why)
+        return self._given_up or ("" if self._newest_base(seen) >= version else why)
+
+    def _newest_base(self, seen: Observation) -> int:
+        """Its version; -1 if there is none."""
+        base = self.base(seen)
+        return -1 if base is None else base.last
 
     async def _verified(self, key: ShardKey) -> Shard | None:
         """The shard, every byte of it verified; ``None`` if it is damaged or gone."""
+        return await self._shard(key, verified=True)
+
+    async def _shard(self, key: ShardKey, *, verified: bool = False) -> Shard | None:
         try:
             content = await self._tier.driver.get(str(key))
             shard = container.parse(content, key=str(key), tier=self._tier.name)
-            await settled(asyncio.to_thread(shard.verify))
+            if verified:
+                await settled(asyncio.to_thread(shard.verify))
             return shard
         except NotFound:
             self._observer.gone(self._tier.index, [key])

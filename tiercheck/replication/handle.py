@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,9 +32,13 @@ class MoverStatus:
     folded_bases: int = 0
     """Bases that were made of the base before and the differentials after it."""
     unfolded_bases: int = 0
-    """Bases of this rank that were due, and are not folded yet, but for the newest one."""
+    """Bases that were left to be folded, and are not there yet."""
+    fold_lag_versions: int = 0
+    """How many versions were recorded since the oldest of those."""
+    folds_to: int = -1
+    """The newest version whose base the mover has taken over to fold."""
     folds: bool = False
-    """The mover makes the bases that are due."""
+    """The mover folds bases that are left to it."""
     not_folded: str = ""
     """Why it does not, though it was to."""
     has_room: bool = True
@@ -71,6 +76,11 @@ class MoverHandle(Protocol):
         that."""
         ...
 
-    async def room_for_base(self, deadline_s: float) -> None: ...
+    async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
+        """Wait until another base may come into the first tier: fewer than two of this rank still drain, and of those
+        in the first tier no more than two must stay. ``due``: leave the bases of these versions to the mover, which
+        takes them over if nothing is in the way (:attr:`MoverStatus.folds_to`). ``patiently``: wait also until those
+        before are folded. Errors: ``DeadlineExceeded``; ``JobConflict``."""
+        ...
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None: ...

@@ -7,7 +7,7 @@ the processes of both: an agent that was killed and started again reads there al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -61,8 +61,8 @@ class ReplicationJob:
     batch: Version
     interval: Annotated[int, Meta(ge=1, le=VERSION_MAX)] = 50
     """The cadence's, by which bases are counted."""
-    folds: bool = False
-    """Whether the mover makes the bases that are due."""
+    folds: Literal["no", "exactly", "certified"] = "no"
+    """Whether the mover makes the bases that are left to it, and whether only by a certified kernel."""
     placement: PolicyTexts = ("everywhere",)
     retention: PolicyTexts = ("keep_last",)
     pacing: PolicyTexts = ("unpaced",)

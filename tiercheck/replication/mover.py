@@ -36,7 +36,7 @@ from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
-from tiercheck.replication.folding import FOLDING, Folder
+from tiercheck.replication.folding import FOLDING, PREPARING, Folder
 from tiercheck.replication.generation import record_generation
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
@@ -85,7 +85,7 @@ class Mover:
         mark: int | None = None,
         folds: FoldShards | None = None,
     ) -> None:
-        """``folds``: makes the bases that are due of what lies in the first tier; ``None``: they are captured."""
+        """``folds``: makes bases of what lies in the first tier; ``None``: all are captured."""
         self.status = MoverStatus()
         self.conflict: JobConflict | None = None
         self._stopped: SaveError | None = None
@@ -108,8 +108,8 @@ class Mover:
             pacer=Pacer(pacing or Unpaced(), self._refusals),
             undrained=lambda: placement.undrained(self._observer.seen()),
         )
-        first, interval = hierarchy.first, placement.interval
-        self._folder = None if folds is None else Folder(folds, first, self._observer, interval=interval)
+        first = hierarchy.first
+        self._folder = None if folds is None else Folder(folds, first, self._observer)
         commits = [rank == COORDINATOR and tier.role.shared for tier in hierarchy.tiers]
         self._lanes = [Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
         """By tier."""
@@ -152,6 +152,8 @@ class Mover:
                     group.create_task(self._observer.keep_listing(tier, self.nudge))
                 for lane in self._idle:
                     group.create_task(self._keep_serving(lane))
+                if self._folder is not None and self._folder.preparing:
+                    group.create_task(self._prepare_folding(self._folder))
         except* JobConflict as conflicts:
             self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
             log.error("%s", self.conflict)
@@ -191,6 +193,13 @@ class Mover:
             # What one tier was given, or what was found in it, may make work for another.
             if listed and not any(outcome.acted for outcome in served):
                 return all(outcome.done for outcome in served)
+
+    async def _prepare_folding(self, folder: Folder) -> None:
+        async with self._looked:
+            await self._looked.wait_for(lambda: folder.base(self._observer.seen()) is not None)
+        await folder.prepare(self._observer.seen())
+        self._note()
+        self.nudge()
 
     async def make_room(self) -> None:
         """Delete from the first tier what may go, by what is known; if that is nothing, after a :meth:`cycle`."""
@@ -304,7 +313,8 @@ class Mover:
     def _folds(self, seen: Observation) -> list[Action]:
         if self._folder is None or (fold := self._folder.next(seen)) is None or not self._has_room(seen):
             return []
-        return [Action(FOLDING, str(fold.target), partial(self._folder.fold, fold))]
+        target = ShardKey.base(fold.base.generation, fold.version, fold.base.rank)
+        return [Action(FOLDING, str(target), partial(self._folder.fold, fold))]
 
     def _has_room(self, seen: Observation) -> bool:
         """Whether the first tier may take one more base."""
@@ -349,19 +359,17 @@ class Mover:
         self._note()
         self.nudge()
 
-    async def room_for_base(self, deadline_s: float) -> None:
-        """Wait until another base may be captured: fewer than two of this rank still drain, and of those in the first
-        tier no more than two must stay.
-
-        Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last error; ``JobConflict``.
-        """
+    async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
+        """As of :class:`MoverHandle`. Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last
+        error; ``JobConflict``."""
         asked_at = asyncio.get_running_loop().time()
         durable = self._hierarchy.tiers[self._observer.seen().durable.index]
 
         def has_room() -> bool:
             self._seen()
             self._note()
-            return self.status.has_room
+            unready = self._folder is not None and (self._folder.preparing or self.status.unfolded_bases)
+            return self.status.has_room and not (patiently and unready)
 
         async def room() -> bool:
             await self._observer.refresh_nearby()
@@ -370,14 +378,20 @@ class Mover:
             return has_room()
 
         def what() -> str:
-            if self.status.unfolded_bases and self._has_room(self._observer.seen()):
-                return f"{self.status.unfolded_bases + 1} bases are due that are not folded yet"
+            if self._folder is not None and self._folder.preparing and self.status.has_room:
+                return PREPARING
+            if self.status.unfolded_bases and self.status.has_room:
+                return f"a base that is due is not folded: {self.status.fold_lag_versions} versions came after it"
             if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
                 return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
             return f"{self.status.undrained_bases} bases have not reached the durable tier"
 
         folding = [] if self._folder is None else [self._hierarchy.first]
         await self._until(room, deadline_s, what, [*folding, durable])
+        if self._folder is not None and due:
+            self._folder.take(due, self._observer.seen())
+            self._note()
+            self.nudge()
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Bring everything this rank has captured to where policy wants it.
@@ -456,27 +470,21 @@ class Mover:
         if self._noted is None or self._noted[0] is not seen or self._noted[1] != noted[1]:
             self._noted = noted
             mark, undrained = watermark(seen), self._placement.undrained(seen)
-            # The one that is due now takes the place of the one that would be captured now.
-            unfolded = max(0, self._folder.waiting(seen) - 1) if self._folder is not None else 0
             self._refusals.note("policies", self._retention.refusals(seen))
             without_copy = lost(seen, self._observer.damaged)
             self._observer.remember(without_copy)
             known = {
                 "watermark": mark.version if mark else None,
                 "undrained_bases": undrained,
-                "unfolded_bases": unfolded,
-                "has_room": undrained + unfolded < BASES_IN_VOLATILE_TIERS and self._has_room(seen),
+                "has_room": undrained < BASES_IN_VOLATILE_TIERS and self._has_room(seen),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
                 "base_needed_after": base_needed_after(seen, without_copy),
             }
-        obstacle = self._folder.obstacle(seen) if self._folder is not None else ""
         self.status = replace(
             self.status,
             **known,
             idle=all(self._idle.values()),
-            folded_bases=self._folder.folded_bases if self._folder is not None else 0,
-            folds=self._folder is not None and not obstacle,
-            not_folded=obstacle,
+            **({} if self._folder is None else self._folder.noted(seen)),
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,

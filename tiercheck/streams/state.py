@@ -153,6 +153,11 @@ class StateCapture(Protocol):
 class FoldShards(Protocol):
     """Makes of a base and the differentials after it the base of the last version, apart from the job."""
 
+    def prepare(self, base: Shard) -> None:
+        """Make ready what takes long, such as imports and kernels, for bases like this one. Blocking, in any thread,
+        while it may happen that nobody waits for it any more. Errors: ``NotExact`` if they cannot be folded here."""
+        ...
+
     def __call__(
         self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
     ) -> StateCapture:
@@ -385,8 +390,9 @@ class TrainingState(Protocol):
         """What this rank holds of the model, in a few characters: equal ones read each other's shards as they are."""
         ...
 
-    def folding(self) -> FoldShards:
-        """What folds this state's bases. Errors: ``ConfigurationError`` if it cannot be exact."""
+    def folding(self, *, certified: bool) -> FoldShards:
+        """What folds this state's bases. ``certified``: only by a kernel that was certified for the optimizer. Errors:
+        ``ConfigurationError`` if it cannot be exact."""
         ...
 
     def conversion(self) -> Conversion:

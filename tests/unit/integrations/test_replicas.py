@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import tiercheck
-from tests.training import life
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
@@ -75,7 +74,7 @@ class Job:
                 config=replace(CONFIG, **config),
             )
             bits = {checkpointer.version: state(model, optimizer, counter)}
-            with life(checkpointer, closed=closed):
+            try:
                 while checkpointer.version < last:
                     version = checkpointer.version + 1
                     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * version + group.rank))
@@ -88,7 +87,12 @@ class Job:
                     counter.count += 1
                     checkpointer.end_iteration()
                     bits[version] = state(model, optimizer, counter)
-            return checkpointer.recovery, bits
+                checkpointer.flush()
+                if closed:
+                    checkpointer.close()
+                return checkpointer.recovery, bits
+            finally:
+                checkpointer.abort()
 
         return on_all_ranks(ranks, act)
 

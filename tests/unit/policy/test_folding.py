@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.keys import ShardKey
-from tiercheck.policy.folding import Fold, differentials_after_base, folds_from, gap_after, next_fold, waiting
+from tiercheck.policy.folding import Fold, differentials_after_base, folds_from, gap_after, lag, next_fold, waiting
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.types import Survives
@@ -30,37 +30,40 @@ def steps(versions: Iterable[int]) -> tuple[ShardKey, ...]:
 
 def test_the_newest_base_is_led_to_the_next_version_that_is_due() -> None:
     held = seen(base(0), base(10), *steps(range(8, 24)))
-    assert next_fold(held, 10) == Fold(base(10), steps(range(11, 21)), base(20))
-    assert waiting(held, 10) == 1
-    assert next_fold(seen(base(10), *steps(range(11, 20))), 10) is None, "version 20 is not there"
-    captured = seen(base(13), *steps(range(14, 21)))
-    assert next_fold(captured, 10) == Fold(base(13), steps(range(14, 21)), base(20)), "due at the same versions as ever"
+    assert next_fold(held, [20]) == Fold(base(10), steps(range(11, 21)), 20)
+    assert next_fold(held, [23, 10, 20]) == Fold(base(10), steps(range(11, 21)), 20), "one after another"
+    assert (waiting(held, [23, 10, 20]), lag(held, [23, 10, 20])) == ([20, 23], 3)
+    assert next_fold(seen(base(10), *steps(range(11, 20))), [20]) is None, "version 20 is not there"
+    assert (next_fold(held, []), next_fold(held, [10]), lag(held, [10])) == (None, None, 0)
+
+
+def test_a_newer_base_stands_for_those_before_it() -> None:
+    held = seen(base(10), base(22), *steps(range(11, 24)))
+    assert (next_fold(held, [20]), waiting(held, [20]), lag(held, [20])) == (None, [], 0)
 
 
 def test_an_older_generations_base_is_not_folded() -> None:
-    assert next_fold(seen(base(0, 1), *steps(range(1, 11))), 10) is None
-    assert (waiting(seen(base(0, 1)), 10), gap_after(seen(base(0, 1)))) == (0, None)
+    assert next_fold(seen(base(0, 1), *steps(range(1, 11))), [10]) is None
+    assert (waiting(seen(base(0, 1)), [10]), gap_after(seen(base(0, 1)))) == ([], None)
 
 
 def test_a_gap_is_told() -> None:
     held = seen(base(10), *steps([11, 12, 14, *range(15, 31)]))
-    assert next_fold(held, 10) is None
+    assert next_fold(held, [20]) is None
     assert gap_after(held) == 12
     assert gap_after(seen(base(14), *steps([11, 12, 14]))) is None
 
 
-@given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 60), st.sets(st.integers(1, 60), max_size=2))
-def test_a_fold_is_whole_and_ends_where_it_is_due(interval: int, at: int, newest: int, lost: set[int]) -> None:
+@given(st.integers(1, 60), st.integers(0, 40), st.integers(0, 60), st.sets(st.integers(1, 60), max_size=2))
+def test_a_fold_is_whole_and_ends_where_it_is_due(due: int, at: int, newest: int, lost: set[int]) -> None:
     there = [version for version in range(1, newest + 1) if version not in lost]
     held = seen(base(at), *steps(there))
-    fold = next_fold(held, interval)
-    due = (at // interval + 1) * interval
-    if set(range(at + 1, due + 1)) <= set(there):
-        assert fold == Fold(base(at), steps(range(at + 1, due + 1)), base(due))
-        assert waiting(held, interval) >= 1
+    fold = next_fold(held, [due])
+    if due > at and set(range(at + 1, due + 1)) <= set(there):
+        assert fold == Fold(base(at), steps(range(at + 1, due + 1)), due)
     else:
         assert fold is None
-    if fold is None and newest >= due:
+    if fold is None and newest >= due > at:
         assert gap_after(held) is not None, "what is due and is not folded has a reason"
 
 

@@ -19,7 +19,8 @@ from tiercheck.errors import ConfigurationError, SaveError, Transient
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream, parse
-from tiercheck.policy.policies import EverySeconds, Policies
+from tiercheck.policy.policies import EverySeconds, EveryVersions, Policies, When
+from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.state import InDoubt, NotExact
 from tiercheck.streams.tensors import folding
 from tiercheck.tiers.memory import MemoryDriver
@@ -37,16 +38,6 @@ def attached(training: Training, *tiers: str | Tier, **options: Any) -> Any:
     return training.attach(Hierarchy.of(*tiers), **settings)
 
 
-def trained(training: Training, checkpointer: Any, flush_at: Sequence[int] = ()) -> Any:
-    """The statistics of a training that ended well."""
-    for version in range(1, LAST + 1):
-        training.step(version)
-        if version in flush_at:
-            checkpointer.flush()
-    checkpointer.close()
-    return checkpointer.stats
-
-
 def resumed(tmp_path: Path) -> tuple[int, bytes]:
     """The version and the parameters that a new job finds, whose memory is empty."""
     after = Training()
@@ -58,7 +49,10 @@ def resumed(tmp_path: Path) -> tuple[int, bytes]:
 def test_bases_are_made_without_the_trainer_and_resumed_from(tmp_path: Path) -> None:
     training = Training()
     checkpointer = attached(training, memory(), durable(tmp_path))
-    stats = trained(training, checkpointer)
+    for version in range(1, LAST + 1):
+        training.step(version)
+    checkpointer.close()
+    stats = checkpointer.stats
     assert (stats.bases, stats.mover.folded_bases, stats.mover.watermark) == (1, 5, 20)
     assert resumed(tmp_path) == (LAST, training.states[LAST])
 
@@ -109,7 +103,12 @@ def test_a_doubt_ends_folding_and_the_bases_are_captured(
     monkeypatch.setattr(folding, "fold", doubtful)
     training = Training()
     checkpointer = attached(training, memory(), durable(tmp_path))
-    stats = trained(training, checkpointer, flush_at=(8, 12))
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version in (8, 12):
+            checkpointer.flush()
+    checkpointer.close()
+    stats = checkpointer.stats
     assert stats.mover.not_folded == "the moon is full"
     assert stats.mover.folded_bases == 2
     assert stats.bases in (3, 4), "the opening one, those of 16 and 20, and that of 12 if the doubt came soon enough"
@@ -130,7 +129,12 @@ def test_a_doubt_that_a_captured_base_ends_is_no_end_of_folding(
     monkeypatch.setattr(folding, "fold", doubtful)
     training = Training()
     checkpointer = attached(training, memory(), durable(tmp_path))
-    stats = trained(training, checkpointer, flush_at=(8, 12, 16))
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version in (8, 12, 16):
+            checkpointer.flush()
+    checkpointer.close()
+    stats = checkpointer.stats
     assert (stats.bases, stats.mover.folded_bases, stats.mover.not_folded) == (2, 3, ""), "4, 8, then 16 captured, 20"
     assert resumed(tmp_path) == (LAST, training.states[LAST])
 
@@ -200,18 +204,95 @@ def test_training_waits_for_folds_that_do_not_keep_up(tmp_path: Path) -> None:
     training = Training()
     first = Tier(memory(), wrap=lambda driver: Failing(driver, stuck))
     checkpointer = attached(training, first, durable(tmp_path), deadline_s=1.0)
-    for version in range(1, 12):
+    for version in range(1, 8):
         training.step(version)
-    with pytest.raises(SaveError, match=r"3 bases are due that are not folded yet.*no memory just now"):
-        training.step(12)
+    with pytest.raises(SaveError, match=r"is not folded: 4 versions came after it.*no memory just now"):
+        training.step(8)
     checkpointer.abort()
+
+
+@pytest.mark.parametrize(
+    ("cadence", "folded"),
+    [
+        (When(lambda seen: seen.version % 7 == 3, versions_max=9, ask_every=1), [3, 10, 17]),
+        (EverySeconds(3600, versions_max=6, ask_every=1), [6, 12, 18]),
+        (EveryVersions(5) | When(lambda seen: seen.version == 8, ask_every=1), [5, 8, 10, 15, 20]),
+    ],
+    ids=["by a function", "by seconds", "by both"],
+)
+def test_the_recorder_says_which_versions_are_due_by_whatever_cadence(
+    tmp_path: Path, cadence: Any, folded: list[int]
+) -> None:
+    training = Training()
+    options = {"policies": Policies(cadence=cadence), "base_every": 50, "keep_last": 9}
+    checkpointer = attached(training, memory(), durable(tmp_path), **options)
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version in folded:
+            checkpointer.flush()
+    checkpointer.close()
+    assert (checkpointer.stats.bases, checkpointer.stats.mover.folded_bases) == (1, len(folded))
+    assert {int(path.stem) for path in tmp_path.rglob("base/*.safetensors")} == {0, *folded}
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_a_fold_that_does_not_keep_up_costs_a_captured_base_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With auto. Folding goes on from the captured base."""
+    fold, go_on = folding.fold, threading.Event()
+
+    def slow(base: Shard, differentials: Sequence[Shard], **others: Any) -> Any:
+        assert go_on.wait(30)
+        return fold(base, differentials, **others)
+
+    monkeypatch.setattr(folding, "fold", slow)
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path), bases="auto")
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version == 8:
+            go_on.set()
+            checkpointer.flush()
+        if version > 8:
+            checkpointer.flush()
+    checkpointer.close()
+    assert "base 8 is captured, and not folded: 4 versions came after one whose base is not folded yet" in caplog.text
+    assert (checkpointer.stats.bases, checkpointer.stats.mover.folded_bases) == (2, 3)
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
+
+
+def test_auto_captures_what_cannot_be_folded_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def captured(options: dict[str, Any]) -> str:
+        caplog.clear()
+        training = Training()
+        checkpointer = attached(training, memory(), f"{durable(tmp_path / uuid.uuid4().hex)}", bases="auto", **options)
+        for version in range(1, 9):
+            training.step(version)
+            checkpointer.flush()
+        checkpointer.close()
+        stats = checkpointer.stats
+        assert (stats.bases, stats.mover.folded_bases) == (3, 0)
+        said = [each.message for each in caplog.records if stats.not_folded in each.message]
+        assert any("captured" in each and "not folded" in each for each in said)
+        return str(stats.not_folded)
+
+    assert "do not lead to the bits of the state" in captured({"codec": "nf4"})
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_selection, "is_certified", lambda *_: False)
+        assert "no kernel is certified in this process for torch.optim" in captured({})
+    monkeypatch.setattr(folding, "find_optimizer", lambda _: None)
+    assert "no kernel stands for torch.optim" in captured({})
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"codec": "nf4"}, "do not lead to the bits of the state"),
-        ({"policies": Policies(cadence=EverySeconds(5)), "base_every": 50}, "needs a base at each n-th version"),
     ],
 )
 def test_what_cannot_be_folded_is_refused_at_the_start(tmp_path: Path, options: dict[str, Any], why: str) -> None:

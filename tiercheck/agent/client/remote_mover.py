@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tiercheck.agent.client.client import AgentClient
@@ -122,9 +123,9 @@ class RemoteMover:
         """As :class:`tiercheck.replication.mover.MoverHandle` has it."""
         await self._ask(Agree(min(LOOK_S, self._deadline_s), *self._who, mark))
 
-    async def room_for_base(self, deadline_s: float) -> None:
+    async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
         """As :meth:`tiercheck.replication.mover.Mover.room_for_base`."""
-        await self._ask(RoomForBase(deadline_s, *self._who))
+        await self._ask(RoomForBase(deadline_s, *self._who, tuple(due), patiently))
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """As :meth:`tiercheck.replication.mover.Mover.drain`."""

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tiercheck.agent.client.trainer_lock import Trainer
@@ -23,7 +23,7 @@ from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover, MoverStatus
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.waiting import settled
-from tiercheck.streams.state import StateCapture
+from tiercheck.streams.state import FoldShards, NotExact, StateCapture
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
 
 __all__ = ["RankReplicator"]
@@ -191,9 +191,13 @@ class RankReplicator:
         self._mark = mark
         await self._perform(lambda mover, left_s: mover.agree(mark), deadline_s, "telling what the ranks agree on")
 
-    async def room_for_base(self, deadline_s: float) -> None:
+    async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
         """Errors: as :meth:`Mover.room_for_base`, and ``DeadlineExceeded`` if the tiers cannot be opened."""
-        await self._perform(lambda mover, left_s: mover.room_for_base(left_s), deadline_s, "making room for a base")
+        await self._perform(
+            lambda mover, left_s: mover.room_for_base(left_s, due, patiently=patiently),
+            deadline_s,
+            "making room for a base",
+        )
 
     async def drain(self, deadline_s: float, *, closing: bool) -> None:
         """Errors: as :meth:`Mover.drain`, and ``DeadlineExceeded`` if the tiers cannot be opened."""
@@ -285,7 +289,7 @@ class RankReplicator:
             pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
-            folds=fold_tensors if job.folds else None,
+            folds=LazyFolding(certified=job.folds == "certified") if job.folds != "no" else None,
         )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)
@@ -425,11 +429,26 @@ class RankReplicator:
                     await self._changed.wait()
 
 
-def fold_tensors(base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]) -> StateCapture:
-    """See :class:`~tiercheck.streams.state.FoldShards`. An agent does without torch until it folds."""
-    from tiercheck.streams.tensors.folding import fold
+@dataclass(frozen=True)
+class LazyFolding:
+    """See :class:`~tiercheck.streams.state.FoldShards`. An agent imports no torch before a job registers that folds."""
 
-    return fold(base, differentials, tier=tier, check=check)
+    certified: bool
+
+    def prepare(self, base: Shard) -> None:
+        self._folding().prepare(base)
+
+    def __call__(
+        self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
+    ) -> StateCapture:
+        return self._folding()(base, differentials, tier=tier, check=check)
+
+    def _folding(self) -> FoldShards:
+        try:
+            from tiercheck.streams.tensors.folding import TensorFolding
+        except ImportError as error:
+            raise NotExact(f"what folds is not installed for the agent: {error}") from error
+        return TensorFolding(certified=self.certified)
 
 
 def _now() -> float:

@@ -30,9 +30,10 @@ from tiercheck.errors import (
 from tiercheck.format import host_state
 from tiercheck.format.host_state import Limits
 from tiercheck.keys import VERSION_MAX
+from tiercheck.policy.folding import DUE_MAX
 from tiercheck.policy.recovery.agreement import NO_MARK
 from tiercheck.replication.mover import MoverStatus
-from tiercheck.schema import Count, Generation, Text
+from tiercheck.schema import Count, Generation, Text, Version
 from tiercheck.schema import Rank as RankNumber
 from tiercheck.types import Buffer, shown
 
@@ -194,8 +195,12 @@ class Agree(JobRequest):
 
 @dataclass(frozen=True)
 class RoomForBase(JobRequest):
-    """Answer once another base may be captured."""
+    """Answer once another base may come into the first tier."""
 
+    due: Annotated[tuple[Version, ...], Meta(max_length=DUE_MAX)] = ()
+    """Versions whose bases are left to the mover to fold."""
+    patiently: bool = False
+    """Wait also until the bases that were left to it before are folded."""
     look_s: ClassVar[float] = TIERS_S
 
 

@@ -338,8 +338,8 @@ class Agent:
                 await replicator.pause(deadline_s)
             case Agree(mark=mark):
                 await replicator.agree(deadline_s, mark)
-            case RoomForBase():
-                await replicator.room_for_base(deadline_s)
+            case RoomForBase(due=due, patiently=patiently):
+                await replicator.room_for_base(deadline_s, due, patiently=patiently)
             case MakeRoom():
                 await replicator.make_room(deadline_s)
             case Drain(closing=closing):

@@ -18,9 +18,9 @@ from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
 from tiercheck.streams.replay.runs import Gradient, Step
-from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.provider import OptimizerIdentity, StateProvider
 
-__all__ = ["InPlace", "kernel_for", "warm_up"]
+__all__ = ["InPlace", "is_certified", "kernel_for", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,25 @@ def warm_up(provider: StateProvider, *, exact: bool = True) -> None:
         replays.warm_up(optimizer, setting, exact=exact)
 
 
+def is_certified(saved: OptimizerIdentity, options: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a kernel is certified in this process for this optimizer with these options of its groups. The first time
+    that takes seconds: kernels are compiled, and tried."""
+    optimizer, setting = find_optimizer(saved.kind), setting_by(saved, options)
+    if optimizer is None or setting is None or any(optimizer.reason_not_replayable(group) for group in options):
+        return False
+    return replay_for(optimizer, setting) is not None
+
+
 def setting_of(provider: StateProvider) -> Setting | None:
     """How the provider's optimizer runs now; ``None`` if its parameter groups run in several ways."""
-    identity = provider.identity().optimizer
-    implementations = {how_it_runs(group) for group in provider.hyperparameters()}
+    return setting_by(provider.identity().optimizer, provider.hyperparameters())
+
+
+def setting_by(optimizer: OptimizerIdentity, options: Sequence[Mapping[str, Any]]) -> Setting | None:
+    implementations = {how_it_runs(group) for group in options}
     if len(implementations) != 1:
         return None
-    return Setting(implementations.pop(), identity.torch_version, identity.instruction_set, identity.device)
+    return Setting(implementations.pop(), optimizer.torch_version, optimizer.instruction_set, optimizer.device)
 
 
 def how_it_runs(group: Mapping[str, Any]) -> str:

@@ -7,8 +7,12 @@ have captured at that version, or it is not made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from tiercheck import schema
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.format.container import Shard
@@ -17,8 +21,10 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.records.base import BaseCapture
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
+from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import Tally, reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
 from tiercheck.streams.replay.runs import decode_run
@@ -28,22 +34,49 @@ from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stored import HOST, StoredReader, StoredState, check_replayable
 from tiercheck.types import Fidelity
 
-__all__ = ["check_foldable", "fold"]
+__all__ = ["TensorFolding", "check_foldable", "fold"]
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What torch and its optimizers raise if a state is none of theirs."""
+
+
+@dataclass(frozen=True)
+class TensorFolding:
+    """See :class:`~tiercheck.streams.state.FoldShards`."""
+
+    certified: bool
+    """Whether only a kernel may replay that was certified for the optimizer; else the optimizer itself may, too."""
+
+    def prepare(self, base: Shard) -> None:
+        """Compile and certify the kernels."""
+        with _or_not_exact():
+            held: Any = base.object("optimizer")
+            identity = schema.read(Identity, base.object("identity"))
+            if not kernel_selection.is_certified(identity.optimizer, held["hyperparameters"]) and self.certified:
+                raise NotExact(f"no kernel is certified in this process for {identity.optimizer.kind} as it runs")
+
+    def __call__(
+        self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
+    ) -> BaseCapture:
+        return fold(base, differentials, tier=tier, check=check)
+
+
+@contextmanager
+def _or_not_exact() -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise NotExact(str(error)) from error
+    except UNFIT as error:
+        raise NotExact(f"its steps cannot be replayed here: {type(error).__name__}: {error}") from error
 
 
 def fold(
     base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None], threads: int = 1
 ) -> BaseCapture:
     """See :class:`~tiercheck.streams.state.FoldShards`. Takes once the base's bytes, in the process's own memory."""
-    try:
+    with _or_not_exact():
         return _folded(base, differentials, tier, check, threads)
-    except ConfigurationError as error:
-        raise NotExact(str(error)) from error
-    except UNFIT as error:
-        raise NotExact(f"its steps cannot be replayed here: {type(error).__name__}: {error}") from error
 
 
 def _folded(
@@ -83,8 +116,11 @@ def _folded(
     )
 
 
-def check_foldable(identity: Identity, config: CheckpointConfig) -> None:
-    """Errors: ``ConfigurationError`` if bases of this state cannot be folded to the bits that it has."""
+def check_foldable(
+    identity: Identity, config: CheckpointConfig, certified: Sequence[Mapping[str, Any]] | None = None
+) -> None:
+    """``certified``: the options of the parameter groups, if a kernel must be certified for them. Errors:
+    ``ConfigurationError`` if bases of this state cannot be folded to the bits that it has."""
     fix = 'leave bases at "capture"'
     if config.codec in SNAPSHOT_CODECS:
         raise ConfigurationError(f"the codec {config.codec!r} makes snapshots, which no base is folded of: {fix}")
@@ -102,3 +138,9 @@ def check_foldable(identity: Identity, config: CheckpointConfig) -> None:
         check_replayable(identity)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}: {fix}") from error
+    if certified is not None:
+        kind = identity.optimizer.kind
+        if (optimizer := find_optimizer(kind)) is None:
+            raise ConfigurationError(f"no kernel stands for {kind}: {fix}")
+        if reasons := [why for group in certified if (why := optimizer.reason_not_replayable(group))]:
+            raise ConfigurationError(f"no kernel stands for {kind} as it runs: {reasons[0]}: {fix}")

@@ -62,11 +62,12 @@ class TensorState:
         meaning = PackedIndex(self._provider).of_now()  # partitions of one shape may hold other parameters
         return f"{identity.framework} {identity.model} {meaning.checksum}"
 
-    def folding(self) -> FoldShards:
-        from tiercheck.streams.tensors.folding import check_foldable, fold  # which needs the reader below
+    def folding(self, *, certified: bool) -> FoldShards:
+        from tiercheck.streams.tensors.folding import TensorFolding, check_foldable  # which needs the reader below
 
-        check_foldable(self._provider.identity(), self._config)
-        return fold
+        provider = self._provider
+        check_foldable(provider.identity(), self._config, provider.hyperparameters() if certified else None)
+        return TensorFolding(certified=certified)
 
     def conversion(self) -> Conversion:
         from tiercheck.streams.tensors.conversion import TensorConversion  # which needs the reader below

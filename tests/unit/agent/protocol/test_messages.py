@@ -68,7 +68,7 @@ REQUESTS = (
     Look(1.0, "shm://x", 3, 2),
     MakeRoom(300.0, "shm://x", 3, 2),
     Agree(1.0, "shm://x", 3, 2, 40),
-    RoomForBase(300.0, "shm://x", 3, 2),
+    RoomForBase(300.0, "shm://x", 3, 2, (40, 50), True),
     Drain(300.0, "shm://x", 3, 2, True),
     Cycle(300.0, "shm://x", 3, 2, False),
 )
@@ -296,7 +296,7 @@ async def test_who_waits_for_nothing_waits_for_the_look_at_the_tiers(
 ) -> None:
     """With a deadline of 0 s, whoever asks wants to know how it is, and a durable tier takes its time to be listed."""
 
-    async def slow(self: RankReplicator, deadline_s: float) -> None:
+    async def slow(self: RankReplicator, deadline_s: float, *due: object, patiently: bool) -> None:
         await asyncio.sleep(1.2)  # the listing's own time: longer than a client of this deadline would wait else
         raise DeadlineExceeded(f"2 bases have not reached the durable tier within {deadline_s:g} s")
 
