@@ -35,8 +35,8 @@ MMAP_BYTES = 1 << 18
 
 
 async def together(settings: Settings) -> Measured:
-    """One launch measures all figures: :func:`run`."""
-    raise NotImplementedError
+    """One launch measures all figures."""
+    raise NotImplementedError("these figures are measured together, by 'reshape'")
 
 
 TIME = Figure("reshape.resume/dcp", "bytes resumed a second, against torch DCP", together, goal=1.0)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
+from tiercheck.streams.records import constants
+from tiercheck.streams.tensors.provider import extras_of
 
 prepare_cpu()
 
@@ -23,8 +25,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
-from tiercheck.streams.records import constants  # noqa: E402
-from tiercheck.streams.tensors.provider import extras_of  # noqa: E402
 
 constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
 

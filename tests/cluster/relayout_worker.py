@@ -32,6 +32,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.records import constants
 
 prepare_cpu()
 
@@ -40,7 +41,6 @@ import deepspeed  # noqa: E402
 
 from tiercheck.integrations.deepspeed import attach as attach_engine  # noqa: E402
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
-from tiercheck.streams.records import constants  # noqa: E402
 
 constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
 

@@ -83,11 +83,11 @@ class DriverMachine(RuleBasedStateMachine):
 
     def make_driver(self) -> TierDriver:
         """A driver, not open, for this machine's own tier, which is empty at first. Called for each client."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass makes the driver")
 
     def remove_tier(self) -> None:
         """Remove the tier. Called once the driver is closed."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass removes the tier")
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -61,15 +62,15 @@ def faulty(monkeypatch: pytest.MonkeyPatch, plan: FaultPlan) -> None:
         ({"keep_last": 99}, set(range(14))),
     ],
 )
-def test_what_no_option_keeps_goes(keep: dict[str, object], stays: set[int], left: Left) -> None:
+def test_what_no_option_keeps_goes(keep: dict[str, Any], stays: set[int], left: Left) -> None:
     before = files(left.root)
     with tiercheck.open_to_change(left.url) as archive:
-        planned = archive.prune(**keep, dry_run=True)  # type: ignore[arg-type]  # as the keywords are
+        planned = archive.prune(**keep, dry_run=True)
         assert files(left.root) == before
         assert versions_in(planned.versions) == stays
         assert versions_in(planned.lost) == set(range(14)) - stays
         assert planned.refused == ()
-        done = archive.prune(**keep)  # type: ignore[arg-type]
+        done = archive.prune(**keep)
         assert done == planned
         assert versions_in(archive.versions) == stays
         assert before - files(left.root) == {str(key) for key in planned.gone[0]}
@@ -79,7 +80,7 @@ def test_what_no_option_keeps_goes(keep: dict[str, object], stays: set[int], lef
         for version in stays:
             state = archive.rebuild(0, version).state
             assert bits({**state.masters(), **state.buffers()}) == left.weights[0, version]
-        assert archive.prune(**keep, dry_run=True).objects == 0  # type: ignore[arg-type]
+        assert archive.prune(**keep, dry_run=True).objects == 0
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -99,32 +100,32 @@ def test_wherever_pruning_is_killed_what_was_to_stay_is_there_and_the_next_run_e
 ) -> None:
     if not (last or every or versions):
         last = 1
-    keep = {"keep_last": last, "keep_every": every, "keep_versions": versions}
+    keep: dict[str, Any] = {"keep_last": last, "keep_every": every, "keep_versions": versions}
     root = tmp_path_factory.mktemp("pruned") / "run"
     shutil.copytree(finished.root, root)
     left = Left(root)
     with pytest.MonkeyPatch.context() as patch, tiercheck.open_to_change(left.url) as archive:
-        planned = archive.prune(**keep, dry_run=True)  # type: ignore[arg-type]
+        planned = archive.prune(**keep, dry_run=True)
         points = delete_points(patch, finished, keep, tmp_path_factory.mktemp("whole") / "run")
         if points:
             faulty(patch, FaultPlan.kill_at(points[min(int(killed * len(points)), len(points) - 1)]))
             with pytest.raises(Killed):
-                archive.prune(**keep)  # type: ignore[arg-type]
+                archive.prune(**keep)
         archive.look()
         check_commits(archive.inventory)
         assert versions_in(archive.versions) >= versions_in(planned.versions)
         assert archive.plan().version == LAST
         faulty(patch, FaultPlan())
-        archive.prune(**keep)  # type: ignore[arg-type]
+        archive.prune(**keep)
         assert files(root) == files(finished.root) - {str(key) for key in planned.gone[0]}
 
 
-def delete_points(patch: pytest.MonkeyPatch, finished: Left, keep: dict[str, object], root: Path) -> list[int]:
+def delete_points(patch: pytest.MonkeyPatch, finished: Left, keep: dict[str, Any], root: Path) -> list[int]:
     """The points of an undisturbed run in and around its calls that delete."""
     shutil.copytree(finished.root, root)
     faulty(patch, plan := FaultPlan())
     with tiercheck.open_to_change(Left(root).url) as archive:
-        archive.prune(**keep)  # type: ignore[arg-type]
+        archive.prune(**keep)
     calls = [point for point in plan.points if point.call in ("delete", "list")]
     return [point.index for point in calls if point.moment is not Moment.SUSPENDED]
 
@@ -208,9 +209,9 @@ def test_a_tier_that_deletes_nothing_is_named(left: Left, monkeypatch: pytest.Mo
 # Removing
 
 
-def removed(left: Left, **what: object) -> Removal:
+def removed(left: Left, **what: Any) -> Removal:
     with tiercheck.open_to_change(left.url) as archive:
-        done = archive.rm(**what)  # type: ignore[arg-type]
+        done = archive.rm(**what)
         assert archive.problems == ()
         check_commits(archive.inventory)
         assert archive.versions == done.versions
@@ -259,12 +260,12 @@ def test_after_its_newest_generation_was_removed_a_job_goes_on_from_the_one_befo
         ({"job": True}, "which a recovery to version 12 needs"),
     ],
 )
-def test_what_a_live_job_needs_is_refused_by_name(what: dict[str, object], why: str, finished: Left) -> None:
+def test_what_a_live_job_needs_is_refused_by_name(what: dict[str, Any], why: str, finished: Left) -> None:
     with (
         tiercheck.open_to_change(finished.url) as archive,
         pytest.raises(ConfigurationError, match=rf"{why}.* \(job_is_dead=True, or --job-is-dead\)"),
     ):
-        archive.rm(**what, dry_run=True)  # type: ignore[arg-type]
+        archive.rm(**what, dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +278,9 @@ def test_what_a_live_job_needs_is_refused_by_name(what: dict[str, object], why: 
         ({"job": True, "version": 4}, "choose one"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(what: dict[str, object], why: str, finished: Left) -> None:
+def test_what_cannot_be_meant_is_refused(what: dict[str, Any], why: str, finished: Left) -> None:
     with tiercheck.open_to_change(finished.url) as archive, pytest.raises(ConfigurationError, match=why):
-        archive.rm(**what, dry_run=True)  # type: ignore[arg-type]
+        archive.rm(**what, dry_run=True)
 
 
 def test_a_process_of_this_node_that_trains_keeps_its_job(finished: Left) -> None:
@@ -296,23 +297,23 @@ def test_a_process_of_this_node_that_trains_keeps_its_job(finished: Left) -> Non
 
 @pytest.mark.parametrize("what", [{"version": 12}, {"generation": 2}, {"job": True}])
 def test_wherever_a_removal_is_killed_the_next_one_ends_it(
-    what: dict[str, object], left: Left, monkeypatch: pytest.MonkeyPatch
+    what: dict[str, Any], left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deleting, "KEYS_AT_ONCE", 1)
 
     def remaining(archive: ChangeableArchive) -> int:
         try:
-            return archive.rm(**what, job_is_dead=True, dry_run=True).objects  # type: ignore[arg-type]
+            return archive.rm(**what, job_is_dead=True, dry_run=True).objects
         except ConfigurationError:
             return 0
 
     with tiercheck.open_to_change(left.url) as archive:
-        planned = archive.rm(**what, job_is_dead=True, dry_run=True)  # type: ignore[arg-type]
+        planned = archive.rm(**what, job_is_dead=True, dry_run=True)
         before = files(left.root)
         for _ in range(planned.objects):
             faulty(monkeypatch, FaultPlan.fail_call("delete", Killed, moment=Moment.AFTER))
             with pytest.raises(Killed):
-                archive.rm(**what, job_is_dead=True)  # type: ignore[arg-type]
+                archive.rm(**what, job_is_dead=True)
             archive.look()
             check_commits(archive.inventory)
             if not remaining(archive):

@@ -201,8 +201,13 @@ REFUSED = (
 
 def test_what_is_not_allowed_is_refused_on_all_ranks_and_changes_nothing(job: Job) -> None:
     """A job of one layer goes on as one of another layer."""
-    saved = lambda: torch.nn.ModuleDict({"0": torch.nn.Linear(3, 4)})  # noqa: E731
-    other = lambda: torch.nn.ModuleDict({"1": torch.nn.BatchNorm1d(4)})  # noqa: E731
+
+    def saved() -> torch.nn.Module:
+        return torch.nn.ModuleDict({"0": torch.nn.Linear(3, 4)})
+
+    def other() -> torch.nn.Module:
+        return torch.nn.ModuleDict({"1": torch.nn.BatchNorm1d(4)})
+
     (_, _, _, before), *_ = job.run(saved, FAILED_AT)
     for loading, said in REFUSED:
         for error in job.run(other, loading=loading):
@@ -223,12 +228,17 @@ def test_a_rename_for_another_checkpoint_is_refused(job: Job) -> None:
 
 def test_names_may_be_swapped(job: Job) -> None:
     """The weights of an average, saved beside those that were trained, become those that are trained."""
-    both = lambda: torch.nn.ModuleDict({"average": body(), "trained": body()})  # noqa: E731
-    (_, _, _, saved), *_ = job.run(both, FAILED_AT, ranks=1)
-    only = lambda: torch.nn.ModuleDict({"trained": body()})  # noqa: E731
-    others = {"average": "trained", "trained": "former"}
-    rename = lambda name: others[name.split(".")[0]] + name[name.index(".") :]  # noqa: E731
-    (recovery, _, begun, _), *_ = job.run(only, ranks=1, loading=Loading(rename=rename, unexpected="drop"))
+
+    def of(*names: str) -> Callable[[], torch.nn.Module]:
+        return lambda: torch.nn.ModuleDict({name: body() for name in names})
+
+    def swapped(name: str) -> str:
+        model, dot, rest = name.partition(".")
+        return {"average": "trained", "trained": "former"}[model] + dot + rest
+
+    (_, _, _, saved), *_ = job.run(of("average", "trained"), FAILED_AT, ranks=1)
+    loading = Loading(rename=swapped, unexpected="drop")
+    (recovery, _, begun, _), *_ = job.run(of("trained"), ranks=1, loading=loading)
     assert begun == {f"trained{name[7:]}": each for name, each in saved.items() if name.startswith("average")}
     assert {name.split(".")[0] for name in recovery.fit.dropped} == {"trained"}
 
