@@ -28,6 +28,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 __all__ = [
     "JOB",
@@ -133,7 +134,7 @@ class ShardKey:
     def versions(self) -> range:
         return range(self.first, self.last + 1)
 
-    @property
+    @cached_property
     def constants(self) -> ShardKey | None:
         """Of a base, what it refers to."""
         if not self.refers_to:

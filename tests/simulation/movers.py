@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tests.simulation.tiers import Node, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream, own_prefixes
@@ -21,8 +22,23 @@ from tiercheck.policy.recovery.lineage import Lineage, LineageRecord, strangers
 from tiercheck.policy.watermark import Retention
 from tiercheck.types import Survives
 
+NOTHING = Contents()
 State = tuple[int, ...]
 """A state is the sequence of the random steps that led to it."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rank decided, and what it saw. Policies are pure: while it sees the same, it decides the same."""
+
+    seen: Observation
+    tiers: list[Tier]
+    question: object
+    answer: Any
+
+    def holds(self, seen: Observation, tiers: list[Tier], question: object) -> bool:
+        same = self.question == question and self.seen == seen
+        return same and all(one is other for one, other in zip(self.tiers, tiers, strict=True))
 
 
 @dataclass
@@ -71,6 +87,8 @@ class Movers:
         self.durable = Tier()
         self.generation = 0
         self.lineage = Lineage(())
+        self.decisions: dict[tuple[str, int], Decision] = {}
+        """What each rank decided last."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -94,7 +112,7 @@ class Movers:
     def observe(self, index: int) -> Observation:
         """Of a tier that has not answered yet the rank knows nothing."""
         contents = tuple(
-            Contents()
+            NOTHING
             if self.is_away(tier)
             else tier.listed(self.prefixes(index))
             if tier is self.durable
@@ -115,7 +133,16 @@ class Movers:
         return self.placement.undrained(self.observe(index))
 
     def has_room(self, index: int) -> bool:
-        return self.undrained(index) < 2 and self.retention.has_room(self.observe(index))
+        seen = self.observe(index)
+        return self.decided("room", seen, lambda: self.undrained(index) < 2 and self.retention.has_room(seen))
+
+    def decided(self, about: str, seen: Observation, decide: Callable[[], Any], *more: object) -> Any:
+        """What ``decide`` answers, or has answered when the rank saw the same."""
+        tiers, question = self.tiers_of(seen.rank), (self.retention, *more)
+        last = self.decisions.get((about, seen.rank))
+        if last is None or not last.holds(seen, tiers, question):
+            last = self.decisions[about, seen.rank] = Decision(seen, tiers, question, decide())
+        return last.answer
 
     # What the movers do
 
@@ -157,6 +184,11 @@ class Movers:
         tiers = self.tiers_of(index)
         blocked = {role.index for role in self.roles if self.is_away(tiers[role.index])}
         blocked |= {role.index for role in self.roles if role.shared and self.outage}
+        return self.decided("actions", seen, lambda: self.decide(tiers, seen, closing, blocked), closing, blocked)
+
+    def decide(
+        self, tiers: list[Tier], seen: Observation, closing: bool, blocked: Collection[int]
+    ) -> list[Callable[[], None]]:
         transfers = self.retention.wanted(seen, self.placement.transfers(seen, closing=closing))
         found: list[Callable[[], None]] = [
             partial(self.do_transfer, tiers, transfer)
@@ -167,12 +199,14 @@ class Movers:
         for role in self.roles:
             if role.index not in blocked:
                 found += [partial(self.do_mark, shard) for shard in to_mark(seen, role.index)]
-                found += [partial(self.do_commit, index, key) for key in to_commit(seen, role.index)]
+                found += [partial(self.do_commit, seen.rank, key) for key in to_commit(seen, role.index)]
         reclaimable = self.retention.reclaimable(seen)
         assert not checked_deletions(seen, reclaimable, "retention")[1], "what is deleted is needed"
         for tier, gone in reclaimable.items():
             if tier not in blocked:
-                found += [partial(self.do_delete, tiers[tier], index, key) for key in gone[:1]]  # in the policy's order
+                found += [
+                    partial(self.do_delete, tiers[tier], seen.rank, key) for key in gone[:1]
+                ]  # in the policy's order
         return found
 
     def do_transfer(self, tiers: list[Tier], transfer: Transfer) -> None:

@@ -50,28 +50,32 @@ class _Held:
         self.nbytes = nbytes
 
     @cached_property
-    def bases(self) -> tuple[ShardKey, ...]:
-        return self._of(Stream.BASE)
+    def shards(self) -> Mapping[Stream, tuple[ShardKey, ...]]:
+        """By stream, the oldest first. Of several snapshots for one version, the newest base's comes last."""
+        found: dict[Stream, list[ShardKey]] = {stream: [] for stream in Stream}
+        for key in self.nbytes:
+            if isinstance(key, ShardKey):
+                found[key.stream].append(key)
+        found[Stream.SNAPSHOT].sort(key=lambda key: (key.generation, key.last, key.first))
+        for stream in (Stream.BASE, Stream.DIFFERENTIAL, Stream.CONSTANT):
+            found[stream].sort(key=lambda key: (key.generation, key.first, key.last))
+        return {stream: tuple(keys) for stream, keys in found.items()}
+
+    @cached_property
+    def of_generation(self) -> Mapping[tuple[Stream, int], tuple[ShardKey, ...]]:
+        grouped: dict[tuple[Stream, int], list[ShardKey]] = {}
+        for stream, keys in self.shards.items():
+            for key in keys:
+                grouped.setdefault((stream, key.generation), []).append(key)
+        return {group: tuple(keys) for group, keys in grouped.items()}
 
     @cached_property
     def base_at(self) -> Mapping[tuple[int, int], ShardKey]:
-        return {(key.generation, key.first): key for key in self.bases}
-
-    @cached_property
-    def constants(self) -> tuple[ShardKey, ...]:
-        return self._of(Stream.CONSTANT)
-
-    @cached_property
-    def differentials(self) -> tuple[ShardKey, ...]:
-        return self._of(Stream.DIFFERENTIAL)
+        return {(key.generation, key.first): key for key in self.shards[Stream.BASE]}
 
     @cached_property
     def oldest_generation(self) -> int | None:
-        return min((key.generation for key in self.nbytes if isinstance(key, ShardKey)), default=None)
-
-    @cached_property
-    def snapshots(self) -> tuple[ShardKey, ...]:
-        return tuple(sorted(self._of(Stream.SNAPSHOT), key=lambda key: (key.generation, key.last, key.first)))
+        return min((keys[0].generation for keys in self.shards.values() if keys), default=None)
 
     @cached_property
     def marked(self) -> Mapping[CommitKey, Mapping[int, tuple[MarkerKey, ...]]]:
@@ -101,10 +105,6 @@ class _Held:
     @cached_property
     def metrics(self) -> tuple[MetricKey, ...]:
         return tuple(sorted(key for key in self.nbytes if isinstance(key, MetricKey)))
-
-    def _of(self, stream: Stream) -> tuple[ShardKey, ...]:
-        found = [key for key in self.nbytes if isinstance(key, ShardKey) and key.stream is stream]
-        return tuple(sorted(found, key=lambda key: (key.generation, key.first, key.last)))
 
 
 class Contents:
@@ -192,11 +192,11 @@ class Contents:
 
     def bases(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's bases, oldest first."""
-        return self._held.get(rank, _NOTHING).bases
+        return self._held.get(rank, _NOTHING).shards[Stream.BASE]
 
     def constants(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's constants, oldest first."""
-        return self._held.get(rank, _NOTHING).constants
+        return self._held.get(rank, _NOTHING).shards[Stream.CONSTANT]
 
     def shard(self, commit: CommitKey, rank: int) -> ShardKey | None:
         """The rank's shard of what is committed, or to be committed, if it is here."""
@@ -211,11 +211,15 @@ class Contents:
 
     def differentials(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's batches, oldest first."""
-        return self._held.get(rank, _NOTHING).differentials
+        return self._held.get(rank, _NOTHING).shards[Stream.DIFFERENTIAL]
 
     def snapshots(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's snapshots, oldest first. Of several for one version, the newest base's comes last."""
-        return self._held.get(rank, _NOTHING).snapshots
+        return self._held.get(rank, _NOTHING).shards[Stream.SNAPSHOT]
+
+    def of_generation(self, generation: int, stream: Stream, rank: int) -> tuple[ShardKey, ...]:
+        """The rank's shards of one generation and stream, oldest first."""
+        return self._held.get(rank, _NOTHING).of_generation.get((stream, generation), ())
 
     def marked(self, commit: CommitKey) -> Mapping[int, tuple[MarkerKey, ...]]:
         """By rank, the markers of what is to be committed."""

@@ -189,23 +189,23 @@ class Placement:
         return any(version == self.window(version, role)[-1] for role in roles[1:])
 
 
-def own_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
+def own_bases(seen: Observation, contents: Contents) -> tuple[ShardKey, ...]:
     """The rank's bases of its present generation, oldest first."""
-    return [key for key in contents.bases(seen.rank) if key.generation == seen.generation]
+    return contents.of_generation(seen.generation, Stream.BASE, seen.rank)
 
 
-def own_differentials(seen: Observation, contents: Contents) -> list[ShardKey]:
+def own_differentials(seen: Observation, contents: Contents) -> tuple[ShardKey, ...]:
     """The rank's batches of its present generation, oldest first."""
-    return [key for key in contents.differentials(seen.rank) if key.generation == seen.generation]
+    return contents.of_generation(seen.generation, Stream.DIFFERENTIAL, seen.rank)
 
 
 def _differentials_anywhere(seen: Observation) -> Iterable[ShardKey]:
     return (key for contents in seen.contents for key in own_differentials(seen, contents))
 
 
-def own_snapshots(seen: Observation, contents: Contents) -> list[ShardKey]:
+def own_snapshots(seen: Observation, contents: Contents) -> tuple[ShardKey, ...]:
     """The rank's snapshots of its present generation, oldest first."""
-    return [key for key in contents.snapshots(seen.rank) if key.generation == seen.generation]
+    return contents.of_generation(seen.generation, Stream.SNAPSHOT, seen.rank)
 
 
 def _first_per_target(transfers: list[Transfer]) -> list[Transfer]:
