@@ -249,14 +249,6 @@ class OpenHierarchy:
         """The widest failure that some tier outlives."""
         return max(tier.capabilities.survives for tier in self.tiers)
 
-    def coverage(self) -> dict[Survives, str | None]:
-        """Per failure, the fastest tier that survives it. ``None``: the failure costs the run."""
-        return {
-            failure: next((tier.name for tier in self.tiers if tier.capabilities.survives >= failure), None)
-            for failure in Survives
-            if failure is not Survives.NOTHING
-        }
-
     def check(self) -> None:
         """Refuse a hierarchy that cannot serve its purpose.
 

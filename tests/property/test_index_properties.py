@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.index.assemble import Holdings, assemble
-from tiercheck.format.index.boxes import Copy, as_range, boxes_of, copy_elements, meet, overlap, without
+from tiercheck.format.index.boxes import Copy, as_range, boxes_of, copy_elements, copy_of, meet, without
 from tiercheck.format.index.logical import Block, LogicalIndex, LogicalTensor, Padding, Range, Role
 from tiercheck.format.index.message import plain_index, read_index
 
@@ -61,6 +61,15 @@ def test_a_range_is_cut_into_few_boxes_in_the_order_of_its_elements(drawn):
     found = [cut(tensor, Block("t", *box)) for box in boxes]
     assert np.concatenate([np.zeros(0, int), *found]).tolist() == cut(tensor, piece).tolist()
     assert cut(tensor, as_range(piece, shape)).tolist() == cut(tensor, piece).tolist()
+
+
+def overlap(target, source, shape):
+    """What of one piece belongs in the other."""
+    target, source = as_range(target, shape), as_range(source, shape)
+    if isinstance(target, Range) and isinstance(source, Range):
+        shape = (math.prod(shape),)
+    boxes = (meet(one, other) for one in boxes_of(target, shape) for other in boxes_of(source, shape))
+    return [copy_of(box, target, source, shape) for box in boxes if box is not None]
 
 
 @given(two_pieces())

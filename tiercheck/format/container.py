@@ -187,15 +187,6 @@ class ShardWriter:
         """
         return self._place(tensor_spec(name, dtype, shape))
 
-    def shrink(self, name: str, shape: tuple[int, ...]) -> memoryview:
-        """Cut the last slot down to ``shape``, no dimension of which may grow; its bytes so far are kept.
-
-        For codecs whose output size is known only afterwards: reserve the worst case, encode, shrink. The part
-        cut off belongs to the next slot at once. Errors: ``ValueError``.
-        """
-        self._check_open()
-        return self._view(self._layout.shrink_last(tensor_name(name), tuple(shape)))
-
     def add_object(self, name: str, value: object) -> None:
         """Pack ``value`` (a :class:`PackedObject` is taken as it is) behind what is there.
 
@@ -429,19 +420,6 @@ class ShardLayout:
     def tensors(self) -> Iterator[Extent]:
         """All but the padding, in file order."""
         return (extent for extent in self._extents if not extent.is_padding)
-
-    def shrink_last(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Shrink the last tensor, which must be ``name``, to ``shape``."""
-        last = self._extents[-1] if self._extents else None
-        if last is None or last.spec.name != name:
-            raise ValueError(f"only the last slot can be shrunk, and that is not {name!r}")
-        old = last.spec.shape
-        if len(old) != len(shape) or any(new > dimension for new, dimension in zip(shape, old, strict=True)):
-            raise ValueError(f"the slot {name!r} of shape {list(old)} cannot be shrunk to {list(shape)}")
-        extent = Extent(TensorSpec(name, last.spec.dtype, shape), last.start, None)
-        self._extents[-1] = extent
-        self.nbytes = extent.stop
-        return extent
 
     def with_checksums(self, checksums: Mapping[str, str]) -> list[Extent]:
         return [Extent(each.spec, each.start, checksums.get(each.spec.name)) for each in self._extents]

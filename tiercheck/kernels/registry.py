@@ -91,10 +91,6 @@ class Kernel(Generic[P, R]):
             run = self._automatic = self.by(automatic())
         return run(*args, **kwargs)
 
-    def form_for(self, array: Any) -> str:
-        """The form for the memory where ``array`` lies: ``cuda``, or what a call runs, ``numba`` or ``reference``."""
-        return "cuda" if hasattr(array, "__cuda_array_interface__") else automatic()
-
     @overload
     def by(self, form: Literal["cuda"]) -> Callable[..., Any]: ...
     @overload

@@ -31,8 +31,6 @@ __all__ = ["Matched", "match", "without_tensors"]
 KEEP, DROP = 'missing="keep"', 'unexpected="drop"'
 NAMED_MAX = 3
 
-TensorKey = tuple[str, str]
-
 
 class Difference(Struct, frozen=True, array_like=True):
     """Between what one rank is to hold and what all old ranks have."""

@@ -283,30 +283,6 @@ def test_a_writer_killed_at_any_line_leaves_nothing_that_parses():
     assert not any(parses(state[:length]) for state in during for length in (len(file), nbytes, len(state)))
 
 
-def test_the_last_slot_shrinks_and_gives_its_bytes_to_the_next():
-    specs = [TensorSpec("codes", "U8", (1000, 2)), TensorSpec("scales", "F32", (3,))]
-    memory = memoryview(bytearray(shard_nbytes(specs, {"o": 2}, METADATA.notes)))
-    writer = ShardWriter(memory, header_room(specs, ["o"], METADATA.notes))
-    writer.slot("codes", "U8", (1000, 2))[:200] = bytes(range(200))
-    before = writer.nbytes
-    assert len(writer.shrink("codes", (99, 2))) == 198
-    assert writer.nbytes == before - 2000 + 198
-    writer.slot("scales", "F32", (3,))[:] = b"x" * 12
-    with pytest.raises(ValueError, match="only the last slot"):
-        writer.shrink("codes", (1, 2))
-    for shape in [(4,), (3, 1)]:
-        with pytest.raises(ValueError, match="cannot be shrunk"):
-            writer.shrink("scales", shape)
-    writer.shrink("scales", (0,))
-    writer.add_object("o", [1])
-    with pytest.raises(ValueError, match="prefix"):
-        writer.shrink("__object__:o", (1,))
-    shard = parse(memory[: writer.finish(METADATA)])
-    shard.verify()
-    assert bytes(shard.entry("codes").data) == bytes(range(198))
-    assert shard.entry("scales").shape == (0,)
-
-
 def test_checksums_known_already_are_not_computed_again():
     memory = memoryview(bytearray(4096))
     writer = ShardWriter(memory, 1024)

@@ -188,8 +188,6 @@ class Look(JobRequest):
 class Agree(JobRequest):
     """The ranks agree on a mark (:mod:`tiercheck.policy.recovery.agreement`)."""
 
-    grace_s: ClassVar[float] = TIERS_S
-
     mark: Annotated[int, Meta(ge=NO_MARK, le=VERSION_MAX)]
 
 

@@ -5,7 +5,7 @@ which stored tensor of which old rank belong where, and what nobody has. It find
 so that it looks at those that overlap, and not at all pieces of a tensor.
 
 The plan is of masters and extras. It holds for the optimizer's tensors and the residuals too: those that lie as their
-masters do (:meth:`~tiercheck.format.index.logical.LogicalIndex.pieces_of`) are copied in the same way, by their own
+masters do (:func:`~tiercheck.format.index.logical.lies_as_master`) are copied in the same way, by their own
 names. What else belongs to a master goes with any element of it.
 
 Copies in several ranks are copies: one of them is chosen, the new rank's own number if it is among them, so that the

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tiercheck.format.index.logical import Block, Range, Shape
 
-__all__ = ["Box", "Copy", "as_range", "boxes_of", "copy_elements", "copy_of", "meet", "overlap", "strided", "without"]
+__all__ = ["Box", "Copy", "as_range", "boxes_of", "copy_elements", "copy_of", "meet", "strided", "without"]
 
 
 class Box(NamedTuple):
@@ -82,16 +82,6 @@ def strided(flat: NDArray[Any], lengths: Shape, strides: Shape) -> NDArray[Any]:
     """The elements of a :class:`Copy` on one of its sides, ``flat`` from the first of them on. No bound is checked."""
     steps = tuple(stride * flat.strides[0] for stride in strides)
     return np.lib.stride_tricks.as_strided(flat, lengths, steps)
-
-
-def overlap(target: Range | Block, source: Range | Block, shape: Shape) -> list[Copy]:
-    """What of ``source`` belongs in ``target``, both pieces of one tensor of ``shape``: elements are counted from the
-    first one of each piece."""
-    target, source = as_range(target, shape), as_range(source, shape)
-    if isinstance(target, Range) and isinstance(source, Range):
-        shape = (math.prod(shape),)
-    found = (meet(one, other) for one in boxes_of(target, shape) for other in boxes_of(source, shape))
-    return [copy_of(box, target, source, shape) for box in found if box is not None]
 
 
 def as_range(piece: Range | Block, shape: Shape) -> Range | Block:

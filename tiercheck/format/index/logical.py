@@ -5,7 +5,7 @@ middle of one parameter, holds some more, and ends in padding. A :class:`Logical
 
 **The optimizer's tensors are not in the index.** One that has its master's shape, such as ``exp_avg``, lies as its
 master does, element for element, and so does a residual, which is flat. Any other, such as a count of steps, belongs to
-its master as a whole (:meth:`LogicalIndex.pieces_of`).
+its master as a whole (:func:`lies_as_master`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from tiercheck.schema import Count
 __all__ = [
     "EXTRA",
     "MASTER",
-    "RESIDUAL",
-    "STATE",
     "Block",
     "LogicalIndex",
     "LogicalTensor",
@@ -37,12 +35,11 @@ __all__ = [
     "Role",
     "Shape",
     "lies_as_master",
-    "master_of",
     "whole",
 ]
 
-MASTER, STATE, EXTRA, RESIDUAL = "master/", "state/", "extra/", "residual/"
-"""How the names of a base's tensors begin (:mod:`tiercheck.streams.records.base`)."""
+MASTER, EXTRA = "master/", "extra/"
+"""How the names of tensors of a base begin (:mod:`tiercheck.streams.records.base`)."""
 
 COUNT_OF_STEPS = "step"
 """The optimizer's tensor that belongs to its master as a whole even if both have no dimension."""
@@ -175,31 +172,6 @@ class LogicalIndex:
             covered, elements = sum(piece.elements for piece in pieces), math.prod(shapes[name])
             if covered != elements:
                 raise ValueError(f"the pieces of {name!r} have {covered} elements, and it has {elements}")
-
-    def pieces_of(self, name: str, shapes: Mapping[str, Shape]) -> tuple[Piece, ...] | None:
-        """The pieces that any tensor of the shard consists of. ``shapes``: of the shard's tensors, by name.
-
-        ``None`` for one that belongs to its master as a whole (:func:`master_of`). Errors: ``KeyError`` for a name that
-        is not in the shard, or that the index does not know.
-        """
-        if (master := master_of(name)) is None:
-            return self.stored[name]
-        key = name.rpartition("/")[2]
-        like_master = name.startswith(RESIDUAL) or lies_as_master(key, shapes[name], shapes[master])
-        return self.stored[master] if like_master else None
-
-
-def master_of(name: str) -> str | None:
-    """The shard's name of the master to which a tensor of the shard belongs; ``None`` for masters and extras.
-    Errors: ``ValueError`` for what a base does not hold."""
-    if name.startswith((MASTER, EXTRA)):
-        return None
-    if name.startswith(RESIDUAL):
-        return MASTER + name.removeprefix(RESIDUAL)
-    master, separator, _ = name.removeprefix(STATE).rpartition("/")
-    if not name.startswith(STATE) or not separator:
-        raise ValueError(f"a base holds no {name!r}")
-    return MASTER + master
 
 
 def lies_as_master(key: str, shape: Shape, master: Shape) -> bool:

@@ -121,12 +121,6 @@ class PeerKeys:
             allowed=_read_allowed(place / "clients.allowed"),
         )
 
-    @classmethod
-    def from_environment(cls) -> Self | None:
-        """The keys that ``TIERCHECK_KEYS`` names; ``None`` if it is not set. Errors: :meth:`load`'s."""
-        directory = os.environ.get(KEYS_VARIABLE)
-        return cls.load(directory) if directory else None
-
 
 def parse_public_key(text: str) -> str:
     """``text`` if it is a public key; ``ValueError`` otherwise."""

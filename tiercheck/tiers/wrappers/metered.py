@@ -44,14 +44,6 @@ class Latency:
         """Pairs (bound in seconds, calls within it), as Prometheus wants them; the last bound is infinite."""
         return tuple(zip((*self.bounds_s, float("inf")), itertools.accumulate(self.counts), strict=True))
 
-    def quantile_s(self, share: float) -> float:
-        """An upper bound of the time within which ``share`` (0..1) of the calls were done; 0 if there were none."""
-        if not 0 <= share <= 1:
-            raise ValueError(f"a quantile lies in 0..1, not at {share}")
-        wanted = share * self.count
-        found = next((bound for bound, count in self.cumulative if count >= wanted), self.max_s)
-        return min(found, self.max_s)
-
 
 @dataclass(frozen=True)
 class OperationMetrics:
