@@ -323,7 +323,7 @@ class Cluster:
 
     def state_of(self, rank: int) -> NumberState:
         """What a rank begins with."""
-        return NumberState(rank, has_frozen=self.config.bases == "capture")
+        return NumberState(rank)
 
     def label(self, rank: int) -> str:
         host = self.hosts[rank]

@@ -145,6 +145,7 @@ class NumberStream:
         record, self.base_specs = specs_of(gradient_name(0, "weight", ""), size=size), specs_of(*STORED, size=size)
         self.nbytes_max = self.nbytes_expected = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
         self.base_nbytes = shard_nbytes(self.base_specs, {"host": HOST_BYTES_MAX, REFERENCES: REFERENCES_BYTES_MAX})
+        self.constants_unsettled = False
         self.constants_nbytes = shard_nbytes(specs_of("frozen"), {"host": HOST_BYTES_MAX})
         self.refers: tuple[ShardKey, References] | None = None
         """What bases may refer to."""
@@ -249,7 +250,10 @@ class NumberBase:
             self.constants = NumberConstants(stream, key)
             self._refers = self.constants.key, self.constants.references
         self.key = replace(key, refers_to=(self._refers[0].generation, self._refers[0].first))
-        self._objects[REFERENCES] = self._refers[1].plain
+        self.refer(self._refers[1])
+
+    def refer(self, references: References) -> None:
+        self._objects[REFERENCES] = references.plain
 
     def arrived(self) -> None:
         self._stream.refers = self._refers
@@ -352,7 +356,7 @@ class NumberFolding:
 def fold(base: Shard, differentials: Sequence[Shard]) -> NumberBase:
     state = NumberState(base.metadata.key.rank, has_frozen=False)
     reader = NumberReader(state)
-    began = reader.base(base, None, tier="", places="")  # it is whole: such a job's bases refer to nothing
+    began = Base(array_in(base, "weight"), array_in(base, "momentum"), state.frozen, {})
     state.weight, state.momentum = began.weight.copy(), began.momentum.copy()
     expected = base.metadata.key.last
     for shard in differentials:
@@ -363,5 +367,8 @@ def fold(base: Shard, differentials: Sequence[Shard]) -> NumberBase:
             state.restore_host_state(record.host_state)
     stream = NumberStream(state, base.metadata.world_size)
     stream.token = base.metadata.token
-    key = base.metadata.key
-    return NumberBase(stream, ShardKey.base(key.generation, expected, key.rank))
+    key, references = base.metadata.key, read_references(base)
+    made = NumberBase(stream, ShardKey.base(key.generation, expected, key.rank, key.refers_to))
+    if references is not None:
+        made.refer(references)
+    return made

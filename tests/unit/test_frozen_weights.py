@@ -335,16 +335,69 @@ def test_a_kill_around_the_constants_costs_nothing_that_had_returned(tmp_path: P
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_folded_bases_do_not_refer_to_is_not_brought_and_does_not_stay(
-    place: Place, reference: Job, lost: bool
-) -> None:
-    Job().attach(place.hierarchy()).train(5).close()
-    if lost:
-        place.lose_memory()
-    job = Job().attach(place.hierarchy(), bases="fold")
-    assert job.state() == reference.states[5]
-    assert not lost or not any("/constant/" in name for name in place.in_memory())
-    assert job.train(12).state() == reference.states[12]
-    job.close()
-    assert not any("/constant/" in name for name in place.in_memory())
+class WithTable(Job):
+    """Beside the frozen weight there is a large buffer, which the loop writes to once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model.register_buffer("table", torch.zeros(WIDTH, WIDTH))
+
+    def between(self, version: int) -> None:
+        if version == 10:
+            self.model.table[0] += 1
+
+
+def test_a_folded_base_refers_to_what_the_one_before_refers_to(place: Place) -> None:
+    """A buffer that has changed is stored with each folded base from then on, and a restart brings new constants."""
+    reference = WithTable().train(24)
+    job = WithTable().attach(place.hierarchy(), bases="fold")
+    for last in range(3, 19, 3):  # each base is seen
+        job.train(last).checkpointer.flush()
+        newest, path = max(place.of(Stream.BASE).items())
+        assert newest.first == last
+        assert newest.constants in place.of(Stream.CONSTANT)
+        assert 0 <= path.stat().st_size - (FROZEN_NBYTES if last > 10 else 0) < TRAINED_NBYTES_MAX
+    job.train(19).close()
+    stats = job.checkpointer.stats
+    assert (stats.bases, stats.mover.folded_bases) == (2, 5), "the second one brings the buffer that stands still"
     place.check_whole()
+    place.lose_memory()
+    after = WithTable().attach(place.hierarchy(), bases="fold")
+    assert (after.checkpointer.version, after.checkpointer.recovery.fidelity) == (19, Fidelity.EXACT)
+    assert after.state() == reference.states[19]
+    assert after.train(24).state() == reference.states[24]
+    after.close()
+    assert (after.checkpointer.stats.bases, after.checkpointer.stats.mover.folded_bases) == (2, 1)
+    assert {key.generation for key in place.of(Stream.CONSTANT)} == {2}
+    place.check_whole()
+
+
+def test_a_restart_goes_on_folding_with_what_its_ancestor_stored(place: Place, reference: Job) -> None:
+    Job().attach(place.hierarchy(), bases="fold").train(7).close()
+    place.lose_memory()
+    after = Job().attach(place.hierarchy(), bases="fold")
+    assert after.state() == reference.states[7]
+    assert after.train(14).state() == reference.states[14]
+    after.close()
+    assert (after.checkpointer.stats.bases, after.checkpointer.stats.mover.folded_bases) == (1, 2)
+    assert {key.generation for key in place.of(Stream.CONSTANT)} == {1}, "nothing is stored again"
+    place.check_whole()
+
+
+class LoadingFolded(Loading):
+    """The same, with folded bases."""
+
+    def attach(self, hierarchy: Hierarchy, **options: Any) -> Job:
+        return super().attach(hierarchy, bases="fold", **options)
+
+
+def test_weights_that_are_loaded_while_bases_are_folded_are_stored_once_more(place: Place) -> None:
+    reference = Loading().train(16)
+    job = LoadingFolded().attach(place.hierarchy())
+    job.train(16).close()
+    assert job.checkpointer.stats.mover.folded_bases >= 2
+    assert all(path.stat().st_size < TRAINED_NBYTES_MAX for path in place.of(Stream.BASE).values())
+    place.lose_memory()
+    after = LoadingFolded().attach(place.hierarchy())
+    assert after.state() == reference.states[16]
+    after.close()

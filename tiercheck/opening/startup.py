@@ -168,8 +168,6 @@ class _Startup:
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
         restored = await restorer.restore()
-        if state.folds is not None:
-            restored = replace(restored, constants=None)  # folded bases refer to nothing
         turn = restored.turn
         kept = turn.kept if turn else kept_by(restored) if keeps else ()
         taking = "taking over what was restored"

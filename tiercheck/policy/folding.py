@@ -80,9 +80,10 @@ def folds_from(seen: Observation) -> int | None:
 
 
 def _chain(seen: Observation) -> tuple[ShardKey | None, list[ShardKey]]:
-    """The newest base of the first tier, and the unbroken run of differentials after it."""
+    """The newest base of the first tier that has there what it refers to, and the unbroken run of differentials after
+    it."""
     held = seen.contents[0]
-    bases = own_bases(seen, held)
+    bases = [base for base in own_bases(seen, held) if held.completes(base)]
     if not bases:
         return None, []
     run: list[ShardKey] = []

@@ -123,6 +123,8 @@ class Bases:
         ``SaveError``; ``TierError``."""
         if not self._folds or self._modes.chain.state is not Chain.WHOLE or self.is_needed():
             return False
+        if self._stream.constants_unsettled:  # a fold makes none
+            return False
         due = (*self._left, version)[-DUE_MAX:]
         await self._wait_for_room(version, due)  # the mover looks anew, and finds what to fold, or what is in the way
         status = self._mover.status

@@ -99,7 +99,7 @@ class Folder:
         }
 
     def base(self, seen: Observation) -> ShardKey | None:
-        """The newest base that may be folded."""
+        """The newest base of the generation."""
         bases = own_bases(seen, seen.contents[0])
         return bases[-1] if bases else None
 

@@ -7,6 +7,7 @@ with a base.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from msgspec import Meta
 from tiercheck import schema
 from tiercheck.errors import Corruption
 from tiercheck.format.container import Shard
-from tiercheck.format.header import NAME_BYTES_MAX, TENSORS_MAX
+from tiercheck.format.header import NAME_BYTES_MAX, TENSORS_MAX, TensorSpec
 from tiercheck.format.index.logical import (
     EXTRA,
     MASTER,
@@ -101,11 +102,12 @@ def read_index(value: Any) -> LogicalIndex:
     return LogicalIndex(by_name, stored, message.aliases)
 
 
-def index_of(shard: Shard) -> LogicalIndex:
-    """The index of a base. Errors: ``Corruption`` if it has none, or one of other tensors."""
+def index_of(shard: Shard, referred: Sequence[TensorSpec] = ()) -> LogicalIndex:
+    """The index of a base. ``referred``: the tensors that it refers to. Errors: ``Corruption`` if it has none, or it
+    speaks of other tensors."""
     try:
         index = read_index(shard.object(INDEX))
-        index.check({spec.name: spec.shape for spec in shard.specs})
+        index.check({spec.name: spec.shape for spec in (*shard.specs, *referred)})
     except KeyError:
         raise Corruption("the base has no index", tier=shard.tier, key=shard.key) from None
     except ValueError as error:

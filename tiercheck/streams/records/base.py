@@ -45,7 +45,7 @@ from tiercheck.format.references import REFERENCES, References, read_references,
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
-from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in
+from tiercheck.streams.tensors.as_bytes import absent_tensor, dtype_name, tensor_in
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.writes import Watch
 
@@ -249,9 +249,9 @@ def base_nbytes(
     return nbytes - constants_nbytes(provider, nbytes), constants_nbytes(provider, nbytes)
 
 
-def read_base(shard: Shard, constants: Shard | None = None, *, tier: str) -> BaseState:
-    """Decode a base. ``constants``: what it refers to. Errors: ``Corruption`` if a checksum or the layout is wrong, of
-    either of the constants."""
+def read_base(shard: Shard, constants: Shard | None = None, *, tier: str, alone: bool = False) -> BaseState:
+    """Decode a base. ``constants``: what it refers to. ``alone``: without them, tensors without memory stand for
+    theirs. Errors: ``Corruption`` if a checksum or the layout is wrong, of either of the constants."""
     where = str(shard.metadata.key)
     masters: dict[str, torch.Tensor] = {}
     extras: dict[str, torch.Tensor] = {}
@@ -272,7 +272,11 @@ def read_base(shard: Shard, constants: Shard | None = None, *, tier: str) -> Bas
             state.setdefault(master, {})[key] = tensor
         else:
             raise Corruption(f"a base has no tensor {name!r}", tier=tier, key=where)
-    if (references := read_references(shard)) is not None:
+    references = read_references(shard)
+    if references is not None and alone:
+        for name, held in references.tensors.items():
+            extras[name.removeprefix(EXTRA)] = absent_tensor(held.dtype, held.shape, what=f"tensor {name} of {where}")
+    elif references is not None:
         if constants is None:
             raise Corruption("the constants that the base refers to are not at hand", tier=tier, key=where)
         for entry in referred(references, constants):

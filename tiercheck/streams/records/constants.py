@@ -36,7 +36,16 @@ from tiercheck.streams.tensors.as_bytes import array_of, dtype_name, tensor_in
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.streams.tensors.writes import Watch
 
-__all__ = ["Constants", "ConstantsCapture", "Split", "checksum", "constants_nbytes", "made_of", "nbytes_of"]
+__all__ = [
+    "CarriedOn",
+    "Constants",
+    "ConstantsCapture",
+    "Split",
+    "checksum",
+    "constants_nbytes",
+    "made_of",
+    "nbytes_of",
+]
 
 NBYTES_MIN = 64 << 10
 """Less is stored with each base: an object of its own is not worth it."""
@@ -90,6 +99,8 @@ class Constants:
         self._watch = Watch(provider.frozen)
         self._differing: set[str] = set()
         """Frozen parameters that are known to differ from what the constants hold."""
+        self.unsettled = False
+        """Whether the next captured base may well bring new constants."""
         self._before: Mapping[str, str] = {}
         """The checksums, as of the last base, of buffers and of what differed from the constants."""
 
@@ -137,11 +148,35 @@ class Constants:
         still |= {name for name in frozen if before.get(name, found.get(name)) == found.get(name)}
         if not referred:
             self.give_up()  # a base that does not refer to them is the end of them
+        inline_nbytes = trained_nbytes + nbytes_of(rest.values())
+        # Of these the next base tells whether they stand still. Of buffers that changed once, it is not expected.
+        untold = nbytes_of(each for name, each in rest.items() if name in frozen or name not in before)
         saved = nbytes_of(each for name, each in rest.items() if name in still)
-        if is_worth_it(saved, trained_nbytes + nbytes_of(rest.values())):
+        made_now = is_worth_it(saved, inline_nbytes)
+        self.unsettled = is_worth_it(untold - (saved if made_now else 0), inline_nbytes)
+        if made_now:
             made = {name: each for name, each in everything.items() if name in still or name in referred}
             return Split({name: each for name, each in rest.items() if name not in made}, {}, {}, made)
         return Split(rest, referred, {name: each for name, each in unverified.items() if name in referred}, {})
+
+
+class CarriedOn(Constants):
+    """What the base refers to that a state was loaded from, without the constants at hand: for what no differential has
+    changed since, the state has tensors without memory."""
+
+    def __init__(self, provider: StateProvider, key: ShardKey, references: References) -> None:
+        super().__init__(provider)
+        self.adopt(key, references)
+
+    def split(self, trained_nbytes: int) -> Split:
+        """It makes no new constants."""
+        extras = {EXTRA + name: tensor for name, tensor in self._provider.buffers().items()}
+        referred = {
+            name: held
+            for name, held in self._tensors.items()
+            if extras[name].is_meta or checksum(extras[name]) == held.checksum
+        }
+        return Split({name: each for name, each in extras.items() if name not in referred}, referred, {}, {})
 
 
 def made_of(

@@ -63,8 +63,6 @@ class IterationStream(abc.ABC):
         """A checksum of all bits of each master as of the last look, if a base is due."""
         self._recorded: dict[str, str] = {}
         self._index = PackedIndex(provider)
-        self.refers = True
-        """Whether its bases may refer to constants. What is folded must not: it is made of a base alone."""
         self._constants = Constants(provider)
         self._frozen = Watch(provider.frozen)
         self._masters = Watch(provider.masters)
@@ -101,20 +99,24 @@ class IterationStream(abc.ABC):
             host_state=self.host_state(),
             expected=self.contents,
             index=self._index,
-            constants=self._constants if self.refers else None,
+            constants=self._constants,
         )
 
     @property
     def base_nbytes(self) -> int:
         """About the bytes of a base."""
         objects = self.host_nbytes + len(self._index.of_now().data)
-        base, constants = base_nbytes(self.provider, self.saved_with_bases())
-        return base + objects + (0 if self.refers else constants)
+        return base_nbytes(self.provider, self.saved_with_bases())[0] + objects
 
     @property
     def constants_nbytes(self) -> int:
         """About the bytes of the constants; 0 if there will be none."""
-        return base_nbytes(self.provider, self.saved_with_bases())[1] if self.refers else 0
+        return base_nbytes(self.provider, self.saved_with_bases())[1]
+
+    @property
+    def constants_unsettled(self) -> bool:
+        """Whether the next base had better be captured, since it may bring new constants."""
+        return self._constants.unsettled
 
     def refer_to(self, key: ShardKey, references: References) -> None:
         """The state is what a base was that has these references: bases may refer to the same constants."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption, UnsupportedSetup
 
-__all__ = ["array_of", "counters", "counting_through", "dtype_name", "tensor_in", "tensor_of"]
+__all__ = ["absent_tensor", "array_of", "counters", "counting_through", "dtype_name", "tensor_in", "tensor_of"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -65,6 +65,13 @@ def tensor_in(memory: memoryview, dtype: str, shape: Sequence[int], *, what: str
         raise Corruption(f"{what} has {memory.nbytes} bytes, not those of {dtype} {tuple(shape)}")
     with _reading():
         return torch.frombuffer(memory, dtype=kind).view(tuple(shape))
+
+
+def absent_tensor(dtype: str, shape: Sequence[int], *, what: str) -> torch.Tensor:
+    """A tensor without memory, which stands for one that is not at hand. Errors: ``Corruption`` naming ``what``."""
+    if dtype not in DTYPES:
+        raise Corruption(f"{what} has the dtype {dtype}, which torch lacks")
+    return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:

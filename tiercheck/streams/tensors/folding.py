@@ -17,12 +17,14 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.format.container import Shard
 from tiercheck.format.index.message import index_of
+from tiercheck.format.references import read_references
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.records.base import BaseCapture
+from tiercheck.streams.records.constants import CarriedOn
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import Tally, reached
@@ -83,8 +85,10 @@ def _folded(
     base: Shard, differentials: Sequence[Shard], tier: str, check: Callable[[], None], threads: int
 ) -> BaseCapture:
     reader = StoredReader(threads=threads)
-    began = reader.base(base, None, tier=tier, places=tier)  # it is whole: such a job's bases refer to nothing
-    state = StoredState(began.identity, began.group_of, index=index_of(base))
+    began = reader.base_alone(base, tier=tier)
+    references = read_references(base)
+    index = index_of(base, references.specs if references is not None else ())
+    state = StoredState(began.identity, began.group_of, index=index)
     state.load(
         masters=began.masters,
         optimizer_state=began.optimizer_state,
@@ -99,6 +103,7 @@ def _folded(
         for at in range(0, len(records), STEPS_AT_ONCE):
             check()
             run = decode_run(records[at : at + STEPS_AT_ONCE], threads=threads)
+            state.make_room_for(run.buffers)
             replayer.apply(run)
             tally, host_state = tally + run.tally, run.host_state
     for doubts, refusal in ((Doubts(), NotExact), (Doubts.of(host_state), InDoubt)):
@@ -107,12 +112,16 @@ def _folded(
             raise refusal("; ".join(notes))
     state.take_options(options_at_end(state.hyperparameters(), host_state))
     key, last = base.metadata.key, differentials[-1].metadata.key.last
+    constants = None
+    if references is not None and key.constants is not None:
+        constants = CarriedOn(state, key.constants, references)
     return BaseCapture(
         state,
         ShardKey.base(key.generation, last, key.rank),
         base.metadata.world_size,
         token=base.metadata.token,
         host_state=host_state,
+        constants=constants,
     )
 
 

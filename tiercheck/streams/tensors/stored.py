@@ -8,7 +8,7 @@ installed distribution has registered (``tiercheck.optimizers``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -128,6 +128,12 @@ class StoredState(StateProvider):
     def index(self) -> LogicalIndex:
         return self._index or super().index()
 
+    def make_room_for(self, buffers: Iterable[str]) -> None:
+        """These are to be overwritten: what stands for a tensor that was not at hand gets memory."""
+        for name in buffers:
+            if name in self._extras and self._extras[name].is_meta:
+                self._extras[name] = torch.empty_like(self._extras[name], device=HOST)
+
     def take_options(self, options: list[dict[str, Any]]) -> None:
         """Those at the end of the version."""
         self._options = options
@@ -206,7 +212,13 @@ class StoredReader(TensorReader):
         """There is no live state to compare with."""
 
     def base(self, shard: Shard, constants: Shard | None, *, tier: str, places: str) -> BaseState:
-        base = read_base(shard, constants, tier=tier)
+        return self._checked(read_base(shard, constants, tier=tier), tier)
+
+    def base_alone(self, shard: Shard, *, tier: str) -> BaseState:
+        """Without the constants that it refers to: see :func:`~tiercheck.streams.records.base.read_base`."""
+        return self._checked(read_base(shard, tier=tier, alone=True), tier)
+
+    def _checked(self, base: BaseState, tier: str) -> BaseState:
         self._expected = Expected.of_base(base)
         self._expected.check_base(base)
         if base.masters.keys() != base.group_of.keys() or max(base.group_of.values(), default=0) >= len(

@@ -44,15 +44,13 @@ class TensorState:
         kernel_selection.warm_up(self._provider, exact=config.exact_replay)
 
     def stream(self, world_size: int) -> StateStream:
-        stream = stream_of(
+        return stream_of(
             self._provider,
             self._config.codec,
             world_size,
             train_on_compressed=self._config.train_on_compressed,
             encode_threads=self._config.encode_threads,
         )
-        stream.refers = self._config.bases != "fold"
-        return stream
 
     def reader(self) -> TensorReader:
         return TensorReader(self._provider, exact=self._config.exact_replay)
