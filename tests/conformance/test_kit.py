@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from tiercheck.testing.driver_kit.process_client import (
 )
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
-from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives
+from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Survives
 
 
 class TestPlain(MemoryTests):
@@ -180,6 +180,15 @@ class EmptyingDriver(MemoryDriver):
         await super().delete(kept)
 
 
+class SweepingDriver(MemoryDriver):
+    """Takes whatever it sees for something that was left, and removes it when it is asked."""
+
+    async def leftovers(self) -> Sequence[Leftover]:
+        found = [Leftover("object", info.key, info.nbytes, 0.0) async for info in self.list()]
+        await self.delete([each.name for each in found])
+        return found
+
+
 class TalkativeDriver(MemoryDriver):
     """Its facts are no texts."""
 
@@ -218,6 +227,8 @@ def kit_test(name: str) -> Callable[[MemoryTests, TierDriver], Awaitable[None]]:
         (HalfRangeDriver, kit_test("test_ranges_of_a_large_object")),
         (PartwiseDriver, kit_test("test_ranges_across_the_boundaries_of_parts")),
         (JoiningDriver, kit_test("test_a_payload_is_not_joined")),
+        (SweepingDriver, kit_test("test_what_a_living_writer_has_begun_is_no_leftover")),
+        (SweepingDriver, kit_test("test_whoever_asks_for_leftovers_changes_nothing")),
         (EmptyingDriver, kit_test("test_readers_see_whole_objects_or_none_while_they_are_deleted")),
     ],
 )

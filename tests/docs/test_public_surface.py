@@ -128,3 +128,11 @@ def test_the_index_names_every_decision_by_its_title() -> None:
     for path in sorted((ROOT / "docs" / "adr").glob("[0-9]*.md")):
         number, title = path.read_text().splitlines()[0].removeprefix("# ").split(". ", 1)
         assert f"{number}. [{title}](adr/{path.name})" in index
+        assert path.read_text().splitlines()[2].startswith("**Status**: "), path.name
+
+
+def test_the_index_leads_to_every_page() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text()
+    pages = {str(path.relative_to(docs)) for folder in ("", "how-to/") for path in docs.glob(f"{folder}*.md")}
+    assert not [page for page in pages - {"index.md"} if f"({page})" not in index]

@@ -239,6 +239,45 @@ class WriterTests(TierKit):
             await second.put("new", [b"new"])
         assert await self.raw_get(driver, "new") == b"new"
 
+    async def test_what_a_living_writer_has_begun_is_no_leftover(self, driver: TierDriver) -> None:
+        """Neither is an object."""
+        await driver.put("kept", [b"kept"])
+        begun = await driver.reserve("begun", 4) if driver.capabilities.mappable else None
+        async with await self.second_client(driver) as second:
+
+            async def write() -> None:
+                for _ in range(self.overwrites):
+                    await driver.put("a", [b"a" * self.large_nbytes])
+
+            writing = asyncio.create_task(write())
+            while not writing.done():
+                assert not await second.leftovers()
+                await asyncio.sleep(0)
+            await writing
+            if begun is not None:
+                begun.buffer[:] = b"done"
+                await begun.publish()
+            assert not await second.leftovers()
+            assert await self.keys(second) == ["a", *(["begun"] if begun else []), "kept"]
+
+    async def test_whoever_asks_for_leftovers_changes_nothing(self, driver: TierDriver) -> None:
+        await driver.put("old", [b"old"])
+        crash = self.crash_before_publish(driver)
+        if crash is not None:
+            with crash, pytest.raises(Killed):
+                await driver.put("new", [b"half"])
+        async with await self.second_client(driver) as second:
+            first = await second.leftovers()
+            assert [(each.what, each.name) for each in await second.leftovers()] == [
+                (each.what, each.name) for each in first
+            ], "whoever asks again is told the same"
+            for each in first:
+                assert each.what, each.name
+                assert each.age_s >= 0
+                assert each.nbytes is None or each.nbytes >= 0
+            assert await self.keys(second) == ["old"]
+        assert await self.raw_get(driver, "old") == b"old"
+
     async def test_a_kill_at_any_point_of_a_put_leaves_the_old_or_the_new(self, driver: TierDriver) -> None:
         async def overwrite(plan: FaultPlan) -> None:
             faulty = FaultyDriver(await self.second_client(driver), plan)
