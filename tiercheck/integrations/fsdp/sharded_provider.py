@@ -82,7 +82,7 @@ class ShardedProvider(ModuleProvider):
 
     @torch.no_grad()
     def masters(self) -> Mapping[str, torch.Tensor]:
-        return super().masters()
+        return {name: self.local(each, each, name) for name, each in self._masters.items()}
 
     @torch.no_grad()
     def frozen(self) -> Mapping[str, torch.Tensor]:
@@ -115,6 +115,11 @@ class ShardedProvider(ModuleProvider):
         attach, or is still gathered."""
         self._refuse_other_parameters()
         return super().gradients()
+
+    def local_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: self.local(each, self._masters[name], f"the gradient of {name}") for name, each in gradients.items()
+        }
 
     def end_of_step(self) -> None:
         if not self._stepped:  # the first step makes the optimizer's state
