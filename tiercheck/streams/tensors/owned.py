@@ -187,11 +187,14 @@ class OwnedProvider(StateProvider):
         extras: Mapping[str, torch.Tensor],
         hyperparameters: list[dict[str, Any]],
     ) -> None:
-        check_shapes(self.masters(), masters)
+        """As of any provider. What other ranks store stays as it is until :meth:`refresh` brings it."""
+        own = self.masters()
+        check_shapes(own, masters)
         check_shapes(extras_of(self), extras)
+        others = {name: held for name, held in self._whole.optimizer_state().items() if name not in own}
         self._whole.load(
             masters={**self._whole.masters(), **masters},
-            optimizer_state=optimizer_state,
+            optimizer_state={**others, **optimizer_state},
             extras={**extras_of(self._whole), **extras},
             hyperparameters=hyperparameters,
         )
