@@ -189,6 +189,7 @@ def reached(seen: Observation, tiers: frozenset[int]) -> int:
     st.sampled_from([None, KeepEvery(1), KeepEvery(2), KeepEvery(4), KeepBest("loss", 1, Best.MAX)]),
     st.sampled_from([Everywhere(), BasesOnly("RACK"), EveryNth("RACK", 2) & BasesOnly("SITE"), EveryNth("NODE", 3)]),
     st.integers(1, 4),
+    st.sampled_from([(2, 0), (2, 0), (4, 1), (5, 2)]),
     st.booleans(),
 )
 def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
@@ -197,9 +198,10 @@ def test_placement_and_retention_come_to_rest_and_delete_nothing_that_is_needed(
     more: RetentionPolicy | None,
     placed: PlacementPolicy,
     batch: int,
+    intervals: tuple[int, int],
     closing: bool,
 ) -> None:
-    placement = Placement(batch, placed, interval=2)
+    placement = Placement(batch, placed, *intervals)
     retention = Retention(kept if more is None else kept | more, placement)
     for _ in range(ROUNDS_MAX):
         transfers = retention.wanted(seen, placement.transfers(seen, closing=closing))

@@ -51,6 +51,7 @@ class Cluster(Surveys):
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        has_constants = has_constants and not self.folds
         self.moves, self.stays_away, self.decays = moves, stays_away, decays
         self.snapshots, self.saves_fail = snapshots, saves_fail
         self.has_constants = has_constants
@@ -82,7 +83,9 @@ class Cluster(Surveys):
         for index in order:
             self.capture(index)
         version = self.ranks[0].version
-        if version % self.base_every == 0:
+        if self.folds:
+            self.make_room()  # the movers are no further behind
+        elif version % self.base_every == 0:
             self.make_room()
             for index in order:
                 if self.random.random() < self.step_fails:
@@ -116,7 +119,7 @@ class Cluster(Surveys):
                         progress |= self.act()  # some know the new mark already, others do not
                     progress |= self.ranks[index].mark != mark
                     self.ranks[index].mark = mark
-            if all(self.has_room(index) for index in range(self.world)):
+            if all(self.has_room(index) and (self.folded(index) or index in self.due) for index in range(self.world)):
                 return
             if self.saves_fail and not progress:
                 return  # the deadline passes, and training goes on
@@ -200,7 +203,8 @@ class Cluster(Surveys):
             for index in self.random.sample(range(self.world), self.random.randrange(self.world)):
                 self.ranks[index].state = (*self.ranks[index].state, self.random.getrandbits(32))
                 self.capture(index)
-                if self.ranks[index].version % self.base_every == 0 and not self.agrees and self.has_room(index):
+                due = self.ranks[index].version % self.base_every == 0 and not self.folds
+                if due and not self.agrees and self.has_room(index):
                     self.capture_due_base(index)
         if self.shared and self.random.random() < 0.3:
             self.leave_in_flight()

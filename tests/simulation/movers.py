@@ -12,6 +12,7 @@ from tests.simulation.tiers import Node, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream, own_prefixes
 from tiercheck.policy import watermark as marks
 from tiercheck.policy.commit import COORDINATOR, superseded, to_commit, to_mark
+from tiercheck.policy.folding import Fold, next_fold, waiting
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.peers import RankLocation, peer_of
@@ -59,11 +60,20 @@ class Movers:
     """``world`` ranks, ``per_node`` on each node. All that happens is drawn from ``seed``.
 
     ``shared``: there is a durable tier that all ranks see. ``peers``: each rank's objects are kept by the node of its
-    peer, a rank on the next node.
+    peer, a rank on the next node. ``folds``: bases are folded, each few versions one for the first tier alone.
     """
 
     def __init__(
-        self, seed: int, world: int, base_every: int, batch: int, *, peers: bool, shared: bool = True, per_node: int = 1
+        self,
+        seed: int,
+        world: int,
+        base_every: int,
+        batch: int,
+        *,
+        peers: bool,
+        shared: bool = True,
+        per_node: int = 1,
+        folds: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.world, self.per_node, self.base_every = world, per_node, base_every
@@ -74,7 +84,8 @@ class Movers:
         self.roles = tuple(Role(index, each.name, each) for index, each in enumerate(survive))
         self.peers, self.shared = peers, shared
         self.agrees = needs_agreement(self.roles, world)
-        self.placement = Placement(batch)
+        self.folds = folds
+        self.placement = Placement(batch, interval=base_every, fold_every=1 + seed % 3) if folds else Placement(batch)
         self.keep_last = self.random.choice([1, 2, 3])
         self.keep_every = self.random.choice([0, 0, base_every])
         self.retention = Retention(kept_by(self.keep_last, self.keep_every), self.placement)
@@ -144,6 +155,18 @@ class Movers:
             last = self.decisions[about, seen.rank] = Decision(seen, tiers, question, decide())
         return last.answer
 
+    def folded(self, index: int) -> bool:
+        """Whether no base of the rank is due that is still to be folded."""
+        seen = self.observe(index)
+        return not self.folds or not waiting(seen, self.due_to_fold(index))
+
+    def due_to_fold(self, index: int) -> range:
+        """What the rank has left to its mover."""
+        return range(self.base_every, self.ranks[index].version + 1, self.base_every)
+
+    def next_fold(self, seen: Observation) -> Fold | None:
+        return next_fold(seen, self.due_to_fold(seen.rank), self.placement.fold_every, self.base_every)
+
     # What the movers do
 
     def act(self, *, closing: bool = False) -> bool:
@@ -200,6 +223,9 @@ class Movers:
             if role.index not in blocked:
                 found += [partial(self.do_mark, shard) for shard in to_mark(seen, role.index)]
                 found += [partial(self.do_commit, seen.rank, key) for key in to_commit(seen, role.index)]
+        fold = self.next_fold(seen) if self.folds else None
+        if fold is not None and self.has_room(seen.rank):
+            found.append(partial(self.do_fold, tiers[0], fold))
         reclaimable = self.retention.reclaimable(seen)
         assert not checked_deletions(seen, reclaimable, "retention")[1], "what is deleted is needed"
         for tier, gone in reclaimable.items():
@@ -215,6 +241,13 @@ class Movers:
         if transfer.target.stream is Stream.DIFFERENTIAL:
             content = tuple(step for source in sources for step in source)  # type: ignore[attr-defined]
         tiers[transfer.target_tier][transfer.target] = content
+
+    def do_fold(self, memory: Tier, fold: Fold) -> None:
+        state: State = memory[fold.base]  # type: ignore[assignment]
+        for key in fold.differentials:
+            state = (*state, *memory[key])  # type: ignore[misc]
+        base = fold.base
+        memory[ShardKey.base(base.generation, fold.version, base.rank, base.refers_to)] = state
 
     def do_mark(self, shard: ShardKey) -> None:
         assert shard in self.durable

@@ -178,8 +178,3 @@ def of_any_past(seen: Observation) -> CommitKey | None:
 def test_the_watermark_counts_commits_of_another_future(monkeypatch: Patch) -> None:
     monkeypatch.setattr(watermark, "watermark", of_any_past)
     assert "the watermark lies in another future" in finds("damage", seeds=[8])
-
-
-def test_what_retention_deletes_is_copied_back(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Retention, "wanted", lambda self, seen, transfers: list(transfers))
-    assert "never come to rest" in finds("a shared tier")

@@ -29,6 +29,9 @@ MODES: dict[str, dict[str, Any]] = {
     "several ranks a node, no shared tier": {"per_node": 2, "moves": True, "stays_away": True, "shared": False},
     "tiers away": {"stays_away": True},
     "tiers away, no shared tier": {"stays_away": True, "shared": False},
+    "folded": {"folds": True},
+    "folded, failing saves": {"folds": True, "saves_fail": True},
+    "folded, several ranks a node, tiers away": {"folds": True, "per_node": 2, "moves": True, "stays_away": True},
     "damage": {"decays": True},
     "damage, no shared tier": {"decays": True, "shared": False},
 }
@@ -122,8 +125,11 @@ def check_memory(cluster: Cluster, index: int) -> None:
     check_constants(cluster, index, node.memory)
     assert {key.generation for key in held} == {cluster.generation}
     bases = [key for key in held if key.stream is Stream.BASE]
-    assert len(bases) == 2 or (len(bases) == 1 and not cluster.shared), "two bases deep, or the one agreed on"
-    bound = 4 if cluster.snapshots else 2 * cluster.base_every
+    assert 1 <= len(bases) <= 2, "the newest, and the one before, if another rank may need that"
+    bound = 4 if cluster.snapshots else (len(bases) if cluster.shared else 2) * cluster.base_every
+    if cluster.folds:
+        bound = cluster.ranks[index].version - min(bases).first
+        assert cluster.ranks[index].version - max(bases).first < cluster.placement.fold_every, "few steps are replayed"
     assert len(held) - len(bases) <= bound, "no differential and no snapshot is kept for nothing"
 
 

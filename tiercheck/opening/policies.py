@@ -8,6 +8,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.policy.compose.placement import INTERVALS_MAX
+from tiercheck.policy.folding import FOLD_EVERY
 from tiercheck.policy.guard import refuse_uncovered
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import (
@@ -39,10 +40,12 @@ class JobPolicies:
     retaining: RetentionPolicy
     pacing: PacingPolicy
     batch: int
+    fold_every: int = 0
+    """Versions between the bases that are folded for the first tier alone; 0: there are none."""
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.batch, self.placing, self.cadence.interval)
+        return Placement(self.batch, self.placing, self.cadence.interval, self.fold_every)
 
     @property
     def retention(self) -> Retention:
@@ -59,6 +62,13 @@ class JobPolicies:
                     f'the node\'s agent knows policies by name only: {error}. Or use CheckpointConfig(mover="trainer")'
                 ) from None
         return found
+
+    def folding(self, *, agrees: bool) -> JobPolicies:
+        """The policies of a job that folds. ``agrees``: it shares no tier, and what it needs is agreed on once an
+        interval. Then, and if versions alone do not say when a base is due, none are folded in between."""
+        if agrees or not isinstance(self.cadence, EveryVersions):
+            return self
+        return replace(self, fold_every=min(FOLD_EVERY, self.cadence.interval))
 
     def check(self, hierarchy: Hierarchy, tiers: OpenHierarchy) -> None:
         """Errors: ``ConfigurationError`` for a placement that leaves a promised failure uncovered."""

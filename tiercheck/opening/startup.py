@@ -115,6 +115,8 @@ class _OpenTiers:
     """As this rank sees it: every field of its URLs is filled in."""
     tiers: OpenHierarchy
     demand: Demand
+    policies: JobPolicies
+    """Those of a job with these tiers."""
     agent: NodeAgent | None
 
 
@@ -163,7 +165,7 @@ class _Startup:
         refuse_different([asked for _, asked in told])
         layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _ in told).encode()))
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
-        opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state.stream, placed, agent, nodes))
+        opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes))
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
@@ -278,7 +280,7 @@ class _Startup:
         return NodeMemories(tiers, ranks, tell, own.host, place and f"{own.host} {place}", always)
 
     async def open_tiers(
-        self, stream: StateStream, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]
+        self, state: _State, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]
     ) -> _OpenTiers:
         """``nodes``: what each rank's :meth:`find` tells the others."""
         ranks, config = self.ranks, self.config
@@ -294,11 +296,14 @@ class _Startup:
         self.held.tiers = tiers
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
         self.policies.check(placed, tiers)
-        demand = Demand.of(stream, config)
+        policies = self.policies
+        if state.folds is not None:
+            policies = policies.folding(agrees=Agreement.needed(tiers, ranks.group))
+        demand = Demand.of(state.stream, config)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
-        return _OpenTiers(placed, tiers, demand, agent)
+        return _OpenTiers(placed, tiers, demand, policies, agent)
 
     async def begin(
         self, state: _State, opened: _OpenTiers, start: _Start, restored: Restored
@@ -315,7 +320,7 @@ class _Startup:
             opened.tiers,
             mover,
             ranks.scheduler,
-            placement=self.policies.placement,
+            placement=opened.policies.placement,
             cadence=self.make_cadence(start.version),
             config=config,
             rank=ranks.rank,
@@ -359,8 +364,8 @@ class _Startup:
                 rank=rank,
                 world_size=world_size,
                 generation=generation,
-                placement=self.policies.placement,
-                retention=self.policies.retention,
+                placement=opened.policies.placement,
+                retention=opened.policies.retention,
                 pacing=self.policies.pacing,
                 lineage=start.lineage,
                 folds=state.folds,
@@ -374,6 +379,7 @@ class _Startup:
             batch=self.policies.batch,
             interval=self.policies.cadence.interval,
             folds="no" if state.folds is None else "certified" if self.config.bases == "auto" else "exactly",
+            fold_every=opened.policies.fold_every,
             **self.policies.texts(),
         )
         return opened.agent.mover(job, opened.tiers.first.driver)

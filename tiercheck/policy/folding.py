@@ -3,6 +3,10 @@ is due.
 
 The recorder says which versions are due: all ranks ask the same cadence, and come to the same versions. What is folded
 is as good as what is captured, so all other policies see a base, and do not ask who made it.
+
+In between, the first tier gets a base every few versions, which takes the place of the one before: so the tier holds
+few differentials, and a recovery from there replays few, however long the interval is. No other tier gets these bases
+(:class:`~tiercheck.policy.placement.Placement`). A fold that is late goes as far as it can: it costs about the same.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import own_bases, own_differentials
 
-__all__ = ["DUE_MAX", "Fold", "differentials_after_base", "folds_from", "gap_after", "lag", "next_fold", "waiting"]
+__all__ = ["DUE_MAX", "FOLD_EVERY", "Fold", "gap_after", "lag", "next_fold", "waiting"]
 
 DUE_MAX = 4
 """So many bases may be left to be folded at a time. One after another is: there are two only if the mover was started
 anew, and is told once more."""
+FOLD_EVERY = 5
+"""Versions from one base of the first tier to the next. A fold reads and writes a whole base, so its cost a version
+falls with this number. The differentials that the tier holds are this many, and so are those of a batch."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +37,20 @@ class Fold:
     version: int
 
 
-def next_fold(seen: Observation, due: Collection[int]) -> Fold | None:
+def next_fold(seen: Observation, due: Collection[int], every: int = 0, interval: int = 1) -> Fold | None:
     """What can be folded now, of the versions that are ``due``; ``None``: nothing is due, or something of it is not
-    there."""
+    there. ``every``: versions between the bases of the first tier alone, if the cadence's are due at each multiple of
+    ``interval``; 0: there are none."""
     base, chain = _chain(seen)
-    left = waiting(seen, due)
-    if base is None or not left:
+    if base is None or not chain:
         return None
-    chain = [key for key in chain if key.last <= left[0]]
-    if not chain or chain[-1].last < left[0]:
+    left, reached = waiting(seen, due), chain[-1].last
+    # One that is due and was not left to the mover is captured.
+    until = left[0] if left else (base.last // interval + 1) * interval - 1
+    version = until if left and reached >= until else min(reached, until) // every * every if every else -1
+    if version <= base.last:
         return None
-    return Fold(base, tuple(chain), left[0])
+    return Fold(base, tuple(key for key in chain if key.last <= version), version)
 
 
 def waiting(seen: Observation, due: Collection[int]) -> list[int]:
@@ -64,19 +74,6 @@ def gap_after(seen: Observation) -> int | None:
     reached = chain[-1].last if chain else base.last
     newest = max((key.last for key in own_differentials(seen, seen.contents[0])), default=reached)
     return reached if newest > reached else None
-
-
-def differentials_after_base(interval: int) -> int:
-    """k: the most differentials that folds need to stay in the first tier: those up to the base that is due, and those
-    that are recorded while it is folded. If that takes until the next base is due, training waits, or captures it."""
-    return 2 * interval
-
-
-def folds_from(seen: Observation) -> int | None:
-    """The version of the base that the next fold begins with: differentials after it must stay in the first tier, and
-    no fold needs those before. ``None``: nothing can be folded."""
-    base, _ = _chain(seen)
-    return None if base is None else base.last
 
 
 def _chain(seen: Observation) -> tuple[ShardKey | None, list[ShardKey]]:

@@ -10,6 +10,8 @@ differentials are read from the faster tier and put as one object.
 
 A placement policy (:mod:`tiercheck.policy.compose.placement`) may leave shards out of a tier.
 
+Bases that are folded between the intervals stay in the first tier. The others get the differentials that lead there.
+
 Of snapshots only the newest is worth a copy. A tier inside the cluster gets each snapshot while it keeps up. If it does
 not keep up, or lies outside, it gets the newest snapshot of every Nth version, since the ranks must meet at the same
 versions there.
@@ -41,17 +43,21 @@ class Transfer:
 @dataclass(frozen=True)
 class Placement:
     """``batch`` is N, the number of consecutive versions in one differential object of a tier outside the cluster.
-    ``interval`` is the cadence's: by it bases are counted."""
+    ``interval`` is the cadence's: by it bases are counted. ``fold_every``: versions between the bases that the first
+    tier alone gets (:mod:`tiercheck.policy.folding`); 0: there are none."""
 
     batch: int = 5
     policy: PlacementPolicy = field(default_factory=Everywhere)
     interval: int = 50
+    fold_every: int = 0
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"a batch holds at least one version, not {self.batch}")
         if self.interval < 1:
             raise ValueError(f"from one base to the next it takes at least one version, not {self.interval}")
+        if self.fold_every < 0:
+            raise ValueError(f"bases of the first tier are versions apart, not {self.fold_every}")
 
     def transfers(self, seen: Observation, *, closing: bool = False) -> list[Transfer]:
         """What each slower tier lacks and a faster tier has; bases first.
@@ -142,7 +148,16 @@ class Placement:
 
     def wants(self, seen: Observation, key: ShardKey, target: Role) -> bool:
         """Whether this rank's shard of the present generation is to go to the tier."""
+        if self._stays_in_first_tier(seen, key, target):
+            return False
         return self.asked(key, target)[0] or self._needs_base(seen, key, target)
+
+    def lacking(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the tier is to hold this rank's differential, or what replaces it there, and does not yet."""
+        held = seen.contents[target.index]
+        if any(base.first >= key.last for base in own_bases(seen, held)) or not self.wants(seen, key, target):
+            return False
+        return not {*key.versions} <= {version for each in own_differentials(seen, held) for version in each.versions}
 
     def undrained(self, seen: Observation) -> int:
         """The number of this rank's bases in the first tier that the durable tier still lacks."""
@@ -173,10 +188,24 @@ class Placement:
         there = own_bases(seen, seen.contents[target.index])
         if not there or key.first // self.interval - there[-1].first // self.interval >= INTERVALS_MAX:
             return True
-        differential = ShardKey.differential(key.generation, key.first, key.first, key.rank) if key.first else key
+        return self._replaces_differential(seen, key, target)
+
+    def _stays_in_first_tier(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the base was folded between the intervals. One that replaces a differential, and the first one of a
+        generation, goes to the other tiers as well."""
+        if not self.fold_every or key.stream is not Stream.BASE or not key.first % self.interval:
+            return False
+        others = (*own_bases(seen, seen.contents[0]), *own_bases(seen, seen.contents[target.index]))
+        if key.first % self.fold_every or not any(base.first < key.first for base in others):
+            return False
+        return not self._replaces_differential(seen, key, target)
+
+    def _replaces_differential(self, seen: Observation, base: ShardKey, target: Role) -> bool:
+        """Whether the tier gets differentials, and none leads to this base."""
+        differential = ShardKey.differential(base.generation, base.first, base.first, base.rank) if base.first else base
         if not self.asked(differential, target)[0]:
             return False
-        return not any(key.first in each.versions for each in _differentials_anywhere(seen))
+        return not any(base.first in each.versions for each in _differentials_anywhere(seen))
 
     def window(self, version: int, target: Role) -> range:
         """The aligned batch that ``version`` belongs to in the tier: versions 1..N, N+1..2N, and so on."""
@@ -185,7 +214,9 @@ class Placement:
         return range(first, first + batch)
 
     def completes(self, version: int, roles: Sequence[Role]) -> bool:
-        """Whether the differential ``version`` completes an object for some tier."""
+        """Whether the differential ``version`` completes an object for some tier, or makes one superfluous."""
+        if self.fold_every and version % self.fold_every <= 1:
+            return True
         return any(version == self.window(version, role)[-1] for role in roles[1:])
 
 

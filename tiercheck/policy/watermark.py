@@ -4,7 +4,10 @@ The watermark is the newest base committed in the tier that survives most. It ma
 
 - in a volatile tier: bases older than the newest two, and differentials before the older of the two, when the durable
   tier no longer needs them. Two bases are kept for two reasons: a crash in the middle of a capture never costs the last
-  whole base, and ranks that train in lock step are never more than one base apart;
+  whole base, and ranks that train in lock step are never more than one base apart. So the newest one is enough as soon
+  as it is known that no rank needs to go back behind it: when it is committed; or, if bases are folded, when there is
+  a differential after it, for which every rank must have had that version. A first tier that folds also keeps what
+  another tier is to hold and lacks;
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
@@ -38,7 +41,7 @@ from tiercheck.policy.compose.retention import Committed, KeepLast, RetentionPol
 from tiercheck.policy.guard import Refusal, ask_retention
 from tiercheck.policy.metrics import metrics_of, to_report
 from tiercheck.policy.observation import Contents, Observation, Role
-from tiercheck.policy.placement import Placement, Transfer, own_bases
+from tiercheck.policy.placement import Placement, Transfer, own_bases, own_differentials
 from tiercheck.policy.recovery.agreement import NO_MARK, way_to_mark
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.relayout import left_to
@@ -140,6 +143,9 @@ class Retention:
         settled = mark is not None and mark.generation == seen.generation
         if len(kept) < BASES_IN_VOLATILE_TIERS and not settled:
             return superseded
+        folded = role.index == 0 and self.placement.fold_every > 0
+        if settled and _is_enough(seen, contents, kept[-1], mark, folded=folded):
+            kept = kept[-1:]
         oldest, durable = kept[0], seen.contents[seen.durable.index]
         newest = max(durable.bases(seen.rank), default=None)
         covered = {(key.generation, version) for key in durable.differentials(seen.rank) for version in key.versions}
@@ -164,6 +170,8 @@ class Retention:
             for key in (*contents.differentials(seen.rank), *contents.snapshots(seen.rank))
             if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
         ]
+        if folded:
+            passed = self._elsewhere(seen, passed)
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
     def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
@@ -174,8 +182,12 @@ class Retention:
         # Each tier is judged by itself: the others may be lost with a node.
         way = Readable.of(seen.own(role)).ways(seen.lineage.readable).get(way.last, way)
         bases = _newest_bases(seen, seen.contents[role.index])
+        if folded := role.index == 0 and self.placement.fold_every > 0:
+            bases = bases[-1:]
         oldest = min([(way.generation, way.anchor), *((base.generation, base.first) for base in bases)])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
+        if folded:
+            older = self._elsewhere(seen, older)
         led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else None
         anchors = {oldest} if way.by_snapshot else {oldest, (way.generation, way.anchor)}
         passed = [
@@ -186,6 +198,16 @@ class Retention:
         ]
         gone = [key for key in (*passed, *superseded) if key != led]
         return list(dict.fromkeys(gone))
+
+    def _elsewhere(self, seen: Observation, keys: Sequence[ShardKey]) -> list[ShardKey]:
+        """These without the differentials that another tier is to hold and lacks. The base that makes them superfluous
+        in the first tier does not go there."""
+        lacking = self.placement.lacking
+        return [
+            key
+            for key in keys
+            if key.stream is not Stream.DIFFERENTIAL or not any(lacking(seen, key, role) for role in seen.roles[1:])
+        ]
 
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
         """Snapshots in a volatile tier that newer ones supersede."""
@@ -299,6 +321,16 @@ def _newest_bases(seen: Observation, contents: Contents) -> list[ShardKey]:
     """This rank's newest two bases in a volatile tier, oldest first. One without the constants that it refers to does
     not count: no recovery starts from it."""
     return [base for base in contents.bases(seen.rank) if contents.completes(base)][-BASES_IN_VOLATILE_TIERS:]
+
+
+def _is_enough(
+    seen: Observation, contents: Contents, newest: ShardKey, mark: CommitKey | None, *, folded: bool
+) -> bool:
+    """Whether no rank needs to go back behind this rank's newest base. Ranks train in lock step: a rank that has a
+    differential has seen every rank publish the version before."""
+    if mark is not None and (newest.generation, newest.last) <= (mark.generation, mark.version):
+        return True
+    return folded and any(key.last > newest.last for key in own_differentials(seen, contents))
 
 
 def _is_kept(seen: Observation, key: Key) -> bool:

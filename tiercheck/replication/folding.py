@@ -19,7 +19,7 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold, gap_after, lag, next_fold, waiting
 from tiercheck.policy.observation import Observation
-from tiercheck.policy.placement import own_bases
+from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.replication.observer import Observer
 from tiercheck.runtime.waiting import settled
 from tiercheck.streams.state import FoldShards, InDoubt, NotExact, StateCapture
@@ -41,13 +41,14 @@ class _BrokenOff(Exception):
 class Folder:
     """Folds one rank's bases in ``tier``, the first one, by ``shards``."""
 
-    def __init__(self, shards: FoldShards, tier: OpenTier, observer: Observer) -> None:
+    def __init__(self, shards: FoldShards, tier: OpenTier, observer: Observer, placement: Placement) -> None:
         self.folded_bases = 0
         self.taken = -1
         """The newest version whose base is left to be folded."""
         self._shards = shards
         self._tier = tier
         self._observer = observer
+        self._placement = placement
         self._due: Collection[int] = ()
         """The versions whose bases were left to be folded, as far as they matter."""
         self._given_up = ""
@@ -63,7 +64,10 @@ class Folder:
 
     def next(self, seen: Observation) -> Fold | None:
         """What to fold now."""
-        return None if self._refused(seen) else next_fold(seen, self._due)
+        if self._refused(seen):
+            return None
+        every = 0 if self.obstacle(seen) else self._placement.fold_every
+        return next_fold(seen, self._due, every, self._placement.interval)
 
     def waiting(self, seen: Observation) -> list[int]:
         """The versions of the bases that are left to be folded, and are not there yet, if they can be. Oldest first."""

@@ -63,6 +63,8 @@ class ReplicationJob:
     """The cadence's, by which bases are counted."""
     folds: Literal["no", "exactly", "certified"] = "no"
     """Whether the mover makes the bases that are left to it, and whether only by a certified kernel."""
+    fold_every: Annotated[int, Meta(ge=0, le=VERSION_MAX)] = 0
+    """Versions between the bases that are folded for the first tier alone."""
     placement: PolicyTexts = ("everywhere",)
     retention: PolicyTexts = ("keep_last",)
     pacing: PolicyTexts = ("unpaced",)
@@ -74,7 +76,7 @@ class ReplicationJob:
 
     def policies(self) -> MovingPolicies:
         """Errors: ``ConfigurationError`` for a policy that is not installed here."""
-        placement = Placement(self.batch, combined("placement", self.placement), self.interval)
+        placement = Placement(self.batch, combined("placement", self.placement), self.interval, self.fold_every)
         return MovingPolicies(
             placement, Retention(combined("retention", self.retention), placement), combined("pacing", self.pacing)
         )

@@ -109,7 +109,7 @@ class Mover:
             undrained=lambda: placement.undrained(self._observer.seen()),
         )
         first = hierarchy.first
-        self._folder = None if folds is None else Folder(folds, first, self._observer)
+        self._folder = None if folds is None else Folder(folds, first, self._observer, placement)
         commits = [rank == COORDINATOR and tier.role.shared for tier in hierarchy.tiers]
         self._lanes = [Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
         """By tier."""

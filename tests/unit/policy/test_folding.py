@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.keys import ShardKey
-from tiercheck.policy.folding import Fold, differentials_after_base, folds_from, gap_after, lag, next_fold, waiting
+from tiercheck.policy.folding import Fold, gap_after, lag, next_fold, waiting
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.types import Survives
@@ -42,6 +42,18 @@ def test_a_newer_base_stands_for_those_before_it() -> None:
     assert (next_fold(held, [20]), waiting(held, [20]), lag(held, [20])) == (None, [], 0)
 
 
+def test_in_between_a_fold_goes_as_far_as_it_can() -> None:
+    """But not to a version that is due, and none of which is known that it is left to be folded."""
+    held = seen(base(10), *steps(range(11, 18)))
+    assert next_fold(held, [], 3, 10) == Fold(base(10), steps(range(11, 16)), 15), "15 costs as much as 12"
+    assert next_fold(seen(base(15), *steps(range(16, 18))), [], 3, 10) is None
+    further = seen(base(15), *steps(range(16, 24)))
+    assert next_fold(further, [], 3, 10) == Fold(base(15), steps(range(16, 19)), 18)
+    assert next_fold(further, [20], 3, 10) == Fold(base(15), steps(range(16, 21)), 20)
+    assert next_fold(seen(base(18), *steps(range(19, 24))), [], 3, 10) is None, "version 20 gets a captured base"
+    assert next_fold(seen(base(10)), [], 3, 10) is None
+
+
 def test_an_older_generations_base_is_not_folded() -> None:
     assert next_fold(seen(base(0, 1), *steps(range(1, 11))), [10]) is None
     assert (waiting(seen(base(0, 1)), [10]), gap_after(seen(base(0, 1)))) == ([], None)
@@ -65,10 +77,3 @@ def test_a_fold_is_whole_and_ends_where_it_is_due(due: int, at: int, newest: int
         assert fold is None
     if fold is None and newest >= due > at:
         assert gap_after(held) is not None, "what is due and is not folded has a reason"
-
-
-def test_it_is_told_what_a_fold_needs_to_stay() -> None:
-    held = seen(base(0), base(10), *steps(range(8, 24)))
-    assert folds_from(held) == 10
-    assert folds_from(seen(base(0, 1))) is None
-    assert differentials_after_base(10) == 20, "an interval that is folded, and one that is recorded meanwhile"

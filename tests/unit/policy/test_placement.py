@@ -164,6 +164,61 @@ def test_memory_keeps_what_the_durable_tier_still_lacks() -> None:
     assert Retention().reclaimable(seen(memory, [base(10)]))[0] == [], "copied is not committed"
 
 
+def test_what_would_be_deleted_at_once_is_not_copied() -> None:
+    """Such as when the newest base was lost from memory, and what leads there is still there."""
+    placement = Placement(5)
+    memory = [base(10), *(single(version) for version in range(11, 21))]
+    durable = [*committed(0), *committed(20)]
+    retention = Retention(KeepLast(1) | KeepEvery(50), placement)
+    transfers = placement.transfers(seen(memory, durable))
+    assert transfers
+    assert retention.wanted(seen(memory, durable), transfers) == []
+
+
+def test_memory_keeps_one_base_when_it_is_committed() -> None:
+    memory = [base(10), base(20), *(single(version) for version in range(11, 24))]
+    gone = Retention().reclaimable(seen(memory, [*committed(10), *committed(20)]))
+    assert gone[0] == [base(10), *(single(version) for version in range(11, 21))]
+
+
+def folding(batch_size: int = 5) -> Retention:
+    return Retention(placement=Placement(batch_size, interval=20, fold_every=5))
+
+
+def test_of_folded_bases_memory_keeps_one_when_every_rank_has_passed_it() -> None:
+    durable = [*committed(0), batch(1, 5), batch(6, 10)]
+    memory = [base(5), base(10), *(single(version) for version in range(6, 11))]
+    assert folding().reclaimable(seen(memory, durable))[0] == [], "another rank may be at version 9"
+    passed = [base(5), *(single(version) for version in range(6, 11))]
+    assert folding().reclaimable(seen([*memory, single(11)], durable))[0] == passed
+    lagging = folding().reclaimable(seen([*memory, single(11)], durable[:-1]))[0]
+    assert lagging == [base(5)], "what the durable tier lacks stays"
+
+
+def test_differentials_stay_until_the_neighbour_has_them() -> None:
+    roles = (MEMORY, Role(1, "peer", Survives.NODE), Role(2, "nvme", Survives.RACK))
+    durable = [*committed(0), batch(1, 5), batch(6, 10)]
+    memory = [base(10), *(single(version) for version in range(6, 12))]
+    for kept, stays in ((8, [9, 10]), (10, [])):
+        neighbour = [base(0), *(single(version) for version in range(1, kept + 1))]
+        contents = tuple(Contents.of((key, 1) for key in held) for held in (memory, neighbour, durable))
+        gone = folding().reclaimable(Observation(roles, contents, 0, 1, 1, FIRST))[0]
+        assert gone == [single(version) for version in range(6, 11) if version not in stays]
+
+
+def test_bases_between_the_intervals_stay_in_the_first_tier() -> None:
+    placement = folding().placement
+    memory = [base(0), base(5), *(single(version) for version in range(1, 8))]
+    assert [each.target for each in placement.transfers(seen(memory, []))] == [base(0), batch(1, 5)]
+    replacing = [base(0), base(10), *(single(version) for version in range(1, 10))]
+    targets = [each.target for each in placement.transfers(seen(replacing, committed(0)))]
+    assert base(10) in targets, "no differential leads there"
+    due = [base(15), base(20), *(single(version) for version in range(1, 21))]
+    assert base(20) in [each.target for each in placement.transfers(seen(due, committed(0)))]
+    opening = [base(5), *(single(version) for version in range(6, 8))]
+    assert base(5) in [each.target for each in placement.transfers(seen(opening, []))], "it is the first one"
+
+
 def test_memory_alone_keeps_two_bases() -> None:
     observation = Observation((MEMORY,), (Contents.of((base(v), 1) for v in (0, 10, 20)),), 0, 1, 1, FIRST)
     assert Retention().reclaimable(observation)[0] == [base(0)]

@@ -155,7 +155,7 @@ async def test_an_object_that_cannot_be_deleted_holds_up_no_other(tmp_path: Path
         drivers[0].refused = only("delete", [stuck], error)
         for first in (0, 10, 20, 30):
             await capture(hierarchy, base(first), *(record(version) for version in range(first + 1, first + 10)))
-            await mover.drain(10, closing=True) if first < 20 else await settle(mover.cycle)
+            await mover.drain(10, closing=True) if first < 10 else await settle(mover.cycle)
         left = await held(hierarchy, 0)
         assert str(stuck) in left
         assert [key for key in left if key < str(base(20)) and key != str(stuck)] == []
