@@ -81,9 +81,9 @@ class CheckpointConfig:
     """Who makes the bases that are due. ``capture``: the trainer copies its state. ``fold``: the mover replays the
     differentials onto the base before, off the training's path, and gets the same bytes; it takes the memory of a
     base in the mover's process. What cannot be folded exactly is refused at the start. If a doubt comes up later,
-    bases are captured from then on, and the log says why. Training waits for a fold that does not keep up. ``auto``: as
-    ``fold`` if a kernel is certified for the optimizer in the process that folds; whatever stands in the way, also a
-    fold that does not keep up, the base is captured, and ``Stats.not_folded`` and the log say why."""
+    bases are captured from then on, and the log says why. Training waits for a fold that does not keep up. ``auto``:
+    the node's agent folds if it moves the data, and a kernel is certified there for the optimizer. Whatever stands in
+    the way, also a fold that does not keep up, the base is captured, and ``Stats.not_folded`` and the log say why."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a

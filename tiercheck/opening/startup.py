@@ -59,6 +59,10 @@ __all__ = ["open_job"]
 
 log = logging.getLogger(__name__)
 
+AUTO_NEEDS_AGENT = (
+    "the mover runs in the training process, and a fold reads more than the copy of a base does: every differential "
+    'since the last one (bases="fold" folds there, too)'
+)
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
 
@@ -101,10 +105,6 @@ class _State:
     stream: StateStream
     given: Sequence[Mapping[str, Any]]
     """The optimizer's options as the script gave them."""
-    folds: FoldShards | None
-    """``None``: bases are captured."""
-    not_folded: str
-    """Why, if folding was wanted."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,10 @@ class _OpenTiers:
     policies: JobPolicies
     """Those of a job with these tiers."""
     agent: NodeAgent | None
+    folds: FoldShards | None
+    """``None``: bases are captured."""
+    not_folded: str
+    """Why, if folding was wanted."""
 
 
 @dataclass(frozen=True)
@@ -222,19 +226,22 @@ class _Startup:
         this one holds, and what it asks for."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
-        folds, not_folded = self.folding()
-        return _State(stream, given, folds, not_folded), (self.trained.layout(), str(self.request))
+        if self.config.bases == "fold":
+            self.trained.folding(certified=False)
+        return _State(stream, given), (self.trained.layout(), str(self.request))
 
-    def folding(self) -> tuple[FoldShards | None, str]:
-        """What folds the bases that are due; ``None`` if they are captured, and why. Errors: ``ConfigurationError`` if
-        they must be folded, and cannot."""
+    def folding(self, agent: NodeAgent | None) -> tuple[FoldShards | None, str]:
+        """What folds the bases that are due; ``None`` if they are captured, and why, if folding was wanted. Errors:
+        ``ConfigurationError`` if they must be folded, and cannot."""
         if self.config.bases == "capture":
             return None, ""
+        if self.config.bases == "fold":
+            return self.trained.folding(certified=False), ""
         try:
-            return self.trained.folding(certified=self.config.bases == "auto"), ""
+            if agent is None:
+                raise ConfigurationError(AUTO_NEEDS_AGENT)
+            return self.trained.folding(certified=True), ""
         except ConfigurationError as error:
-            if self.config.bases == "fold":
-                raise
             if self.ranks.rank == 0:
                 log.info("bases are captured, and not folded: %s", error)
             return None, str(error)
@@ -297,13 +304,14 @@ class _Startup:
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
         self.policies.check(placed, tiers)
         policies = self.policies
-        if state.folds is not None:
+        folds, not_folded = self.folding(agent)
+        if folds is not None:
             policies = policies.folding(agrees=Agreement.needed(tiers, ranks.group))
         demand = Demand.of(state.stream, config)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
-        return _OpenTiers(placed, tiers, demand, policies, agent)
+        return _OpenTiers(placed, tiers, demand, policies, agent, folds, not_folded)
 
     async def begin(
         self, state: _State, opened: _OpenTiers, start: _Start, restored: Restored
@@ -311,7 +319,7 @@ class _Startup:
         """Capture the base that the generation opens with. No mover runs yet, so that it can be taken back. Returns
         what records, and the tiers that this rank's state was read from."""
         ranks, config = self.ranks, self.config
-        mover = self.make_mover(state, opened, start)
+        mover = self.make_mover(opened, start)
         agreement = None
         if Agreement.needed(opened.tiers, ranks.group):
             agreement = Agreement(ranks.group, mover, ranks.scheduler, config.deadline_s)
@@ -328,8 +336,8 @@ class _Startup:
             version=start.version,
             settle=agreement.settle if agreement else None,
             before_bases=self.before_bases,
-            folds=state.folds is not None,
-            not_folded=state.not_folded,
+            folds=opened.folds is not None,
+            not_folded=opened.not_folded,
         )
         cautions = await self.cautions(state, opened, start.recovery)
         if (found := restored.constants) is not None:
@@ -355,7 +363,7 @@ class _Startup:
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 
-    def make_mover(self, state: _State, opened: _OpenTiers, start: _Start) -> MoverHandle:
+    def make_mover(self, opened: _OpenTiers, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""
         rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
         if opened.agent is None:
@@ -368,7 +376,7 @@ class _Startup:
                 retention=opened.policies.retention,
                 pacing=self.policies.pacing,
                 lineage=start.lineage,
-                folds=state.folds,
+                folds=opened.folds,
             )
         job = ReplicationJob(
             tuple(JobTier(tier.name, tier.url, tier.codec) for tier in opened.hierarchy.tiers),
@@ -378,7 +386,7 @@ class _Startup:
             generation=generation,
             batch=self.policies.batch,
             interval=self.policies.cadence.interval,
-            folds="no" if state.folds is None else "certified" if self.config.bases == "auto" else "exactly",
+            folds="no" if opened.folds is None else "certified" if self.config.bases == "auto" else "exactly",
             fold_every=opened.policies.fold_every,
             **self.policies.texts(),
         )
