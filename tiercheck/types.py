@@ -178,6 +178,15 @@ def bytes_text(nbytes: int) -> str:
     raise AssertionError("unreachable: the last unit takes every size")
 
 
+def seconds_text(seconds: float) -> str:
+    """``0.0123`` to ``12 ms``."""
+    if seconds < 1:
+        return f"{max(1, round(1000 * seconds))} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 class _Shown(reprlib.Repr):
     """Shows a few items of each container, and the ends of each text."""
 

@@ -30,7 +30,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.record_names import gradient_name, host_name
-from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt
+from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, ReplayRate
 from tiercheck.types import Fidelity
 
 __all__ = ["NumberState"]
@@ -95,6 +95,9 @@ class NumberState:
 
     def conversion(self) -> Conversion:
         raise UnsupportedSetup("numbers are of one rank")
+
+    def replay_rate(self) -> tuple[int, ReplayRate]:
+        return 1, ReplayRate((1e6, 1e6), kernel=False)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{"lr": float(LEARNING_RATE)}]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercheck.archive.change.copying import Copied, copy
-from tiercheck.archive.duration import Duration, ReplayRate, duration, probe
 from tiercheck.archive.inventory import Generation, Inventory, Recoverable
 from tiercheck.archive.tiers import look_into, opened_to_read
 from tiercheck.archive.verify import Progress, Verified, verify
@@ -23,7 +24,9 @@ from tiercheck.errors import Closed, ConfigurationError, TierCheckError
 from tiercheck.format.index.logical import MASTER
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.spans import Span
+from tiercheck.recovery.duration import Duration, duration, probe
 from tiercheck.runtime.front import ThreadScheduler, run
+from tiercheck.streams.state import ReplayRate
 
 if TYPE_CHECKING:
     from tiercheck.archive.compare.versions import Compared
@@ -133,24 +136,25 @@ class Archive:
         steps of its optimizer are replayed on a state that is made up. What cannot be measured is told, and raises
         nothing.
         """
+        sizes = {copy: self.inventory.nbytes(copy) for plan in chosen.plans for copy in plan.sources}
         rates = run(
             self._running().call(
-                probe(self._hierarchy, self.inventory, chosen, deadline_s=self._deadline_s),
+                probe(self._hierarchy.tiers, sizes, deadline_s=self._deadline_s, clock=time.perf_counter),
                 what="measuring the tiers",
                 deadline_s=FOREVER_S,
             )
         )
-        mappable = frozenset(tier.name for tier in self._hierarchy.tiers if tier.capabilities.mappable)
+        expected = partial(duration, chosen.plans, self._hierarchy.tiers, sizes, rates)
         if not any(point.replayed and not point.by_snapshot for point in chosen.points):
-            return duration(chosen, self.inventory, rates, mappable)
+            return expected()
         elements, replay = self._replay_rate(chosen)
-        return duration(chosen, self.inventory, rates, mappable, elements=elements, replay=replay)
+        return expected(elements=elements, replay=replay)
 
     def _replay_rate(self, chosen: Recoverable) -> tuple[int, ReplayRate]:
         try:
             with needing_torch():
                 from tiercheck.archive.contents import read_contents
-                from tiercheck.archive.replay_rate import replay_rate
+                from tiercheck.streams.replay.rate import replay_rate
             contents = self._call(read_contents(self._hierarchy, self.inventory, chosen, 0))
         except TierCheckError as error:
             return 0, ReplayRate(None, False, str(error))

@@ -33,9 +33,9 @@ from tiercheck.types import bytes_text, shown
 if TYPE_CHECKING:
     from tiercheck.archive.archive import Archive
     from tiercheck.archive.contents import Contents
-    from tiercheck.archive.duration import Duration
     from tiercheck.archive.inventory import Generation, Held, Recoverable, Stored
     from tiercheck.archive.verify import Verified
+    from tiercheck.recovery.duration import Duration
 
 __all__ = ["DEADLINE", "GENERATION", "VERSION", "export", "ls", "opened", "plan", "show", "verify"]
 
@@ -277,11 +277,9 @@ def show_duration(console: Console, expected: Duration) -> None:
     if expected.seconds is None:
         console.print(Text(f"How long it takes is not known: {'; '.join(expected.unknown)}", style="yellow"))
     else:
-        shortest, longest = expected.seconds
-        said = f"Expected to take {seconds_text(shortest)} to {seconds_text(longest)}"
-        if expected.steps:
-            said += f", {counted(expected.steps, 'replayed step')} included"
-        console.print(Text(f"{said}, from each rank reading at the rate measured here to all of them sharing it"))
+        said = str(expected)
+        range_of = "from each rank reading at the rate measured here to all of them sharing it"
+        console.print(Text(f"{said[:1].upper()}{said[1:]}, {range_of}"))
     for each in expected.tiers:
         if each.bytes_per_s is not None:
             slow, fast = each.bytes_per_s
@@ -291,15 +289,6 @@ def show_duration(console: Console, expected: Duration) -> None:
         slow, fast = expected.replay.elements_per_s
         how = "by a kernel" if expected.replay.kernel else "by calling the optimizer"
         console.print(Text(f"  replay {how}: {slow:,.0f} to {fast:,.0f} elements a second"))
-
-
-def seconds_text(seconds: float) -> str:
-    """``0.0123`` to ``12 ms``."""
-    if seconds < 1:
-        return f"{max(1, round(1000 * seconds))} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show_contents(console: Console, archive: Archive, contents: Contents) -> None:

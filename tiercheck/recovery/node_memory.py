@@ -21,9 +21,7 @@ from msgspec import Meta
 
 from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.policy.observation import Copy
-from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.policy.recovery.plan import Plan, plan
+from tiercheck.policy.recovery.plan import Plan, Unreachable
 from tiercheck.policy.recovery.spans import Span, contain
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.survey import Survey, survey
@@ -151,10 +149,11 @@ class NodeMemories:
         await asyncio.gather(*(tier.driver.open() for tier in fresh))
         return tiers
 
-    def say_plan(self, point: RecoveryPoint, usable: Collection[Copy]) -> None:
+    def say_plan(self, chosen: Plan | Unreachable) -> None:
         """Say from where this rank is to read, before it does, if any of it is in their memory."""
-        chosen = plan(point, self._ranks.rank, usable, self.reading.order)
-        tiers = [self.reading.tiers[source.tier] for source in chosen.sources] if isinstance(chosen, Plan) else []
+        if isinstance(chosen, Unreachable):
+            return
+        point, tiers = chosen.point, [self.reading.tiers[source.tier] for source in chosen.sources]
         if any(tier.is_other_node for tier in tiers):
             rank, names = self._ranks.rank, ", ".join(dict.fromkeys(tier.name for tier in tiers))
             log.info("rank %d: version %d is to be read from base %d on by %s", rank, point.last, point.anchor, names)

@@ -34,8 +34,10 @@ from tiercheck.policy.recovery.plan import (
     availability,
     availability_of_nodes,
     held,
+    plan,
 )
 from tiercheck.policy.recovery.request import Request, Turn
+from tiercheck.recovery.duration import say_expected
 from tiercheck.recovery.node_memory import NodeMemories
 from tiercheck.recovery.past import Past
 from tiercheck.recovery.ranks import Ranks
@@ -377,7 +379,10 @@ class Restorer:
         here, there = everywhere[: len(names)], zip(other_nodes, everywhere[len(names) :], strict=True)
         further = tuple((name, *what) for name, what in there if any(what))
 
-        self.memories.say_plan(point, reader.copies.usable(self._own))
+        tiers, usable = self.memories.reading, reader.copies.usable(self._own)
+        chosen = plan(point, self.ranks.rank, usable, tiers.order)
+        self.memories.say_plan(chosen)
+        await say_expected(chosen, self._survey.nbytes, tiers.tiers, self.state, self.ranks)
 
         async def attempt() -> bool:
             reader.state.expect()

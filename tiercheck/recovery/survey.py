@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -37,7 +37,8 @@ T = TypeVar("T")
 class Looked:
     """What lies in one tier, as far as one rank needs to know."""
 
-    own: set[ShardKey] = field(default_factory=set)
+    own: dict[ShardKey, int] = field(default_factory=dict)
+    """The rank's shards, and their bytes."""
     others: set[ShardKey] = field(default_factory=set)
     """The newest shard of each other rank, in a tier inside a node. In a tier that all ranks share, each looks for its
     own."""
@@ -69,6 +70,8 @@ class Survey:
     set_aside: frozenset[SetAside] = frozenset()
     away: tuple[tuple[int, str], ...] = ()
     """Tiers that could not be listed, and why."""
+    nbytes: Mapping[Copy, int] = field(default_factory=dict, compare=False)
+    """Of each of ``sources``."""
 
     @property
     def lineages(self) -> dict[int, set[Branch]]:
@@ -95,6 +98,7 @@ class Survey:
             self.generations | other.generations,
             self.set_aside | other.set_aside,
             other.away,
+            {**self.nbytes, **other.nbytes},
         )
 
 
@@ -124,6 +128,7 @@ async def survey(
         away=tuple(
             (tier.index, str(look)) for tier, look in zip(tiers, looks, strict=True) if isinstance(look, TierError)
         ),
+        nbytes={Copy(tier.index, key): nbytes for tier, look in found for key, nbytes in look.own.items()},
     )
 
 
@@ -139,7 +144,7 @@ async def look_into(tier: OpenTier, rank: int) -> Looked:
             if key.stream is not Stream.CONSTANT:  # newer generations refer to them, and nothing leads there
                 looked.generations.add(key.generation)
             if key.rank == rank:
-                looked.own.add(key)
+                looked.own[key] = info.nbytes
             else:
                 newest = others.get(key.rank, key)
                 others[key.rank] = max(key, newest, key=lambda each: (each.generation, each.last))

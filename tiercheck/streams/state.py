@@ -373,6 +373,17 @@ class Conversion(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ReplayRate:
+    """How fast steps are replayed on this machine."""
+
+    elements_per_s: tuple[float, float] | None
+    """The slowest and the fastest that was measured: of the trained tensors, times steps; ``None``: not measured."""
+    kernel: bool
+    """They are replayed by a kernel, and not by calling the optimizer."""
+    why_not: str = ""
+
+
 class TrainingState(Protocol):
     """One rank's training state."""
 
@@ -388,6 +399,11 @@ class TrainingState(Protocol):
         ...
 
     def reader(self) -> StateReader: ...
+
+    def replay_rate(self) -> tuple[int, ReplayRate]:
+        """The elements of this rank's trained tensors, and how fast this machine replays steps of its optimizer, which
+        is measured on a state that is made up. That takes some tenths of a second."""
+        ...
 
     def layout(self) -> str:
         """What this rank holds of the model, in a few characters: equal ones read each other's shards as they are."""

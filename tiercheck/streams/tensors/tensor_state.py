@@ -22,7 +22,7 @@ from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
-from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, StateStream
+from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, ReplayRate, StateStream
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.types import Fidelity
 
@@ -54,6 +54,12 @@ class TensorState:
 
     def reader(self) -> TensorReader:
         return TensorReader(self._provider, exact=self._config.exact_replay)
+
+    def replay_rate(self) -> tuple[int, ReplayRate]:
+        from tiercheck.streams.replay.rate import replay_rate  # few starts need it
+
+        elements = sum(each.numel() for each in self._provider.masters().values())
+        return elements, replay_rate(self._provider.identity(), self._provider.hyperparameters(), elements)
 
     def layout(self) -> str:
         identity = self._provider.identity()

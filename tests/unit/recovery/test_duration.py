@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
+import uuid
 from itertools import count
 from typing import Any
 
@@ -11,12 +14,21 @@ import torch
 
 import tiercheck
 from tests.archived import LAST, Left
-from tiercheck.archive import duration as durations
-from tiercheck.archive.duration import ReplayRate, TierRate, duration
-from tiercheck.archive.replay_rate import replay_rate
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import NotFound
+from tiercheck.hierarchy import Hierarchy, OpenTier
+from tiercheck.integrations.torch import attach
+from tiercheck.policy.observation import Copy
+from tiercheck.recovery import duration as durations
+from tiercheck.recovery.duration import TierRate, duration
+from tiercheck.streams.replay.rate import replay_rate
+from tiercheck.streams.state import ReplayRate
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
+from tiercheck.tiers.memory import MemoryDriver
 
-NOWHERE = frozenset[str]()
+
+def sizes_of(archive: Any, chosen: Any) -> dict[Copy, int]:
+    return {copy: archive.inventory.nbytes(copy) for plan in chosen.plans for copy in plan.sources}
 
 
 def rate(archive: Any, slow: float, fast: float, latency_s: float = 0.0) -> TierRate:
@@ -28,14 +40,18 @@ def test_the_range_is_from_each_rank_by_itself_to_all_sharing_one_rate(finished:
         chosen = archive.plan()
         sizes = [[archive.inventory.nbytes(each) for each in plan.sources] for plan in chosen.plans]
         rates, replay = [rate(archive, 100.0, 200.0, 0.5)], ReplayRate((10.0, 20.0), True)
-        found = duration(chosen, archive.inventory, rates, NOWHERE, elements=26, replay=replay)
+        tiers, nbytes = archive._hierarchy.tiers, sizes_of(archive, chosen)
+        found = duration(chosen.plans, tiers, nbytes, rates, elements=26, replay=replay)
         shortest = max(sum(each) for each in sizes) / 200
         twice = sum(each[0] + 2 * sum(each[1:]) for each in sizes) / 100
         assert found.seconds == pytest.approx((shortest, twice + 0.5 * 2 * (1 + 2) + 26 / 10))
-        mapped = duration(chosen, archive.inventory, rates, frozenset(["nvme"]), elements=26, replay=replay)
+        twofold = duration(chosen.plans, tiers, nbytes, rates, alike=2)
+        assert twofold.seconds == pytest.approx((shortest, 2 * (twice + 0.5 * 2 * (1 + 2))))
+        mapping = [OpenTier(0, "nvme", MemoryDriver("expected"))]
+        mapped = duration(chosen.plans, mapping, nbytes, rates, elements=26, replay=replay)
         assert mapped.seconds == pytest.approx((shortest, sum(map(sum, sizes)) / 100 + 0.5 * 4 + 26 / 10))
         slow = ReplayRate((1e-3, 1e-2), True)
-        long = duration(chosen, archive.inventory, rates, NOWHERE, elements=26, replay=slow)
+        long = duration(chosen.plans, tiers, nbytes, rates, elements=26, replay=slow)
         assert long.seconds is not None
         assert long.seconds[0] == 26 / 1e-2, "the replay takes longer than the reading, and goes on meanwhile"
 
@@ -64,7 +80,10 @@ def test_a_slow_tier_is_asked_for_no_more_than_it_takes_to_know(finished: Left) 
     ticks = count(step=3)
     with tiercheck.open(finished.url) as archive:
         probing = durations.probe(
-            archive._hierarchy, archive.inventory, archive.plan(), deadline_s=30, clock=lambda: float(next(ticks))
+            archive._hierarchy.tiers,
+            sizes_of(archive, archive.plan()),
+            deadline_s=30,
+            clock=lambda: float(next(ticks)),
         )
         (tier,) = archive._call(probing)
     assert tier.latency_s == 3
@@ -101,3 +120,35 @@ def test_the_replay_is_measured_by_the_optimizer_that_took_the_steps(
     found = replay_rate(Identity(framework, "", "", optimizer), options, 1000)
     assert (found.elements_per_s is None) == bool(why)
     assert (found.kernel, why in found.why_not) == (kernel, True)
+
+
+def test_a_recovery_in_the_job_says_how_long_it_will_take_if_that_is_worth_measuring(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+
+    def life() -> None:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = attach(model, optimizer, Hierarchy.of(url), config=CheckpointConfig(base_every=100))
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            checkpointer.end_iteration()
+        checkpointer.abort()
+
+    life()
+    with caplog.at_level(logging.INFO):
+        life()
+        assert "expected to take" not in caplog.text
+        monkeypatch.setattr(durations, "WORTH_NBYTES", 0)
+        life()
+        said = r"the recovery of version 4 from base 2 is expected to take \S+ \w+ to .*, 2 replayed steps included"
+        assert re.search(said, caplog.text)
+
+        async def refuses(*args: object) -> None:
+            raise NotFound("no such object")
+
+        monkeypatch.setattr(durations, "read", refuses)
+        life()
+        assert "is expected to take an unknown time: memory: no such object" in caplog.text

@@ -10,21 +10,25 @@ Starting processes, finding tiers and capturing the next base are no part of it.
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck.archive.inventory import Inventory, Recoverable
-from tiercheck.errors import TierError
+from tiercheck.errors import DeadlineExceeded, TierError
 from tiercheck.format.checksums import checksum_of
-from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.hierarchy import OpenTier
 from tiercheck.policy.observation import Copy
+from tiercheck.policy.recovery.plan import Plan, Unreachable
+from tiercheck.recovery.ranks import Ranks
 from tiercheck.replication.shards import read
-from tiercheck.types import ByteRange
+from tiercheck.streams.state import ReplayRate, TrainingState
+from tiercheck.types import ByteRange, seconds_text
 
-__all__ = ["Duration", "ReplayRate", "TierRate", "duration", "probe"]
+__all__ = ["Duration", "TierRate", "duration", "probe", "say_expected"]
+
+log = logging.getLogger(__name__)
 
 PROBE_NBYTES = 16 << 20
 """Of one object, so much is read."""
@@ -32,6 +36,10 @@ PROBES = 3
 PROBE_S = 2.0
 """No further object of a tier is read after so long."""
 SMALL_NBYTES = 4 << 10
+WORTH_NBYTES = 256 << 20
+"""A rank that reads less than this does not measure: what is read to measure is some part in a hundred of more."""
+SAYING_S = 10.0
+"""All of the measuring in a running job ends by then."""
 
 Span = tuple[float, float]
 """The slowest and the fastest that was measured, or the shortest and the longest time."""
@@ -55,17 +63,6 @@ class TierRate:
 
 
 @dataclass(frozen=True)
-class ReplayRate:
-    """How fast steps are replayed on this machine."""
-
-    elements_per_s: Span | None
-    """Of the trained tensors, times steps; ``None``: not measured."""
-    kernel: bool
-    """They are replayed by a kernel, and not by calling the optimizer."""
-    why_not: str = ""
-
-
-@dataclass(frozen=True)
 class Duration:
     """How long a recovery would take, if the ranks are machines like this one."""
 
@@ -78,6 +75,13 @@ class Duration:
     """``None``: nothing is replayed."""
     seconds: Span | None
     """The range; ``None`` if something that it rests on was not measured."""
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"expected to take an unknown time: {'; '.join(self.unknown)}"
+        shortest, longest = map(seconds_text, self.seconds)
+        steps = f", {self.steps} replayed step{'s' if self.steps > 1 else ''} included" if self.steps else ""
+        return f"expected to take {shortest} to {longest}{steps}"
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -112,22 +116,20 @@ class Duration:
 
 
 async def probe(
-    hierarchy: OpenHierarchy,
-    inventory: Inventory,
-    chosen: Recoverable,
+    tiers: Sequence[OpenTier],
+    nbytes_of: Mapping[Copy, int],
     *,
     deadline_s: float,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float],
 ) -> tuple[TierRate, ...]:
-    """Of each tier that the recovery reads, in their order. ``deadline_s``: how long one of them may take."""
-    by_tier: dict[int, list[Copy]] = defaultdict(list)
-    for plan in chosen.plans:
-        for copy in plan.sources:
-            by_tier[copy.tier].append(copy)
+    """Of each tier that a recovery reads, in their order. ``nbytes_of``: the copies that it reads; ``deadline_s``: how
+    long a tier may take."""
+    by_tier: dict[int, dict[Copy, int]] = defaultdict(dict)
+    for copy, nbytes in nbytes_of.items():
+        by_tier[copy.tier][copy] = nbytes
     found = []
-    for index, copies in sorted(by_tier.items()):
-        sizes = {copy: inventory.nbytes(copy) for copy in copies}
-        tier, rates, latency_s, probed, why = hierarchy.tiers[index], list[float](), 0.0, 0, ""
+    for index, sizes in sorted(by_tier.items()):
+        tier, rates, latency_s, probed, why = tiers[index], list[float](), 0.0, 0, ""
         try:
             async with asyncio.timeout(deadline_s):
                 asked = chosen_of(sizes, ranged=tier.capabilities.ranged_get)
@@ -166,30 +168,58 @@ async def timed(
 
 
 def duration(
-    chosen: Recoverable,
-    inventory: Inventory,
+    plans: Sequence[Plan],
+    tiers: Sequence[OpenTier],
+    nbytes_of: Mapping[Copy, int],
     rates: Sequence[TierRate],
-    mappable: frozenset[str],
     *,
+    alike: int = 1,
     elements: int = 0,
     replay: ReplayRate | None = None,
 ) -> Duration:
-    """``mappable``: the tiers that no byte is read from twice. ``elements``, ``replay``: if steps are replayed."""
-    steps = max((0 if point.by_snapshot else point.replayed for point in chosen.points), default=0)
+    """``plans``: of the ranks; ``alike``: so many ranks have each of them. ``elements``, ``replay``: if steps are
+    replayed."""
+    steps = max((0 if plan.point.by_snapshot else plan.point.replayed for plan in plans), default=0)
     known = {each.tier: each for each in rates if each.bytes_per_s is not None}
     given = None if replay is None else replay.elements_per_s
     if len(known) < len(rates) or (replay is not None and given is None):
         return Duration(tuple(rates), steps, elements, replay, None)
     fastest, slowest = 0.0, 0.0
-    for plan in chosen.plans:
+    for plan in plans:
         reading = 0.0
         for copy in plan.sources:
-            rate, nbytes = known[inventory.tiers[copy.tier].name], inventory.nbytes(copy)
-            slow, fast = rate.bytes_per_s or (1.0, 1.0)
-            times = 2 if copy != plan.anchor and rate.tier not in mappable else 1
+            tier, nbytes = tiers[copy.tier], nbytes_of[copy]
+            slow, fast = known[tier.name].bytes_per_s or (1.0, 1.0)
+            times = 2 if copy != plan.anchor and not tier.capabilities.mappable else 1
             reading += nbytes / fast
-            slowest += times * (rate.latency_s + nbytes / slow)
+            slowest += alike * times * (known[tier.name].latency_s + nbytes / slow)
         fastest = max(fastest, reading)
     if given is not None:
         fastest, slowest = max(fastest, steps * elements / given[1]), slowest + steps * elements / given[0]
     return Duration(tuple(rates), steps, elements, replay, (fastest, slowest))
+
+
+async def say_expected(
+    chosen: Plan | Unreachable,
+    nbytes_of: Mapping[Copy, int],
+    tiers: Sequence[OpenTier],
+    state: TrainingState,
+    ranks: Ranks,
+) -> None:
+    """Rank 0 says how long the recovery will take, by its own plan, as if the other ranks had one like it. It measures
+    for that, unless there is so little to read that the recovery would be over meanwhile."""
+    if ranks.rank or isinstance(chosen, Unreachable):
+        return
+    sizes = {copy: nbytes_of[copy] for copy in chosen.sources}
+    if sum(sizes.values()) < WORTH_NBYTES:
+        return
+    clock, within_s = ranks.scheduler.time, min(SAYING_S, ranks.deadline_s / 4)
+    probing = probe(tiers, sizes, deadline_s=within_s / len(tiers), clock=clock)
+    try:
+        rates = await ranks.scheduler.call(probing, what="measuring the tiers", deadline_s=within_s)
+    except DeadlineExceeded:
+        return
+    replays = chosen.point.replayed and not chosen.point.by_snapshot
+    elements, replay = state.replay_rate() if replays else (0, None)
+    found = duration([chosen], tiers, sizes, rates, alike=ranks.world_size, elements=elements, replay=replay)
+    log.info("the recovery of version %d from base %d is %s", chosen.point.last, chosen.point.anchor, found)
