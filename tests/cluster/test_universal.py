@@ -22,7 +22,7 @@ def test_engines_of_other_stages_load_what_is_exported(forks: Forks, tmp_path: P
     assert codes == [0, 0], log.read_text()[-4000:]
     for rank in range(2):
         reports = json.loads((tmp_path / f"r{rank}.json").read_text())
-        assert len(reports) == 4
+        assert len(reports) == 5
         for pair, report in reports.items():
             assert (report["version"], report["fidelity"], report["frozen"]) == (6, "exact", True)
             # What is not trained is in a file that universal checkpoints are not loaded from.

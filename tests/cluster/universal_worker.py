@@ -20,7 +20,7 @@ from tests.cluster.relayout_worker import SAVED_AT, Job, hashed
 from tests.forks import join
 from tiercheck.cli.commands import app
 
-PAIRS = {"zero1": ("zero2", "zero3"), "fsdp": ("zero1",), "zero3-bf16": ("zero1-bf16",)}
+PAIRS = {"zero0": ("zero2",), "zero1": ("zero2", "zero3"), "fsdp": ("zero1",), "zero3-bf16": ("zero1-bf16",)}
 """By what is saved, the stages of ZeRO that load it."""
 
 
