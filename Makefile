@@ -1,12 +1,11 @@
 # Everything runs from .venv, which any target makes first: Python 3.11 or newer and make are all it takes.
 # On another Python: make PYTHON=python3.12 test. Some tests alone: make pytest PYTEST_ARGS="-k container -x".
-# Tests run three files at a time, since much of what they do is wait, and four of those marked "cluster", which start whole
-# jobs and real servers.
+# Tests run four files at a time, since much of what they do is wait. Those marked "cluster" start whole jobs and real
+# servers, and wait more: make test runs them among the others, which compute meanwhile.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 3
-CLUSTER_WORKERS ?= 4
+PYTEST_WORKERS ?= 4
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -26,7 +25,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports pytest cluster together alone servers bench bench-kernels fidelity soak format hooks clean
+.PHONY: help install demo test lint types imports whole pytest cluster together alone servers bench bench-kernels fidelity soak format hooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,11 +46,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## train, kill, recover, and compare bit by bit (DEMO_ARGS="--failure node")
 	$(BIN)/tiercheck demo $(DEMO_ARGS)
 
-test: $(INSTALLED) ## everything that must pass: lint, types, import contracts, all tests
-	@$(MAKE) --no-print-directory --jobs=2 lint imports $(COMPILED)
-	@# npm waits for the network while the tests compute, and whole jobs wait while mypy does.
-	@$(MAKE) --no-print-directory --jobs=2 servers pytest
-	@$(MAKE) --no-print-directory --jobs=2 types together
+test: ## everything that must pass: lint, types, import contracts, all tests
+	@# npm waits for the network while pip unpacks.
+	@$(MAKE) --no-print-directory --jobs=2 install servers
+	@$(MAKE) --no-print-directory --jobs=2 lint imports types $(COMPILED)
+	@$(MAKE) --no-print-directory whole
 	@$(MAKE) --no-print-directory alone
 
 lint: $(INSTALLED) ## ruff: rules and format
@@ -59,13 +58,13 @@ lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 types: $(INSTALLED) ## mypy, strict
-	nice -n 5 $(BIN)/mypy
+	$(BIN)/mypy
 	MYPYPATH=plugins/tiercheck-obstore/src $(BIN)/mypy plugins/tiercheck-obstore/src plugins/tiercheck-template/sqlite_tier.py plugins/tiercheck-template/keep_progress.py plugins/tiercheck-template/truncated_codec.py
 
 imports: $(INSTALLED) ## who may import whom
 	$(BIN)/lint-imports --no-logo
 
-$(SERVERS): $(INSTALLED) tests/servers/package.json
+$(SERVERS): tests/servers/package.json
 	@mkdir -p $(dir $@)
 	@if command -v npm >/dev/null; then cp tests/servers/package.json $(dir $@) \
 	  && npm install --prefix $(dir $@) --silent --no-audit --no-fund --ignore-scripts \
@@ -78,6 +77,9 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 	$(BIN)/python -m tests.warm_up
 	@touch $@
 
+whole: $(COMPILED) $(SERVERS)
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(PYTEST_WORKERS) -m "not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
 	@# Ranks are threads there: each would have torch compute on two threads, which wait for each other.
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(PYTEST_WORKERS) --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
@@ -87,7 +89,7 @@ cluster: ## the other tests: whole jobs, real servers, plug-ins installed from w
 	@$(MAKE) --no-print-directory alone
 
 together: $(COMPILED) $(SERVERS)
-	$(PYTEST) -n $(CLUSTER_WORKERS) -o testpaths="tests/cluster tests/plugins" -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	$(PYTEST) -n $(PYTEST_WORKERS) -o testpaths="tests/cluster tests/plugins" -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 alone: $(COMPILED)
 	$(BIN)/pytest -o testpaths=tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)

@@ -17,27 +17,28 @@ from tiercheck.integrations import hooks
 __all__ = ["forks", "gluster", "name", "pytest_configure", "pytest_configure_node"]
 
 LONGEST_FIRST = (
-    "tests/cluster/test_fsspec_conformance.py",
     "tests/cluster/test_deepspeed_provider.py",
+    "tests/cluster/test_fsspec_conformance.py",
     "tests/plugins/test_plugins.py",
+    "tests/cluster/test_demo.py",
     "tests/cluster/test_pages.py",
-    "tests/cluster/test_s3_faults.py",
     "tests/cluster/test_soak.py",
+    "tests/cluster/test_s3_faults.py",
     "tests/cluster/test_s3_kills.py",
-    "tests/cluster/test_agent_kills.py",
-    "tests/cluster/test_ddp_compressed.py",
-    "tests/cluster/test_s3_conformance.py",
     "tests/cluster/test_tier_figures.py",
+    "tests/cluster/test_ddp_compressed.py",
+    "tests/cluster/test_relayout.py",
+    "tests/cluster/test_agent_kills.py",
+    "tests/cluster/test_s3_conformance.py",
     "tests/cluster/test_lustre_two_mounts.py",
     "tests/cluster/test_training_with_agent.py",
+    "tests/cluster/test_kernel_figures.py",
     "tests/cluster/test_fsdp.py",
     "tests/cluster/test_fsspec_failures.py",
-    "tests/cluster/test_relayout.py",
-    "tests/cluster/test_demo.py",
     "tests/cluster/test_demo_trainers.py",
-    "tests/cluster/test_kernel_figures.py",
     "tests/plugins/test_own_policy.py",
     "tests/simulation/test_policies_under_failures.py",
+    "tests/unit/integrations/test_replicas.py",
     "tests/unit/recovery/test_past.py",
     "tests/conformance/test_lustre_conformance.py",
     "tests/unit/opening/test_attach.py",
@@ -46,10 +47,15 @@ LONGEST_FIRST = (
     "tests/unit/test_kill_everywhere.py",
     "tests/unit/test_checkpointer.py",
 )
-"""The files that take longest. They begin first, so that no worker is left with one when the others are done."""
+"""The files that take longest. They begin first, so that no worker is left with one when the others are done.
+The tests of ``make cluster`` mostly wait. In ``make test`` they and the others take turns: there is always something
+to compute."""
 
 CLUSTER = ("tests/cluster/", "tests/plugins/")
 """Where the Makefile looks for the tests of ``make cluster``, which then need not load all the others."""
+
+# What is collected stays: looking through it for garbage, again and again, is a quarter of the time of a collection.
+gc.disable()
 
 # Two cores, several processes: threads that spin for one another cost more than they bring.
 torch.set_num_threads(1)
@@ -64,7 +70,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("cluster") and not item.nodeid.startswith(CLUSTER):
             raise pytest.UsageError(f"{item.nodeid} is marked cluster: make cluster looks for it in {CLUSTER} alone")
     places = {file: place for place, file in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    files = dict.fromkeys(map(file_of, items))
+    turns: dict[str, float] = {}
+    for kind in (True, False):
+        group = sorted(
+            (file for file in files if file.startswith(CLUSTER) is kind), key=lambda file: places.get(file, len(places))
+        )
+        turns |= {file: turn / len(group) for turn, file in enumerate(group)}
+    items.sort(key=lambda item: turns[file_of(item)])
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_finish() -> None:
@@ -72,6 +89,7 @@ def pytest_collection_finish() -> None:
     imported and compiled later."""
     gc.freeze()
     gc.set_threshold(700, 10, 50)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
