@@ -44,9 +44,9 @@ class Tier:
             raise ConfigurationError(f"a tier is a URL, such as shm://NAME, or a Tier of one, not {self.url!r}")
         if "://" not in self.url:
             # Not repeated whole: it may hold a password.
-            raise ConfigurationError(
-                f"{self.url.partition('?')[0].rpartition('@')[2]!r} is no tier URL: it has no scheme, such as shm:// or nvme://"
-            )
+            said = self.url.partition("?")[0].rpartition("@")[2]
+            example = f"nvme://{said}" if said.startswith("/") else "shm:// or nvme://"
+            raise ConfigurationError(f"{said!r} is no tier URL: it has no scheme, such as {example}")
         if not self.name:
             object.__setattr__(self, "name", self.url.partition("://")[0])
         if self.codec:

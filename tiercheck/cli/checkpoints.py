@@ -26,6 +26,7 @@ from rich.text import Text
 
 from tiercheck.cli.as_json import contents_object, exported_object, listing_object, plan_object, verified_object
 from tiercheck.cli.tiers import JSON, URLS, plain_table
+from tiercheck.errors import RecoveryError
 from tiercheck.keys import Stream
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.types import bytes_text, shown
@@ -111,6 +112,10 @@ def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False)
     """
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with opened(urls, deadline_s) as archive:
+        tiers = archive.inventory.tiers
+        if not any(tier.objects or tier.away for tier in tiers):
+            places = ", ".join(tier.url for tier in tiers)
+            raise RecoveryError(f"there is nothing to verify: no job has an object in {places}; check the URL")
         with progress_bar("verifying", *columns) as update:
             found = archive.verify(update)
         if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from tiercheck.cli.tiers import bench, doctor, plugins
 from tiercheck.errors import ConfigurationError, TierCheckError
 
 __all__ = ["app", "run"]
+
+UsageError: Any = typer.BadParameter.__mro__[1]
+"""Of the click that typer uses: its own, or the installed one."""
 
 app = typer.Typer(
     name="tiercheck",
@@ -57,7 +60,15 @@ def run() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_politely)
     try:
-        app()
+        sys.exit(app(prog_name="tiercheck", standalone_mode=False) or 0)
+    except UsageError as error:
+        if said := error.format_message().rstrip("."):  # without any argument the help was printed
+            command = error.ctx.command_path if error.ctx else "tiercheck"
+            print(f"error: {said} (see: {command} --help)", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        print("error: nobody answered: nothing was done", file=sys.stderr)
+        sys.exit(1)
     except TierCheckError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)

@@ -251,6 +251,8 @@ def test_what_is_there_is_replaced_only_if_asked(finished: Left, tmp_path: Path)
         assert bits(load_file(tmp_path / "hub/model.safetensors")) == finished.weights[0, 1]
         with pytest.raises(ConfigurationError, match="no directory"):
             archive.export(tmp_path / "nowhere" / "model")
+        with pytest.raises(ConfigurationError, match="/proc takes no new directory"):
+            archive.export("/proc/model")
         with pytest.raises(ConfigurationError, match="no export format 'pickle'"):
             archive.export(tmp_path / "new", "pickle")
         with pytest.raises(ConfigurationError, match="fp32, bf16, fp16 or model, not 'int3'"):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tests.shared_memory import root_of
 from tiercheck.cli import commands
+from tiercheck.errors import RecoveryError
 from tiercheck.tiers.shm.namespaces import hold_namespace, release_namespace
 
 
@@ -94,6 +95,13 @@ def test_verify_fails_where_a_version_is_lost_and_only_there(left: Left, finishe
     assert f"lost: version {LAST}; the newest that can be read is {LAST - 1}" in text
     assert told("verify", left.url, f"nvme://{finished.root}")["lost"] == []
     assert "nothing is lost" in printed("verify", left.url, f"nvme://{finished.root}")
+
+
+def test_verify_of_a_place_without_any_job_fails(tmp_path: Path) -> None:
+    """A URL with a slip must not look like a healthy checkpoint."""
+    (tmp_path / "not-ours").write_bytes(b"x")
+    with pytest.raises(RecoveryError, match=f"nothing to verify: no job has an object in nvme://{tmp_path}; check the"):
+        CliRunner().invoke(commands.app, ["verify", f"nvme://{tmp_path}"], catch_exceptions=False)
 
 
 def test_listing_and_verifying_need_no_torch(finished: Left) -> None:

@@ -30,7 +30,10 @@ def work_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise ConfigurationError(f"there is no directory {target.parent} to export to: make it first")
     work = target.with_name(f".{target.name}.partial")
     with map_os_errors(str(target)):
-        work.mkdir(mode=0o700, exist_ok=True)
+        try:
+            work.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            raise ConfigurationError(f"{target.parent} takes no new directory: choose another place") from None
         fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if not try_lock(fd):
