@@ -347,6 +347,8 @@ class NumberReader:
 class NumberFolding:
     """See :class:`tiercheck.streams.state.FoldShards`."""
 
+    executor = None
+
     def prepare(self, base: Shard) -> None:
         pass
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, TypeVar
 
 from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierCheckError, TierError
 from tiercheck.format import container
@@ -29,6 +30,8 @@ from tiercheck.types import PutMode
 __all__ = ["FOLDING", "Folder"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FOLDING = "folding"
 PREPARING = "what folds is still being made ready"
@@ -113,7 +116,7 @@ class Folder:
         key = self.base(seen)
         try:
             if key is not None and (base := await self._shard(key)) is not None:
-                await asyncio.to_thread(self._shards.prepare, base)
+                await self._beside(partial(self._shards.prepare, base))
         except NotExact as doubt:
             self._give_up(doubt)
         except TierError as error:  # the first fold does it, or finds it damaged
@@ -146,7 +149,7 @@ class Folder:
             return self._shards(shards[0], shards[1:], tier=self._tier.name, check=check)
 
         try:
-            base = await settled(asyncio.to_thread(replay), stop=stop)
+            base = await settled(self._beside(replay), stop=stop)
         except InDoubt as doubt:
             self._in_doubt = fold.version, str(doubt)
             return
@@ -158,7 +161,7 @@ class Folder:
             return
         reservation = await self._tier.driver.reserve(str(base.key), base.nbytes_max)
         try:
-            nbytes = await settled(asyncio.to_thread(_write, base, reservation))
+            nbytes = await settled(self._beside(partial(_write, base, reservation)))
             info = await reservation.publish(nbytes, mode=PutMode.CREATE)
         except AlreadyExists:
             return
@@ -166,6 +169,9 @@ class Folder:
             await _drop(reservation)
         self._observer.put(self._tier.index, base.key, info.nbytes)
         self.folded_bases += 1
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._shards.executor, work)
 
     def _refused(self, seen: Observation) -> str:
         version, why = self._in_doubt
@@ -185,7 +191,7 @@ class Folder:
             content = await self._tier.driver.get(str(key))
             shard = container.parse(content, key=str(key), tier=self._tier.name)
             if verified:
-                await settled(asyncio.to_thread(shard.verify))
+                await settled(self._beside(shard.verify))
             return shard
         except NotFound:
             self._observer.gone(self._tier.index, [key])

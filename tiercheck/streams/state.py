@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -152,6 +153,11 @@ class StateCapture(Protocol):
 
 class FoldShards(Protocol):
     """Makes of a base and the differentials after it the base of the last version, apart from the job."""
+
+    @property
+    def executor(self) -> Executor | None:
+        """The threads that it is to run on; ``None``: those of the event loop."""
+        ...
 
     def prepare(self, base: Shard) -> None:
         """Make ready what takes long, such as imports and kernels, for bases like this one. Blocking, in any thread,

@@ -7,15 +7,15 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tiercheck.agent.client.trainer_lock import Trainer
+from tiercheck.agent.jobs.folding import AgentFolding
 from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leaving, lineage_of
 from tiercheck.agent.jobs.states import FINAL, Event, State, life
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
-from tiercheck.format.container import Shard
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Contents, Role
 from tiercheck.policy.recovery.lineage import Lineage
@@ -23,7 +23,6 @@ from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover, MoverStatus
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.waiting import settled
-from tiercheck.streams.state import FoldShards, NotExact, StateCapture
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay
 
 __all__ = ["RankReplicator"]
@@ -116,6 +115,7 @@ class RankReplicator:
             copied_bytes=now.copied_bytes + self._before.copied_bytes,
             copied_objects=now.copied_objects + self._before.copied_objects,
             deleted_objects=now.deleted_objects + self._before.deleted_objects,
+            folded_bases=now.folded_bases + self._before.folded_bases,
         )
 
     @property
@@ -289,7 +289,7 @@ class RankReplicator:
             pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
-            folds=LazyFolding(certified=job.folds == "certified") if job.folds != "no" else None,
+            folds=AgentFolding(certified=job.folds == "certified") if job.folds != "no" else None,
         )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)
@@ -301,7 +301,9 @@ class RankReplicator:
             operation.cancel()
         if self._mover is not None:
             counts = self.status
-            self._last_status = replace(self._mover.status, copied_bytes=0, copied_objects=0, deleted_objects=0)
+            self._last_status = replace(
+                self._mover.status, copied_bytes=0, copied_objects=0, deleted_objects=0, folded_bases=0
+            )
             self._before = counts
         self._mover = None
         if self._life.state is State.MOVING:
@@ -427,28 +429,6 @@ class RankReplicator:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._changed.wait()
-
-
-@dataclass(frozen=True)
-class LazyFolding:
-    """See :class:`~tiercheck.streams.state.FoldShards`. An agent imports no torch before a job registers that folds."""
-
-    certified: bool
-
-    def prepare(self, base: Shard) -> None:
-        self._folding().prepare(base)
-
-    def __call__(
-        self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
-    ) -> StateCapture:
-        return self._folding()(base, differentials, tier=tier, check=check)
-
-    def _folding(self) -> FoldShards:
-        try:
-            from tiercheck.streams.tensors.folding import TensorFolding
-        except ImportError as error:
-            raise NotExact(f"what folds is not installed for the agent: {error}") from error
-        return TensorFolding(certified=self.certified)
 
 
 def _now() -> float:

@@ -67,6 +67,10 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
             lambda r: -1 if r.mover.watermark is None else r.mover.watermark,
         ),
         "undrained_bases": ("Bases that the durable tier still lacks.", lambda r: r.mover.undrained_bases),
+        "fold_lag_versions": (
+            "Versions recorded since the oldest base that is left to be folded, and is not there.",
+            lambda r: r.mover.fold_lag_versions,
+        ),
         "idle": ("1 where nothing was left to do at the last look.", lambda r: float(r.mover.idle)),
         "silent_seconds": ("Since its trainer was last heard of.", lambda r: r.silent_s),
         "tiers_in_trouble": ("Tiers whose last action failed.", lambda r: len(r.mover.errors)),
@@ -87,6 +91,7 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
     yield slow
     counters: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "copied_bytes": ("Bytes copied to slower tiers.", lambda r: r.mover.copied_bytes),
+        "folded_bases": ("Bases folded.", lambda r: r.mover.folded_bases),
         "copied_objects": ("Objects copied to slower tiers.", lambda r: r.mover.copied_objects),
         "refused_decisions": ("Decisions of policies that were refused.", lambda r: r.mover.refused_decisions),
         "deleted_objects": ("Objects deleted since nothing needed them any more.", lambda r: r.mover.deleted_objects),

@@ -79,6 +79,8 @@ def _rank(rank: RankSnapshot) -> str:
     facts = _facts(
         ("Watermark", "none" if mover.watermark is None else f"base {mover.watermark}"),
         ("Undrained bases", str(mover.undrained_bases)),
+        *((("Folded bases", str(mover.folded_bases)),) if mover.folded_bases else ()),
+        *((("Not folded", mover.not_folded),) if mover.not_folded else ()),
         ("Copied", f"{bytes_text(mover.copied_bytes)}"),
         ("Objects", f"{mover.copied_objects} in, {mover.deleted_objects} out"),
         ("Trainer heard", _ago(rank.silent_s)),

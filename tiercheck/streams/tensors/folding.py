@@ -8,9 +8,12 @@ have captured at that version, or it is not made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from tiercheck import schema
 from tiercheck.config import CheckpointConfig
@@ -36,7 +39,7 @@ from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stored import HOST, StoredReader, StoredState, check_replayable
 from tiercheck.types import Fidelity
 
-__all__ = ["TensorFolding", "check_foldable", "fold"]
+__all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What torch and its optimizers raise if a state is none of theirs."""
@@ -48,6 +51,7 @@ class TensorFolding:
 
     certified: bool
     """Whether only a kernel may replay that was certified for the optimizer; else the optimizer itself may, too."""
+    executor: Executor | None = None
 
     def prepare(self, base: Shard) -> None:
         """Compile and certify the kernels."""
@@ -61,6 +65,11 @@ class TensorFolding:
         self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
     ) -> BaseCapture:
         return fold(base, differentials, tier=tier, check=check)
+
+
+def on_one_thread() -> None:
+    """Let an optimizer that is called in this process compute on the thread that calls it."""
+    torch.set_num_threads(1)
 
 
 @contextmanager
