@@ -200,7 +200,8 @@ class PlainFusedAdam(FusedAdam):
                 p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
 
-def build(case: Case, seed: int, **changes: Any) -> Any:
+def build(case: Case, seed: int, *, stages: int = 2, **changes: Any) -> Any:
+    """``stages``: of a pipeline."""
     """An engine with parameters and generators from ``seed``; ``changes`` go to ``deepspeed.initialize``."""
     if case.fp16:  # torch's CPU kernels compute in fp16; DeepSpeed only does not offer it there
         get_accelerator().is_fp16_supported = lambda: True
@@ -211,7 +212,7 @@ def build(case: Case, seed: int, **changes: Any) -> Any:
     model: nn.Module
     if case.pipeline:
         layers = [LayerSpec(First), LayerSpec(Block), LayerSpec(Block), LayerSpec(Last)]
-        model = PipelineModule(layers, num_stages=2, loss_fn=objective, base_seed=seed)
+        model = PipelineModule(layers, num_stages=stages, loss_fn=objective, base_seed=seed)
     else:
         model = Model()
     matrices = [p for p in model.parameters() if p.ndim > 1]

@@ -16,7 +16,7 @@ Three ways in and out:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from tiercheck.format.header import (
     DTYPES,
     LENGTH_NBYTES,
     OBJECT_PREFIX,
-    PADDING_PREFIX,
     Extent,
     HeaderTooLarge,
     ShardHeader,
@@ -41,6 +40,8 @@ from tiercheck.format.header import (
     worst_case_nbytes,
 )
 from tiercheck.format.host_state import pack, unpack
+from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
+from tiercheck.format.recurring import Recurring
 from tiercheck.types import Buffer
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "DTYPES",
     "HeaderTooLarge",
     "PackedObject",
+    "Recurring",
     "RunningChecksum",
     "Shard",
     "ShardHeader",
@@ -187,6 +189,23 @@ class ShardWriter:
         """
         return self._place(tensor_spec(name, dtype, shape))
 
+    def recurring(self, tensors: Recurring, stamp: str) -> memoryview:
+        """The writable bytes of all these tensors, which come first; fill them before ``finish``, but for the gaps
+        between them. ``stamp``: the version, which their names begin with.
+
+        Errors: ``ValueError`` if something was placed; ``CapacityExceeded``. Either leaves the writer as it was.
+        """
+        self._check_open()
+        if self._layout.nbytes or self._layout.behind is not None:
+            raise ValueError("tensors that recur are placed first, and once")
+        self._check_room(self._header_nbytes + tensors.nbytes, "the tensors that recur")
+        self._layout = ShardLayout(tensors, stamp)
+        memory = self._buffer[self._header_nbytes : self.nbytes]
+        for stop, start in zip(tensors.stops, tensors.starts[1:], strict=False):
+            if start > stop:
+                memory[stop:start] = _ZEROS[: start - stop]
+        return memory
+
     def add_object(self, name: str, value: object) -> None:
         """Pack ``value`` (a :class:`PackedObject` is taken as it is) behind what is there.
 
@@ -197,11 +216,14 @@ class ShardWriter:
         self._place(spec)[:] = packed.data
         self._object_checksums[spec.name] = packed.checksum or checksum_of(packed.data)
 
-    def finish(self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None) -> int:
+    def finish(
+        self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None, recurring: Sequence[int] = ()
+    ) -> int:
         """Write the header; the file is the first so many bytes of the buffer.
 
         Checksums of tensors (:func:`checksum_of`, by name) are taken on trust from ``checksums``,
-        and computed where it has none. The length bytes, without which nothing parses, are written last.
+        and computed where it has none; those of the tensors that recur, as numbers, from ``recurring``. The length
+        bytes, without which nothing parses, are written last.
         Errors: ``ValueError`` if the header passes its room, or a checksum is of no tensor; the shard can
         then still be finished properly.
         """
@@ -212,7 +234,10 @@ class ShardWriter:
             raise ValueError(f"a checksum was given for {name!r}, which is no tensor of the shard")
         for name in tensors.keys() - known.keys():
             known[name] = checksum_of(self._view(tensors[name]))
-        header = memoryview(encode_header(metadata, self._layout.with_checksums(known), nbytes=self._header_nbytes))
+        behind = self._layout.behind
+        texts = (b"", b"") if behind is None else behind.texts(self._layout.stamp, recurring)
+        extents = self._layout.with_checksums(known)
+        header = memoryview(encode_header(metadata, extents, nbytes=self._header_nbytes, recurring=texts))
         self._buffer[LENGTH_NBYTES : len(header)] = header[LENGTH_NBYTES:]
         self._buffer[:LENGTH_NBYTES] = header[:LENGTH_NBYTES]
         self._finished = True
@@ -221,12 +246,7 @@ class ShardWriter:
     def _place(self, spec: TensorSpec) -> memoryview:
         self._check_open()
         gap = self._layout.gap_before(spec)
-        stop = self.nbytes + gap + spec.nbytes
-        if stop > len(self._buffer):
-            raise CapacityExceeded(
-                f"with {spec.name!r} the shard takes {stop} bytes, and {len(self._buffer)} are reserved for it: "
-                "compute the reservation with shard_nbytes over all it holds"
-            )
+        self._check_room(self.nbytes + gap + spec.nbytes, repr(spec.name))
         start = self.nbytes
         extent, gap = self._layout.append(spec)
         self._buffer[start : start + gap] = _ZEROS[:gap]
@@ -234,6 +254,13 @@ class ShardWriter:
 
     def _view(self, extent: Extent) -> memoryview:
         return self._buffer[self._header_nbytes + extent.start : self._header_nbytes + extent.stop]
+
+    def _check_room(self, nbytes: int, what: str) -> None:
+        if nbytes > len(self._buffer):
+            raise CapacityExceeded(
+                f"with {what} the shard takes {nbytes} bytes, and {len(self._buffer)} are reserved for it: "
+                "compute the reservation with shard_nbytes over all it holds"
+            )
 
     def _check_open(self) -> None:
         if self._finished:
@@ -387,56 +414,6 @@ def header_length(beginning: Buffer, *, key: str | None = None, tier: str | None
         return shard_header.header_length(bytes_of(beginning))
     except ValueError as error:
         raise Corruption(f"this is no whole shard: {error}", tier=tier, key=key) from error
-
-
-class ShardLayout:
-    """Where the tensors of a shard lie while it is being put together; offsets count from the header's end."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._extents: list[Extent] = []
-        self._names: set[str] = set()
-        self._paddings = 0
-
-    def gap_before(self, spec: TensorSpec) -> int:
-        """Bytes of padding that ``spec`` needs in front of it; ``ValueError`` if its name is taken."""
-        if spec.name in self._names:
-            raise ValueError(f"the shard has {spec.name!r} already; names are unique in a shard")
-        aligned = spec.name.startswith(OBJECT_PREFIX) or not spec.nbytes
-        return 0 if aligned else round_up(self.nbytes) - self.nbytes
-
-    def append(self, spec: TensorSpec) -> tuple[Extent, int]:
-        """The extent of the next tensor, and the bytes of padding put in front of it."""
-        gap = self.gap_before(spec)
-        if gap:
-            self._extents.append(Extent.padding(self._paddings, self.nbytes, gap))
-            self._paddings += 1
-        extent = Extent(spec, self.nbytes + gap, None)
-        self._names.add(spec.name)
-        self._extents.append(extent)
-        self.nbytes = extent.stop
-        return extent, gap
-
-    def tensors(self) -> Iterator[Extent]:
-        """All but the padding, in file order."""
-        return (extent for extent in self._extents if not extent.is_padding)
-
-    def with_checksums(self, checksums: Mapping[str, str]) -> list[Extent]:
-        return [Extent(each.spec, each.start, checksums.get(each.spec.name)) for each in self._extents]
-
-
-def tensor_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(tensor_name(name), dtype, tuple(shape))
-
-
-def tensor_name(name: str) -> str:
-    if name.startswith((OBJECT_PREFIX, PADDING_PREFIX)):
-        raise ValueError(f"the tensor name {name[:80]!r} begins with a prefix that the file format keeps for itself")
-    return name
-
-
-def object_spec(name: str, nbytes: int) -> TensorSpec:
-    return TensorSpec(OBJECT_PREFIX + name, "U8", (nbytes,))
 
 
 def packed_object(name: str, value: object) -> PackedObject:

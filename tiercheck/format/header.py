@@ -25,15 +25,17 @@ from types import MappingProxyType
 import xxhash
 
 from tiercheck import keys
-from tiercheck.types import ByteRange
+from tiercheck.types import Buffer, ByteRange
 
 __all__ = [
     "ALIGNMENT",
+    "COMPACT",
     "DTYPES",
     "FORMAT",
     "HEADER_NBYTES_MAX",
     "OBJECT_PREFIX",
     "PADDING_PREFIX",
+    "STORED_AS",
     "Extent",
     "HeaderTooLarge",
     "ShardHeader",
@@ -41,6 +43,7 @@ __all__ = [
     "TensorSpec",
     "check_name",
     "decode_header",
+    "description_of",
     "encode_header",
     "header_length",
     "round_up",
@@ -238,14 +241,21 @@ class HeaderTooLarge(ValueError):
     """A shard has more tensors, or longer names, than a header may describe: split it."""
 
 
-def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes: int | None = None) -> bytes:
+def encode_header(
+    metadata: ShardMetadata,
+    extents: Sequence[Extent],
+    *,
+    nbytes: int | None = None,
+    recurring: tuple[Buffer, Buffer] = (b"", b""),
+) -> bytearray:
     """The header for tensors that lie contiguously at ``extents``: length bytes, JSON, spaces, checksum.
 
-    It takes ``nbytes`` (default: the next multiple of ``ALIGNMENT``). Errors: ``ValueError`` if that is too
+    It takes ``nbytes`` (default: the next multiple of ``ALIGNMENT``). ``recurring``: of tensors that lie ahead of them
+    (:meth:`tiercheck.format.recurring.Recurring.texts`). Errors: ``ValueError`` if that is too
     little, or if the header passes a limit that readers set.
     """
-    text = header_json(metadata, extents).encode("ascii")
-    needed = LENGTH_NBYTES + len(text)
+    texts = header_texts(metadata, extents, recurring)
+    needed = LENGTH_NBYTES + sum(map(len, texts))
     nbytes = round_up(needed) if nbytes is None else nbytes
     if needed > nbytes:
         raise ValueError(
@@ -254,17 +264,19 @@ def encode_header(metadata: ShardMetadata, extents: Sequence[Extent], *, nbytes:
         )
     if nbytes > HEADER_NBYTES_MAX:
         raise HeaderTooLarge(f"the header takes {nbytes} bytes, over the limit of {HEADER_NBYTES_MAX}: split the shard")
-    header = bytearray(b" ") * nbytes
-    header[:LENGTH_NBYTES] = (nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little")
-    header[LENGTH_NBYTES:needed] = text
+    header = bytearray().join([(nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little"), *texts])
+    header += b" " * (nbytes - needed)
     header[_DIGEST] = xxhash.xxh3_64_hexdigest(header).encode("ascii")
-    return bytes(header)
+    return header
 
 
-_COMPACT = json.JSONEncoder(separators=(",", ":"))
+COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
-def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
+def header_texts(
+    metadata: ShardMetadata, extents: Sequence[Extent], recurring: tuple[Buffer, Buffer] = (b"", b"")
+) -> list[Buffer]:
+    """The header's JSON, to be joined: every string, then every tensor."""
     if len(extents) > TENSORS_MAX:
         raise HeaderTooLarge(f"a shard holds at most {TENSORS_MAX} tensors, not {len(extents)}: split it")
     strings = {"format": FORMAT, "xxh3_64": _ZEROS, "stream": str(metadata.stream), "token": metadata.token}
@@ -272,16 +284,25 @@ def header_json(metadata: ShardMetadata, extents: Sequence[Extent]) -> str:
     if metadata.refers_to:
         strings["refers_to"] = keys.reference(metadata.refers_to)
     strings |= {f"note:{name}": text for name, text in metadata.notes.items()}
-    strings |= {f"xxh3_64:{extent.spec.name}": extent.checksum for extent in extents if extent.checksum is not None}
-    strings |= {f"dtype:{extent.spec.name}": extent.spec.dtype for extent in extents if extent.spec.dtype in STORED_AS}
-    document: dict[str, object] = {METADATA: strings}
-    for extent in extents:
-        dtype, shape = extent.spec.dtype, list(extent.spec.shape)
-        if dtype in STORED_AS:
-            dtype, trailing = STORED_AS[dtype]
-            shape.append(trailing)
-        document[extent.spec.name] = {"dtype": dtype, "shape": shape, "data_offsets": [extent.start, extent.stop]}
-    return _COMPACT.encode(document)
+    more = {f"xxh3_64:{extent.spec.name}": extent.checksum for extent in extents if extent.checksum is not None}
+    more |= {f"dtype:{extent.spec.name}": extent.spec.dtype for extent in extents if extent.spec.dtype in STORED_AS}
+    described = {extent.spec.name: description_of(extent) for extent in extents}
+    shard = f'{{"{METADATA}":{COMPACT.encode(strings)[:-1]}'.encode("ascii")
+    return [shard, recurring[0], behind(more), b"}", recurring[1], behind(described), b"}"]
+
+
+def behind(values: Mapping[str, object]) -> bytes:
+    """The JSON of these, in an object that has others already."""
+    return b"," + COMPACT.encode(values)[1:-1].encode("ascii") if values else b""
+
+
+def description_of(extent: Extent) -> dict[str, object]:
+    """What the header says of a tensor, beside its checksum."""
+    dtype, shape = extent.spec.dtype, list(extent.spec.shape)
+    if dtype in STORED_AS:
+        dtype, trailing = STORED_AS[dtype]
+        shape.append(trailing)
+    return {"dtype": dtype, "shape": shape, "data_offsets": [extent.start, extent.stop]}
 
 
 def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], notes: Mapping[str, str]) -> int:
@@ -302,7 +323,7 @@ def worst_case_nbytes(tensors: Iterable[TensorSpec], objects: Iterable[str], not
     extents += [Extent(TensorSpec(OBJECT_PREFIX + name, "U8", (NBYTES_MAX,)), 0, _ZEROS) for name in objects]
     extents += [Extent.padding(len(extents) + index, NBYTES_MAX, ALIGNMENT) for index in range(len(extents))]
     slack = len(refers) + len(extents) * len(str(NBYTES_MAX))  # the objects' start offsets, counted above as one digit
-    return round_up(LENGTH_NBYTES + len(header_json(worst, extents)) + slack)
+    return round_up(LENGTH_NBYTES + sum(map(len, header_texts(worst, extents))) + slack)
 
 
 # Reading

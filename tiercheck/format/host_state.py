@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import FunctionType, MethodType
@@ -24,7 +24,7 @@ import numpy as np
 from tiercheck.errors import Corruption, UnsupportedSetup
 from tiercheck.types import Buffer, shown
 
-__all__ = ["DEPTH_MAX", "HOST_STATE", "Limits", "Unstorable", "pack", "unpack"]
+__all__ = ["DEPTH_MAX", "HOST_STATE", "Limits", "Unstorable", "pack", "pack_with", "unpack"]
 
 DEPTH_MAX = 64
 INTEGER_NBYTES_MAX = 1 << 10
@@ -100,6 +100,17 @@ def pack(value: object, *, name: str = "value", limits: Limits = HOST_STATE) -> 
         except Corruption as error:
             raise Unstorable(f"{name} cannot be stored, since it could not be read again: {error}") from error
     return packed
+
+
+def pack_with(value: Mapping[str, object], packed: Mapping[str, bytes], *, name: str = "value") -> bytes:
+    """Both dictionaries packed as one, of at most 15 keys. The values of ``packed`` are packed already."""
+    count = len(value) + len(packed)
+    if count > 15:
+        raise ValueError(f"{count} keys do not fit into a small dictionary")
+    parts = [bytes([0x80 + count]), pack(dict(value), name=name)[1:]]
+    for key, content in packed.items():
+        parts += [pack(key), content]
+    return b"".join(parts)
 
 
 def packb(lowered: object, path: Path) -> bytes:

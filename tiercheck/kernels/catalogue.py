@@ -22,6 +22,7 @@ from tiercheck.kernels.reference import (
     compaction,
     exponents,
     fp16,
+    gathering,
     nf4,
     onebit,
     planes,
@@ -33,12 +34,14 @@ from tiercheck.kernels.reference import (
 from tiercheck.kernels.registry import Call, CudaForm, declare
 
 __all__ = [
+    "are_bfloat16",
     "compact",
     "compact_into",
     "dequantise",
     "dequantise_nf4",
     "dequantise_onebit",
     "from_half",
+    "gather_into",
     "is_bfloat16",
     "join_exponents",
     "lose_bfloat16",
@@ -374,3 +377,32 @@ replay_fused_adam = declare(
     ),
 )
 replay_sgd = declare(sgd.replay_sgd, cpu="replay.sgd")
+
+
+# Many small tensors, by their addresses. While a call runs, the generator holds their memory.
+
+
+def addressed(size: int, seed: int) -> tuple[list[NDArray[np.float32]], NDArray[np.int64], NDArray[np.int64]]:
+    """Memory, and by address and number of elements four tensors in it; bf16 holds two of them."""
+    whole = floats_of(size, seed)
+    memory = [whole, widen(whole.view(np.uint32).astype(np.uint16)), np.zeros(size, np.float32)]
+    sizes = np.array([size, size, size, 0], np.int64)
+    return memory, np.array([*(each.ctypes.data for each in memory), 0], np.int64), sizes
+
+
+def looking_calls(size: int, seed: int) -> Calls:
+    memory, addresses, sizes = addressed(size, seed)
+    yield (addresses, sizes), {}
+    del memory
+
+
+def gathering_calls(size: int, seed: int) -> Calls:
+    memory, addresses, sizes = addressed(size, seed)
+    narrowed = np.array([False, True, False, False])
+    starts = np.array([0, 4 * size, 8 * size, 12 * size], np.int64)
+    yield (addresses, 4 * sizes, narrowed, starts, np.zeros(12 * size, np.uint8)), {}
+    del memory
+
+
+are_bfloat16 = declare(gathering.are_bfloat16, cpu="gathering", examples=looking_calls)
+gather_into = declare(gathering.gather_into, cpu="gathering", examples=gathering_calls)

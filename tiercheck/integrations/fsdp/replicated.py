@@ -27,9 +27,7 @@ class MeshReplicas:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
         self._replicated = {
-            name: each
-            for name, each in model.named_parameters()
-            if isinstance(each, DTensor) and each.device_mesh.mesh.numel() > 1 and Replicate() in each.placements
+            name: each for name, each in model.named_parameters() if isinstance(each, DTensor) and in_replicas(each)
         }
 
     def alike(self, masters: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor]) -> Alike:
@@ -73,13 +71,17 @@ class MeshReplicas:
         return ""
 
 
+def in_replicas(parameter: DTensor) -> bool:
+    """Whether it is placed as FSDP2 does in a mesh of replicas times shards. What tensor parallelism replicates is not:
+    nobody says that its ranks take the same steps."""
+    placements = parameter.placements
+    hybrid = len(placements) == 2 and placements[0] == Replicate() and isinstance(placements[1], Shard)
+    return hybrid and parameter.device_mesh.mesh.shape[0] > 1
+
+
 def columns_of(parameter: DTensor) -> tuple[tuple[int, ...], ...]:
     """The ranks of its mesh, those together that hold the same of it."""
-    ranks, placements = parameter.device_mesh.mesh, parameter.placements
-    replicating = [index for index, each in enumerate(placements) if each == Replicate()]
-    replicas = math.prod(ranks.shape[index] for index in replicating)
-    columns = ranks.movedim(replicating, [*range(len(replicating))]).reshape(replicas, -1).T
-    return tuple(map(tuple, columns.tolist()))
+    return tuple(map(tuple, parameter.device_mesh.mesh.T.tolist()))
 
 
 def fullest(parameter: DTensor) -> int:

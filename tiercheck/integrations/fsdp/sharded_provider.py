@@ -1,6 +1,7 @@
-"""The state of a module under ``fully_shard`` and of its optimizer.
+"""The state of a module under ``fully_shard``, under tensor parallelism, or both, and of its optimizer.
 
-FSDP2 gives a rank its shard of each parameter as a ``DTensor``, and so are the gradients and the optimizer's state.
+FSDP2 gives a rank its shard of each parameter as a ``DTensor``, and so are the gradients and the optimizer's state. So
+does ``parallelize_module``, of the parameters that it divides; with FSDP2 after it, a rank has a shard of its slice.
 What the optimizer updates is the local tensor in it: that is the master. It ends where the shard ends; the padding that
 FSDP2 puts behind it for its collectives is no part of it.
 
@@ -10,13 +11,14 @@ sharded ones are looked up once, at attach, and kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from msgspec import structs
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tiercheck.errors import UnsupportedSetup
 from tiercheck.format.index.boxes import as_range
@@ -31,9 +33,8 @@ __all__ = ["ShardedProvider"]
 
 
 class ShardedProvider(ModuleProvider):
-    """A :class:`~tiercheck.integrations.torch.module_provider.ModuleProvider` of a model with ``fully_shard`` modules.
-
-    Parameters that FSDP2 does not manage (``ignored_params``) are saved whole by every rank. Errors:
+    """A :class:`~tiercheck.integrations.torch.module_provider.ModuleProvider` of a model whose parameters are
+    ``DTensor``, or some of them: the others (``ignored_params``) are saved whole by every rank. Errors:
     ``UnsupportedSetup``.
     """
 
@@ -82,7 +83,7 @@ class ShardedProvider(ModuleProvider):
 
     @torch.no_grad()
     def masters(self) -> Mapping[str, torch.Tensor]:
-        return super().masters()
+        return {name: self.local(each, each, name) for name, each in self._masters.items()}
 
     @torch.no_grad()
     def frozen(self) -> Mapping[str, torch.Tensor]:
@@ -116,6 +117,11 @@ class ShardedProvider(ModuleProvider):
         self._refuse_other_parameters()
         return super().gradients()
 
+    def local_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: self.local(each, self._masters[name], f"the gradient of {name}") for name, each in gradients.items()
+        }
+
     def end_of_step(self) -> None:
         if not self._stepped:  # the first step makes the optimizer's state
             self._stepped = True
@@ -140,6 +146,9 @@ class ShardedProvider(ModuleProvider):
             if tensor.shape == parameter.to_local().shape:
                 raise UnsupportedSetup(f"{what} is as large as this rank's shard, and no DTensor as the parameter is")
             return tensor  # such as the count of steps
+        if any(isinstance(each, Partial) for each in tensor.placements):
+            # A gradient that the step sums over the slices, which each rank's step then takes (``SequenceParallel``).
+            tensor = tensor.redistribute(placements=parameter.placements)
         if tensor is not parameter and not laid_out_alike(tensor, parameter):
             raise UnsupportedSetup(
                 f"{what} is laid out as {layout_of(tensor)}, and the parameter as {layout_of(parameter)}: supported "
@@ -196,12 +205,10 @@ def block_held(parameter: torch.Tensor, name: str) -> HeldBlock:
         whole = tuple(parameter.shape)
         return HeldBlock(whole, (0,) * len(whole), whole)
     mesh, local = parameter.device_mesh, parameter.to_local()
-    sharded = [each.dim if type(each) is Shard else None for each in parameter.placements]
-    known = all(type(each) in (Shard, Replicate) for each in parameter.placements)
-    if not known or len(sharded) - sharded.count(None) > 1:
+    if (divided := divided_by(parameter)) is None:
         raise UnsupportedSetup(
-            f"{name} is placed as {layout_of(parameter)}: supported is what fully_shard does to a plain parameter, in "
-            "a mesh of one dimension, or of two (HSDP); tensor parallelism is not"
+            f"{name} is placed as {layout_of(parameter)}: supported is what fully_shard and parallelize_module do, "
+            "each by itself or the first after the second"
         )
     if local.is_meta:
         raise UnsupportedSetup(f"{name} is on the meta device: materialise the model before attach")
@@ -210,12 +217,40 @@ def block_held(parameter: torch.Tensor, name: str) -> HeldBlock:
             f"{name} is on {local.device.type} and its mesh on {mesh.device_type}: an offload_policy is not supported"
         )
     coordinate = mesh.get_coordinate()
-    block = None if coordinate is None else block_of(parameter.shape, mesh.mesh.shape, coordinate, sharded)
+    block: HeldBlock | None = None
+    if coordinate is not None:
+        turns, sharded = divided
+        sizes, at = [mesh.mesh.shape[each] for each in turns], [coordinate[each] for each in turns]
+        block = block_of(parameter.shape, sizes, at, sharded)
     if block is None or block.lengths != tuple(local.shape):
         raise UnsupportedSetup(
             f"this rank holds {tuple(local.shape)} of {name}, which is no block of {layout_of(parameter)}"
         )
     return block
+
+
+def divided_by(parameter: DTensor) -> tuple[list[int], list[int | None]] | None:
+    """The dimensions of the mesh in the order in which they divide the parameter, and the dimension of the tensor that
+    each divides, if it does. ``None`` if the placement is another than a block a rank.
+
+    They divide from the first to the last. But if ``fully_shard`` came after tensor parallelism and divides the same
+    dimension of the tensor, it divides the blocks of the other, and comes last (a strided shard, in torch's words).
+    """
+    placements, sizes = parameter.placements, parameter.device_mesh.mesh.shape
+    sharded: list[int | None] = [getattr(each, "dim", None) for each in placements]
+    first, last = list[int](), list[int]()
+    for index, each in enumerate(placements):
+        if (blocks := getattr(each, "split_factor", None)) is None:
+            if type(each) not in (Shard, Replicate):
+                return None
+            first.append(index)
+            continue
+        inner = [other for other in range(index + 1, len(placements)) if sharded[other] == sharded[index]]
+        if last or blocks != math.prod(sizes[other] for other in inner):
+            return None
+        last.append(index)
+    turns = [*first, *last]
+    return turns, [sharded[each] for each in turns]
 
 
 def meshes_of(parameters: Iterable[torch.Tensor]) -> set[str]:

@@ -111,14 +111,14 @@ def attach(
 def provider_for(model: torch.nn.Module) -> type[ModuleProvider]:
     """What knows where the model's tensors lie. Errors: ``UnsupportedSetup``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and who shards has done so
-    if fsdp is None:
-        return ModuleProvider
-    if any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
+    if any(isinstance(each, getattr(fsdp, "FullyShardedDataParallel", ())) for each in model.modules()):
         raise UnsupportedSetup(
             "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters; supported is FSDP2: "
             "torch.distributed.fsdp.fully_shard"
         )
-    if not any(isinstance(each, getattr(fsdp, "FSDPModule", ())) for each in model.modules()):
+    sharded = any(isinstance(each, getattr(fsdp, "FSDPModule", ())) for each in model.modules())
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if not sharded and not any(isinstance(each, getattr(tensors, "DTensor", ())) for each in model.parameters()):
         return ModuleProvider
     from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
 

@@ -53,13 +53,20 @@ class ModuleProvider:
         self.beside = beside or Beside()
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
+        self._live: dict[str, torch.Tensor] = {}
+        self._addresses: list[int] | None = None
+        """Of the parameters when ``_live`` was made: while they stay, so do the tensors in it."""
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
         return Identity.of("torch", self, self._optimizer_identity())
 
     def masters(self) -> Mapping[str, torch.Tensor]:
-        return {name: self.local(tensor, tensor, name) for name, tensor in self._masters.items()}
+        addresses = [each.data_ptr() for each in self._masters.values()]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._live = {name: each.detach() for name, each in self._masters.items()}
+        return self._live
 
     def group_of(self) -> Mapping[str, int]:
         index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
@@ -96,17 +103,18 @@ class ModuleProvider:
                 "the optimizer's parameters have changed since attach, and the new ones would not be saved: close the "
                 "checkpointer, change them, and attach again"
             )
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in self._masters.items():
-            if tensor.grad is None:
-                continue
-            if tensor.grad.layout is not torch.strided:
+        found = {name: each.grad for name, each in self._masters.items() if each.grad is not None}
+        for name, gradient in found.items():
+            if gradient.layout is not torch.strided:
                 raise UnsupportedSetup(
-                    f"the gradient of {name} is {tensor.grad.layout}; supported are dense gradients "
+                    f"the gradient of {name} is {gradient.layout}; supported are dense gradients "
                     "(for an embedding: sparse=False)"
                 )
-            found[name] = self.local(tensor.grad, tensor, f"the gradient of {name}")
-        return found
+        return self.local_gradients(found)
+
+    def local_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank holds of gradients, live."""
+        return {name: each.detach() if each.requires_grad else each for name, each in gradients.items()}
 
     def local(self, tensor: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
         """What this rank holds of a parameter, or of its gradient, live."""

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from tiercheck.errors import Corruption, SaveError, TierError
+from tiercheck.format import host_state
 from tiercheck.format.container import (
+    PackedObject,
     Shard,
     ShardMetadata,
     ShardWriter,
@@ -34,7 +36,9 @@ from tiercheck.format.header import round_up
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
+from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.gathered import Gathered, GatheredGradients, check_trained
 from tiercheck.streams.records.gradient_encoder import GradientEncoder, scratch
 from tiercheck.streams.records.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.records.record_names import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
@@ -123,7 +127,9 @@ class DifferentialCapture(IterationCapture):
         self._key = key
         self._writer = ShardWriter(memory, header_nbytes)
         self._hyperparameters = stream.provider.hyperparameters()
+        self._gathered: Gathered | None = None
         self._encodings: dict[str, dict[str, Any]] = {}
+        """Of gradients that were not gathered."""
         self._checksums: dict[str, str] = {}
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -133,6 +139,10 @@ class DifferentialCapture(IterationCapture):
         That is done for all of them even if that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
+        if self._stream.gathered is not None and self._gathered is None and not self._encodings:
+            self._gathered = self._stream.gathered.put(gradients, self._writer, self._key.first)
+            if self._gathered is not None:
+                return
         for name, gradient in gradients.items():
             self._check(name, gradient)
         failures: list[TierError] = []
@@ -170,10 +180,8 @@ class DifferentialCapture(IterationCapture):
         return memory
 
     def _check(self, name: str, gradient: torch.Tensor) -> None:
-        spec = self._stream.masters.get(name)
-        if spec is None or spec.shape != tuple(gradient.shape):
-            raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(gradient.shape)}")
-        if name in self._encodings:
+        check_trained(self._stream.masters, name, gradient.shape)
+        if name in self._encodings or (self._gathered is not None and name in self._gathered.encodings):
             raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
 
     def finish(self, *, skipped: bool) -> int:
@@ -183,19 +191,23 @@ class DifferentialCapture(IterationCapture):
             dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
             memory = self._writer.slot(buffer_prefix(version) + name, dtype, shape)
             tensor_in(memory, dtype, shape, what=name).copy_(tensor)
-        record = {
-            "skipped": skipped,
-            "hyperparameters": self._hyperparameters,
-            "gradients": self._encodings,
-        }
-        self._writer.add_object(record_name(version), record)
+        self._writer.add_object(record_name(version), self._record(skipped))
         self._writer.add_object(host_name(version), self._stream.packed_host_state())
         nbytes = self._writer.finish(
             ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
             checksums=self._checksums,
+            recurring=() if self._gathered is None else self._gathered.checksums,
         )
         del self._writer  # the tier reuses the memory only when nobody has a view of it
         return nbytes
+
+    def _record(self, skipped: bool) -> PackedObject:
+        said = {"skipped": skipped, "hyperparameters": self._hyperparameters}
+        name, gathered = record_name(self._key.first), self._gathered
+        if gathered is not None and not self._encodings:
+            return PackedObject(host_state.pack_with(said, {"gradients": gathered.packed}, name=name))
+        encodings = self._encodings if gathered is None else {**gathered.encodings, **self._encodings}
+        return PackedObject(host_state.pack({**said, "gradients": encodings}, name=name))
 
 
 class DifferentialStream(IterationStream):
@@ -222,6 +234,9 @@ class DifferentialStream(IterationStream):
         self.encoder = GradientEncoder(
             codec(codec_name), self.masters, train_on_compressed=train_on_compressed, threads=encode_threads
         )
+        exact = self.encoder.codec if type(self.encoder.codec) is Exact else None
+        self.gathered = None if exact is None else GatheredGradients(exact, self.masters)
+        """What puts gradients into records together, if they are stored as they are."""
         gradients = [
             TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
             for name, spec in self.masters.items()

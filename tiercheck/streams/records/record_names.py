@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from tiercheck.errors import Corruption
 from tiercheck.format.container import Shard, TensorEntry
 
-__all__ = ["buffer_prefix", "gradient_name", "gradient_parts", "host_name", "record_name"]
+__all__ = ["STAMP_DIGITS", "buffer_prefix", "gradient_name", "gradient_parts", "host_name", "record_name", "stamp"]
+
+STAMP_DIGITS = 12
+"""Of the version, with which every name begins."""
 
 
 def gradient_name(version: int, master: str, suffix: str) -> str:
@@ -28,7 +31,7 @@ def host_name(version: int) -> str:
 
 
 def stamp(version: int) -> str:
-    return f"{version:012d}"
+    return f"{version:0{STAMP_DIGITS}d}"
 
 
 def gradient_parts(shard: Shard, version: int, master: str, suffixes: Iterable[str]) -> dict[str, TensorEntry]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import Kernel
+from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.codecs.registry import codec, refuse_unknown
+from tiercheck.streams.records import gathered, gradient_encoder
 from tiercheck.streams.records.differential import DifferentialStream
-from tiercheck.streams.records.gradient_encoder import KERNELS_USED
 from tiercheck.streams.records.iteration import IterationStream
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, SnapshotStream
 from tiercheck.streams.tensors.provider import StateProvider
@@ -48,4 +49,6 @@ def kernels_used(codec_name: str, *, train_on_compressed: bool = False) -> tuple
     """The kernels that the stream of these arguments may call. Errors: ``ConfigurationError``, as :func:`stream_of`."""
     if codec_name in SNAPSHOT_CODECS:
         return SNAPSHOT_CODECS[codec_name].kernels_used()
-    return (*codec(codec_name).kernels_used(), *(KERNELS_USED if train_on_compressed else ()))
+    used = codec(codec_name)
+    beside = gradient_encoder.KERNELS_USED if train_on_compressed else ()
+    return (*used.kernels_used(), *beside, *(gathered.KERNELS_USED if type(used) is Exact else ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption, UnsupportedSetup
 
-__all__ = ["absent_tensor", "array_of", "counters", "counting_through", "dtype_name", "tensor_in", "tensor_of"]
+__all__ = ["absent_tensor", "array_of", "counting_through", "dtype_name", "tensor_in", "tensor_of", "writes_to"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -90,22 +90,22 @@ def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
     return tensor.view(kind) if kind in STAND_INS else tensor
 
 
-def counters(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """By name, what differs once a tensor has been written to in place or replaced: its address and torch's counter of
-    such writes, which those through ``.data`` bypass."""
-    return {name: (tensor.data_ptr(), _writes(tensor)) for name, tensor in tensors.items()}
+def writes_to(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Torch's counter of the writes in place to each, which those through ``.data`` bypass."""
+    wrappers = [getattr(each, WRAPPER, None) for each in tensors]
+    if wrappers.count(None) < len(wrappers):
+        return [
+            each._version if wrapper is None else each._version + wrapper._version
+            for each, wrapper in zip(tensors, wrappers, strict=True)
+        ]
+    return [each._version for each in tensors]
 
 
 def counting_through(tensor: torch.Tensor, wrapper: torch.Tensor) -> torch.Tensor:
-    """The tensor, of which :func:`counters` now also counts the writes that go through ``wrapper``, which holds it:
+    """The tensor, of which :func:`writes_to` now also counts the writes that go through ``wrapper``, which holds it:
     torch counts what is written to a ``DTensor`` there, and not in its local tensor."""
     setattr(tensor, WRAPPER, wrapper)
     return tensor
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    wrapper: torch.Tensor | None = getattr(tensor, WRAPPER, None)
-    return tensor._version if wrapper is None else tensor._version + wrapper._version
 
 
 @contextmanager

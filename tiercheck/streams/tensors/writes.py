@@ -11,21 +11,28 @@ A look at a tensor on the host costs 1 to 3 microseconds, whatever its size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tiercheck.format.container import checksum_of
-from tiercheck.streams.tensors.as_bytes import STAND_INS, array_of, counters
+from tiercheck.streams.tensors.as_bytes import STAND_INS, array_of, writes_to
 
 __all__ = ["SAMPLES", "Watch", "contents"]
 
 SAMPLES = {1: 16, 2: 4, 3: 3, 4: 2}
 """By the number of dimensions, the elements compared along each of them; of more dimensions the first of each."""
 
-Seen = tuple[dict[str, tuple[int, int]], Sequence[bytes]]
+
+class Seen(NamedTuple):
+    """How tensors were at a look."""
+
+    names: list[str]
+    addresses: list[int]
+    writes: list[int]
+    samples: Sequence[bytes]
 
 
 def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -69,14 +76,14 @@ class Watch:
 
     def _look(self) -> Seen:
         tensors = self._tensors()
-        counted = counters(tensors)
-        addresses = [address for address, _ in counted.values()]
+        live = list(tensors.values())
+        addresses, counted = [each.data_ptr() for each in live], writes_to(live)
         if addresses != self._addresses:
             self._addresses = addresses
-            self._keep_views(list(tensors.values()))
-        if self._on_host is None:
-            return counted, device_samples(self._on_device)
-        return counted, [view.tobytes() for view in self._on_host]
+            self._keep_views(live)
+        on_host = self._on_host
+        samples = device_samples(self._on_device) if on_host is None else [view.tobytes() for view in on_host]
+        return Seen(list(tensors), addresses, counted, samples)
 
     def _keep_views(self, tensors: Sequence[torch.Tensor]) -> None:
         if all(tensor.device.type == "cpu" for tensor in tensors):
@@ -86,7 +93,8 @@ class Watch:
 
 
 def by_name(seen: Seen) -> dict[str, object]:
-    return {name: (counter, sample) for (name, counter), sample in zip(seen[0].items(), seen[1], strict=True)}
+    names, *rest = seen
+    return dict(zip(names, zip(*rest, strict=True), strict=True))
 
 
 def picked(tensor: torch.Tensor) -> torch.Tensor:

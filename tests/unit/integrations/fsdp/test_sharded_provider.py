@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
@@ -263,12 +267,15 @@ def test_sharded_parameters_that_are_not_in_the_attached_module_are_refused() ->
         attach(trainer.model[0], trainer.optimizer, Hierarchy.of("memory://"), scheduler=trainer.scheduler)
 
 
-def test_other_dtensors_than_those_of_fully_shard_are_refused() -> None:
-    model = torch.nn.Linear(2, 1)
-    mesh = init_device_mesh("cpu", (1,))
-    model.weight = torch.nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(UnsupportedSetup, match=r"weight is a DTensor; supported are .* under fully_shard"):
-        attach(model, torch.optim.AdamW(model.parameters()), Hierarchy.of("memory://"))
+def test_slices_of_tensor_parallelism_need_no_fully_shard() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attach(model, optimizer, Hierarchy.of(f"memory://{secrets.token_hex(8)}")) as checkpointer:
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        checkpointer.end_iteration()
+        assert checkpointer.version == 1
 
 
 def test_parameters_that_are_still_gathered_in_the_step_are_refused() -> None:
@@ -295,12 +302,30 @@ def test_parameters_that_change_between_attach_and_step_are_refused(how: str) ->
             trainer.optimizer.step()
 
 
-@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Replicate(), Partial())], ids=str)
-def test_other_placements_than_those_of_fully_shard_are_refused(placements: tuple[Placement, ...]) -> None:
+@pytest.mark.parametrize(
+    "placements", [(Replicate(), Partial()), (_StridedShard(0, split_factor=3), Shard(0))], ids=str
+)
+def test_other_placements_than_a_block_a_rank_are_refused(placements: tuple[Placement, ...]) -> None:
     mesh = init_device_mesh("cpu", (1, 1))
     tensor = DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
-    with pytest.raises(UnsupportedSetup, match=r"weight is placed as \(2, 3\) .*tensor parallelism is not"):
+    with pytest.raises(UnsupportedSetup, match=r"weight is placed as \(2, 3\) .*fully_shard and parallelize_module do"):
         block_held(tensor, "weight")
+
+
+def test_a_shard_of_a_slice_is_the_block_that_torch_says() -> None:
+    """``fully_shard`` after tensor parallelism, in a mesh of 2 x 3."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(7, 12), torch.nn.Linear(12, 5))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        lengths, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        found = block_held(parameter, name)
+        assert (found.lengths, found.offsets) == (tuple(lengths), tuple(offsets))
+        assert found.replicas == (3 if name == "1.bias" else 1)
 
 
 def test_parameters_elsewhere_than_their_mesh_are_refused() -> None:

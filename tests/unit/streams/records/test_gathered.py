@@ -1,0 +1,138 @@
+"""Gradients that are put into a record together: the bytes are those of each encoded by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from tiercheck.errors import CapacityExceeded, SaveError
+from tiercheck.format.container import parse
+from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.keys import ShardKey
+from tiercheck.streams.records.differential import DifferentialStream, read_differentials
+
+SMALL: list[tuple[int, ...]] = [(3,), (), (0,), (64, 32), (7, 5), (1,), (419,)]
+SHAPES = [*SMALL, (300, 300), (1200, 1000), (2, 0, 3), (33,)]
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+        for index, shape in enumerate(SHAPES * 2):
+            tensor = torch.zeros(shape, dtype=kinds[index % len(kinds)])
+            self.register_parameter(f"ümlaut{index}", torch.nn.Parameter(tensor))
+
+
+def stream_of(model: torch.nn.Module) -> DifferentialStream:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DifferentialStream(ModuleProvider(model, optimizer), "exact", 1)
+
+
+def gradients_of(model: torch.nn.Module, seed: int, *, narrow: frozenset[int] = frozenset()) -> dict[str, torch.Tensor]:
+    """Values of fp32 that bf16 does not hold, but for those of ``narrow``."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, torch.Tensor] = {}
+    for index, (name, each) in enumerate(model.named_parameters()):
+        values = torch.randn(each.shape, generator=generator)
+        found[name] = (values.bfloat16() if index in narrow else values).to(each.dtype)
+    return found
+
+
+def record(stream: DifferentialStream, version: int, *calls: Mapping[str, torch.Tensor]) -> bytes:
+    key = ShardKey.differential(1, version, version, 0)
+    memory = bytearray(b"\xa5") * stream.nbytes_max  # recycled memory holds anything
+    capture = stream.begin(key, memoryview(memory))
+    for gradients in calls:
+        capture.add(gradients)
+    return bytes(memory[: capture.finish(skipped=False)])
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def together(model: Model) -> DifferentialStream:
+    return stream_of(model)
+
+
+@pytest.fixture
+def one_by_one(model: Model) -> DifferentialStream:
+    stream = stream_of(model)
+    stream.gathered = None
+    return stream
+
+
+def test_a_record_has_the_same_bytes_at_every_version(
+    model: Model, together: DifferentialStream, one_by_one: DifferentialStream
+) -> None:
+    narrow = frozenset({0, 3, 7, 8})
+    for version, seed in ((8, 1), (9, 1), (10, 2), (99_999_999, 3), (100_000_000, 4)):
+        gradients = gradients_of(model, seed, narrow=narrow if seed == 2 else frozenset())
+        assert record(together, version, gradients) == record(one_by_one, version, gradients), version
+
+
+def test_it_is_read_as_what_was_put(model: Model, together: DifferentialStream) -> None:
+    gradients = gradients_of(model, 5, narrow=frozenset({3, 8}))
+    content = record(together, 7, gradients)
+    (read,) = read_differentials(parse(content), tier="memory://")
+    for name, found in read.gradients().items():
+        assert found.dtype is gradients[name].dtype
+        assert torch.equal(found, gradients[name])
+    assert read.is_whole()
+    assert len(safetensors.torch.load(content)) > len(gradients)
+
+
+def test_some_may_have_no_gradient_and_others_may_come_later(
+    model: Model, together: DifferentialStream, one_by_one: DifferentialStream
+) -> None:
+    gradients = gradients_of(model, 6)
+    names = list(gradients)
+    first = {name: gradients[name] for name in names[2:9]}
+    second = {name: gradients[name] for name in names[12:]}
+    for calls in ((first, second), (first,), (second, first), ({},), (gradients,)):
+        assert record(together, 3, *calls) == record(one_by_one, 3, *calls)
+
+
+def test_a_gradient_that_is_not_contiguous_is_stored_in_its_order() -> None:
+    model = torch.nn.Linear(9, 5, bias=False)
+    gradient = {"weight": torch.randn(9, 5).t()}
+    content = record(stream_of(model), 1, gradient)
+    (read,) = read_differentials(parse(content), tier="memory://")
+    assert torch.equal(read.gradient("weight"), gradient["weight"])
+
+
+@pytest.mark.parametrize("gradients", [{"weight": torch.zeros(3)}, {"other": torch.zeros(5, 9)}])
+def test_a_gradient_of_no_trained_tensor_is_refused(gradients: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(SaveError, match="no trained tensor"):
+        record(stream_of(torch.nn.Linear(9, 5, bias=False)), 1, gradients)
+
+
+def test_the_same_gradient_does_not_come_twice(model: Model, together: DifferentialStream) -> None:
+    gradients = gradients_of(model, 7)
+    with pytest.raises(SaveError, match="twice"):
+        record(together, 1, gradients, gradients)
+
+
+def test_memory_that_is_too_short_is_refused(model: Model, together: DifferentialStream) -> None:
+    key = ShardKey.differential(1, 1, 1, 0)
+    capture = together.begin(key, memoryview(bytearray(1 << 20)))
+    with pytest.raises(CapacityExceeded, match="tensors that recur"):
+        capture.add(gradients_of(model, 8))
+
+
+def test_a_gradient_is_bf16_only_if_every_value_of_it_is(together: DifferentialStream, model: Model) -> None:
+    gradients = gradients_of(model, 9, narrow=frozenset(range(len(SHAPES) * 2)))
+    for name in ("ümlaut8", "ümlaut19"):
+        if gradients[name].numel():
+            gradients[name].view(-1)[-1] = float(np.float32(1) + np.float32(2**-20))
+    shard = parse(record(together, 1, gradients))
+    stored = {spec.name: spec.dtype for spec in shard.specs}
+    assert stored["000000000001/gradient/ümlaut8"] == "F32"
+    assert stored["000000000001/gradient/ümlaut0"] == "BF16"

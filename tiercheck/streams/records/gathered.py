@@ -1,0 +1,175 @@
+"""Gradients that are stored as they are, all of them at once: what does not change from step to step is kept.
+
+A model may have ten thousand tensors of a few hundred elements. Encoding each by itself takes a hundred times as long
+as copying its bytes, all of it in Python. Here a step asks each gradient for its address, shape and dtype; a kernel
+copies many at a time; and the layout, the description and the header's text are those of the last record.
+What is stored are the same bytes as :class:`~tiercheck.streams.codecs.exact.Exact` stores for each gradient.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from tiercheck import kernels
+from tiercheck.errors import SaveError
+from tiercheck.format import host_state
+from tiercheck.format.checksums import BLOCK_NBYTES, checksum_of, copy_with_checksum
+from tiercheck.format.container import Recurring, ShardWriter, TensorSpec
+from tiercheck.format.copying import CACHED_BYTES
+from tiercheck.kernels import Kernel
+from tiercheck.streams.codecs import Encoding
+from tiercheck.streams.codecs.exact import Exact
+from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name, stamp
+from tiercheck.streams.tensors.as_bytes import NAMES, array_of
+
+__all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
+
+KERNELS_USED: tuple[Kernel[..., Any], ...] = (kernels.are_bfloat16, kernels.gather_into)
+KEPT_MAX = 4
+"""Arrangements kept: gradients that are zero at some steps, such as those of experts, are stored as bf16 then."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Gradients in a shard."""
+
+    checksums: list[int]
+    encodings: Mapping[str, dict[str, Any]]
+    """How each is described in the record."""
+    packed: bytes
+    """The encodings, packed."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where each gradient lies in the record, and what is said of it."""
+
+    tensors: Recurring
+    starts: NDArray[np.int64]
+    narrowed: NDArray[np.bool_]
+    pieces: tuple[slice, ...]
+    """Consecutive tensors of few bytes, or one of many."""
+    encodings: Mapping[str, dict[str, Any]]
+    packed: bytes
+
+
+class GatheredGradients:
+    """Puts gradients into the records of one rank. One thread uses it."""
+
+    def __init__(self, codec: Exact, masters: Mapping[str, TensorSpec]) -> None:
+        self._codec = codec
+        self._masters = masters
+        self._names: list[str] = []
+        self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []
+        self._sizes = np.empty(0, np.int64)
+        self._nbytes = np.empty(0, np.int64)
+        self._floats = np.empty(0, np.bool_)
+        self._arrangements: OrderedDict[bytes, Arrangement] = OrderedDict()
+
+    def put(self, gradients: Mapping[str, torch.Tensor], writer: ShardWriter, version: int) -> Gathered | None:
+        """The gradients, in a shard that holds nothing yet. ``None``: they are to be encoded one by one. Errors:
+        ``SaveError`` for one of no trained tensor; ``CapacityExceeded``."""
+        tensors = list(gradients.values())
+        if False in [each.is_cpu for each in tensors]:
+            return None
+        if False in [each.is_contiguous() for each in tensors]:
+            tensors = [each.contiguous() for each in tensors]
+        names, dtypes = list(gradients), [each.dtype for each in tensors]
+        shapes = [each.shape for each in tensors]
+        if names != self._names or dtypes != self._dtypes or shapes != self._shapes:
+            for name, shape in zip(names, shapes, strict=True):
+                check_trained(self._masters, name, shape)
+            if not all(each in NAMES for each in dtypes):
+                return None
+            self._begin_anew(names, dtypes, shapes)
+        addresses = np.array([each.data_ptr() for each in tensors], np.int64)
+        arrangement = self._arranged(addresses)
+        memory = writer.recurring(arrangement.tensors, stamp(version))
+        checksums: list[int] = []
+        for piece in arrangement.pieces:
+            checksums += self._copy(arrangement, piece, tensors, addresses, memory)
+        return Gathered(checksums, arrangement.encodings, arrangement.packed)
+
+    def _begin_anew(self, names: list[str], dtypes: list[torch.dtype], shapes: list[torch.Size]) -> None:
+        self._names, self._dtypes, self._shapes = names, dtypes, shapes
+        self._sizes = np.array([shape.numel() for shape in shapes], np.int64)
+        self._nbytes = self._sizes * np.array([dtype.itemsize for dtype in dtypes], np.int64)
+        self._floats = np.array([dtype is torch.float32 for dtype in dtypes], np.bool_)
+        self._arrangements.clear()
+
+    def _arranged(self, addresses: NDArray[np.int64]) -> Arrangement:
+        """Of gradients with these values: those that bf16 holds exactly take half the room."""
+        narrowed = np.zeros(len(self._names), np.bool_)
+        floats = self._floats
+        narrowed[floats] = kernels.are_bfloat16(addresses[floats], self._sizes[floats])
+        key = narrowed.tobytes()
+        if (known := self._arrangements.get(key)) is None:
+            known = self._arrangements[key] = self._arrange(narrowed)
+            if len(self._arrangements) > KEPT_MAX:
+                self._arrangements.popitem(last=False)
+        self._arrangements.move_to_end(key)
+        return known
+
+    def _arrange(self, narrowed: NDArray[np.bool_]) -> Arrangement:
+        specs: list[TensorSpec] = []
+        encodings: dict[str, dict[str, Any]] = {}
+        each = zip(self._names, self._dtypes, self._shapes, narrowed.tolist(), strict=True)
+        for name, dtype, shape, narrow in each:
+            stored = "BF16" if narrow else NAMES[dtype]
+            specs.append(TensorSpec(gradient_name(0, name, ""), stored, tuple(shape)))
+            encodings[name] = Encoding(self._codec.text, NAMES[dtype], tuple(shape), ("",)).to_object()
+        tensors = Recurring(specs, STAMP_DIGITS)
+        pieces = tuple(pieces_of(tensors.starts, tensors.stops))
+        packed = host_state.pack(encodings, name="gradients")
+        return Arrangement(tensors, np.array(tensors.starts, np.int64), narrowed, pieces, encodings, packed)
+
+    def _copy(
+        self,
+        arrangement: Arrangement,
+        piece: slice,
+        tensors: Sequence[torch.Tensor],
+        addresses: NDArray[np.int64],
+        memory: memoryview,
+    ) -> list[int]:
+        """Returns the checksums. Each is computed while its tensor is in the processor's cache."""
+        starts, stops = arrangement.tensors.starts[piece], arrangement.tensors.stops[piece]
+        if len(starts) == 1 and stops[0] - starts[0] > CACHED_BYTES and not arrangement.narrowed[piece.start]:
+            source = array_of(tensors[piece.start]).reshape(-1).view(np.uint8).data
+            return [int(copy_with_checksum(memory[starts[0] : stops[0]], source), 16)]
+        kernels.gather_into(
+            addresses[piece],
+            self._nbytes[piece],
+            arrangement.narrowed[piece],
+            arrangement.starts[piece],
+            np.frombuffer(memory, np.uint8),
+        )
+        if stops[-1] - starts[-1] > BLOCK_NBYTES:
+            return [int(checksum_of(memory[starts[0] : stops[0]]), 16)]
+        return [xxhash.xxh3_64_intdigest(memory[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def check_trained(masters: Mapping[str, TensorSpec], name: str, shape: Sequence[int]) -> None:
+    """Errors: ``SaveError`` if a gradient of this name and shape is that of no master."""
+    spec = masters.get(name)
+    if spec is None or spec.shape != tuple(shape):
+        raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(shape)}")
+
+
+def pieces_of(starts: Sequence[int], stops: Sequence[int]) -> Iterator[slice]:
+    """Tensors that lie behind one another, in pieces that stay in the processor's cache."""
+    first = 0
+    for index, stop in enumerate(stops):
+        if index > first and stop - starts[first] > CACHED_BYTES:
+            yield slice(first, index)
+            first = index
+    if first < len(stops):
+        yield slice(first, len(stops))
