@@ -17,7 +17,18 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 from tiercheck.errors import ConfigurationError
 
-__all__ = ["KERNELS", "Call", "CudaForm", "Examples", "Kernel", "cuda_sources", "declare", "has_numba", "warm_up"]
+__all__ = [
+    "KERNELS",
+    "Call",
+    "CudaForm",
+    "Examples",
+    "Kernel",
+    "cuda_sources",
+    "declare",
+    "has_numba",
+    "load_numba",
+    "warm_up",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +117,7 @@ class Kernel(Generic[P, R]):
         if form == "numba":
             if not has_numba():
                 raise ConfigurationError("the numba form was asked for, and numba is not installed: pip install numba")
+            load_numba()
             return cast(Callable[P, R], getattr(importlib.import_module(self._cpu), self.name))
         if form != "cuda":
             raise ConfigurationError(f"a kernel has no form {form!r}: choose numba, reference or cuda")
@@ -170,6 +182,15 @@ def automatic() -> str:
 
 def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
+
+
+def load_numba() -> None:
+    """Import Numba: call it before a module of :mod:`tiercheck.kernels.cpu` is imported.
+
+    Numba's modules import each other in circles. Two threads that begin with different ones of them break both imports;
+    who asks for all of Numba waits until another thread has imported it.
+    """
+    importlib.import_module("numba")
 
 
 def warm_up(kernels: Iterable[Kernel[..., Any]] | None = None) -> None:

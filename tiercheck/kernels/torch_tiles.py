@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.adam import AdamStep, Coefficients
 from tiercheck.kernels.gradients import Gradient, SparseGradient
+from tiercheck.kernels.registry import load_numba
 
 __all__ = ["TILE", "replay_adam", "replay_adam_with_numba"]
 
@@ -106,6 +107,7 @@ def replay_adam_with_numba(
     ``contracted``: whether torch's vector code fuses the multiplications of ``lerp`` and ``addcmul`` into their
     additions, as it does with AVX2 and AVX-512.
     """
+    load_numba()
     from tiercheck.kernels.cpu.compiled import frozen
     from tiercheck.kernels.cpu.replay import adam as cpu
 

@@ -394,7 +394,7 @@ class TrainingState(Protocol):
     """One rank's training state."""
 
     def prepare(self, codecs: Collection[str] = ()) -> None:
-        """Make ready what takes long and needs no tier, such as compiled kernels.
+        """Make ready what takes long, needs no tier and is going to be used, such as a codec's kernels.
 
         ``codecs``: of the tiers, if gradients are encoded again in this process on their way there.
         """

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tiercheck.kernels.reference.bfloat16 import is_bfloat16
 
-__all__ = ["are_bfloat16", "check_lengths", "gather_into"]
+__all__ = ["are_bfloat16", "check_lengths", "first_word", "gather_into", "words_at"]
 
 
 def are_bfloat16(addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -45,6 +45,10 @@ def gather_into(
             out[start : start + length // 2] = halves.view(np.uint8)
         elif length:
             out[start : start + length] = bytes_at(address, length)
+
+
+def first_word(address: int) -> int:
+    return ctypes.c_uint32.from_address(address).value
 
 
 def words_at(address: int, size: int) -> NDArray[np.uint32]:

@@ -11,7 +11,7 @@ import numpy as np
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import AdamStep, replay_fused_adam
 from tiercheck.kernels.gradients import Gradient
-from tiercheck.kernels.registry import has_numba
+from tiercheck.kernels.registry import has_numba, load_numba
 from tiercheck.streams.optimizers.optimizer import (
     FUSED,
     SEPARATE,
@@ -121,6 +121,8 @@ class Adam(ReplayableOptimizer[AdamStep]):
         if not has_numba():
             raise ConfigurationError("the closed form needs numba, which is not installed: pip install numba")
         from tiercheck.kernels import accuracy
+
+        load_numba()
         from tiercheck.kernels.cpu.replay.closed_form import replay_sparse_adam
 
         error = accuracy.movement_error(replay_sparse_adam)

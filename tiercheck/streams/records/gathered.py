@@ -25,6 +25,7 @@ from tiercheck.format.checksums import BLOCK_NBYTES, checksum_of, copy_with_chec
 from tiercheck.format.container import Recurring, ShardWriter, TensorSpec
 from tiercheck.format.copying import CACHED_BYTES
 from tiercheck.kernels import Kernel
+from tiercheck.kernels.reference.gathering import first_word, words_at
 from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name, stamp
@@ -33,6 +34,11 @@ from tiercheck.streams.tensors.as_bytes import NAMES, array_of
 __all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
 
 KERNELS_USED: tuple[Kernel[..., Any], ...] = (kernels.are_bfloat16, kernels.gather_into)
+FEW = 256
+"""So many tensors are copied in NumPy, which takes half a millisecond: importing Numba takes more than a second, and a
+model of few tensors, whose gradients bf16 does not hold, never needs it."""
+LOOKED_AT = 1 << 20
+"""Elements that NumPy looks at, or narrows. For more there is a kernel."""
 KEPT_MAX = 4
 """Arrangements kept: gradients that are zero at some steps, such as those of experts, are stored as bf16 then."""
 
@@ -109,8 +115,13 @@ class GatheredGradients:
     def _arranged(self, addresses: NDArray[np.int64]) -> Arrangement:
         """Of gradients with these values: those that bf16 holds exactly take half the room."""
         narrowed = np.zeros(len(self._names), np.bool_)
-        floats = self._floats
-        narrowed[floats] = kernels.are_bfloat16(addresses[floats], self._sizes[floats])
+        floats = np.flatnonzero(self._floats)
+        if floats.size <= FEW:
+            each = zip(addresses[floats].tolist(), self._sizes[floats].tolist(), strict=True)
+            floats = floats[[may_be_bfloat16(address, size) for address, size in each]]
+        if floats.size:
+            are_bfloat16 = kernels.are_bfloat16.reference if self._few(floats) else kernels.are_bfloat16
+            narrowed[floats] = are_bfloat16(addresses[floats], self._sizes[floats])
         key = narrowed.tobytes()
         if (known := self._arrangements.get(key)) is None:
             known = self._arrangements[key] = self._arrange(narrowed)
@@ -118,6 +129,10 @@ class GatheredGradients:
                 self._arrangements.popitem(last=False)
         self._arrangements.move_to_end(key)
         return known
+
+    def _few(self, to_compute: NDArray[np.int64]) -> bool:
+        """Whether NumPy does it in a millisecond, if there is something to compute of these tensors."""
+        return len(self._names) <= FEW and int(self._sizes[to_compute].sum()) <= LOOKED_AT
 
     def _arrange(self, narrowed: NDArray[np.bool_]) -> Arrangement:
         specs: list[TensorSpec] = []
@@ -145,7 +160,9 @@ class GatheredGradients:
         if len(starts) == 1 and stops[0] - starts[0] > CACHED_BYTES and not arrangement.narrowed[piece.start]:
             source = array_of(tensors[piece.start]).reshape(-1).view(np.uint8).data
             return [int(copy_with_checksum(memory[starts[0] : stops[0]], source), 16)]
-        kernels.gather_into(
+        few = self._few(np.flatnonzero(arrangement.narrowed))
+        gather_into = kernels.gather_into.reference if few else kernels.gather_into
+        gather_into(
             addresses[piece],
             self._nbytes[piece],
             arrangement.narrowed[piece],
@@ -155,6 +172,15 @@ class GatheredGradients:
         if stops[-1] - starts[-1] > BLOCK_NBYTES:
             return [int(checksum_of(memory[starts[0] : stops[0]]), 16)]
         return [xxhash.xxh3_64_intdigest(memory[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+
+def may_be_bfloat16(address: int, size: int) -> bool:
+    """Whether none of the first fp32 values at ``address`` is one that bf16 cannot hold. There are ``size``."""
+    if not size or first_word(address) & 0xFFFF:
+        return False
+    words = words_at(address, min(size, LOOKED_AT))
+    tiles = range(0, words.size, LOOKED_AT // 16)
+    return not any(np.any(words[start : start + tiles.step] & np.uint32(0xFFFF)) for start in tiles)
 
 
 def check_trained(masters: Mapping[str, TensorSpec], name: str, shape: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.format.container import Shard
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.codecs import codec
+from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.records.base import BaseState, PackedIndex, read_base
@@ -40,8 +41,11 @@ class TensorState:
     def prepare(self, codecs: Collection[str] = ()) -> None:
         config = self._config
         used = kernels_used(config.codec, train_on_compressed=config.train_on_compressed)
+        if config.codec == Exact.name:
+            used = ()  # which most gradients never call
         kernels.warm_up([*used, *(each for text in codecs for each in codec(text).kernels_used())])
-        kernel_selection.warm_up(self._provider, exact=config.exact_replay)
+        if config.bases == "fold":
+            kernel_selection.warm_up(self._provider, exact=config.exact_replay)
 
     def stream(self, world_size: int) -> StateStream:
         return stream_of(

@@ -13,6 +13,7 @@ from tiercheck.errors import CapacityExceeded, SaveError
 from tiercheck.format.container import parse
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
+from tiercheck.streams.records import gathered
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
 
 SMALL: list[tuple[int, ...]] = [(3,), (), (0,), (64, 32), (7, 5), (1,), (419,)]
@@ -57,8 +58,11 @@ def model() -> Model:
     return Model()
 
 
-@pytest.fixture
-def together(model: Model) -> DifferentialStream:
+@pytest.fixture(params=["NumPy", "Numba"])
+def together(model: Model, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DifferentialStream:
+    """Of few tensors, and of many."""
+    if request.param == "Numba":
+        monkeypatch.setattr(gathered, "FEW", 0)
     return stream_of(model)
 
 
