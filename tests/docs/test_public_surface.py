@@ -117,10 +117,16 @@ def test_the_reference_names_every_option_and_every_driver() -> None:
     assert documented == {scheme for scheme, provider in registry.schemes().items() if provider == "tiercheck"}
 
 
-def test_the_reference_names_every_command() -> None:
+def test_the_reference_names_every_command_and_its_options() -> None:
     reference = (ROOT / "docs" / "reference.md").read_text()
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
-    assert not [name for name in commands if f"| `tiercheck {name}" not in reference]
+    rows = {match[1]: match[0] for match in re.finditer(r"^\| `tiercheck (\w+).*", reference, re.MULTILINE)}
+    assert not commands.keys() - rows.keys()
+    for name, command in commands.items():
+        visible = [each for each in command.params if not getattr(each, "hidden", False)]
+        named = [[*each.opts, *each.secondary_opts] for each in visible if each.opts[0].startswith("--")]
+        missing = [opts for opts in named if not any(re.search(rf"{opt}(?![-\w])", rows[name]) for opt in opts)]
+        assert not missing, f"the row of tiercheck {name} lacks {missing}"
 
 
 def test_the_index_names_every_decision_by_its_title() -> None:

@@ -31,7 +31,7 @@ def agent(
     ] = None,
     memory: Annotated[str | None, typer.Option(help="The most it keeps for neighbours, such as 64GiB.")] = None,
     http_port: Annotated[int, typer.Option(help="Status page and metrics, on 127.0.0.1; 0: any.")] = 0,
-    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM may take to bring everything home.")] = 60.0,
+    drain_s: Annotated[float, typer.Option(help="The most seconds that it drains for when it is ended.")] = 60.0,
     status: Annotated[bool, typer.Option("--status", help="Print what the running agent says, as JSON.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Have the running agent drain and end.")] = False,
 ) -> None:
@@ -82,7 +82,7 @@ def size(text: str | None) -> int | None:
 def keys(
     directory: Annotated[Path, typer.Argument(help="A new directory, to be brought to every node.")],
     owner: Annotated[
-        str, typer.Option(help="A word for whose they are: clients of one owner share the copies that they keep.")
+        str, typer.Option(help="Whose keys they are. Clients of one owner share their copies, and reach no other's.")
     ] = "owner",
 ) -> None:
     """Make the keys that let agents and trainers of several machines talk to one another, and nobody else."""

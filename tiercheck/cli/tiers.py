@@ -123,7 +123,7 @@ def bench(
     concurrency: Annotated[
         list[int] | None, typer.Option(help="Calls at once; repeat for several.", show_default=False)
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds a figure is the median of.", min=1)] = REPEATS,
+    repeats: Annotated[int, typer.Option(help="Rounds; each figure is their median.", min=1)] = REPEATS,
     budget_s: Annotated[float, typer.Option(help="Seconds for each tier.")] = BUDGET_S,
     as_json: JSON = False,
 ) -> None:
