@@ -317,7 +317,7 @@ class WriterTests(TierKit):
             if n % 3 == 2:
                 await driver.delete([key])
             for index, content in enumerate(held):
-                assert content == bytes([index]) * nbytes
+                assert bytes(content) == bytes([index]) * nbytes
         del held
 
     async def test_concurrent_calls_do_not_mix(self, driver: TierDriver) -> None:
