@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import xxhash
+
 from tiercheck import keys
 from tiercheck.errors import Corruption, NotFound, RecoveryError, TierCheckError, TierError
-from tiercheck.format.index.logical import LogicalIndex
+from tiercheck.format.index.logical import MASTER, LogicalIndex, Range, whole
 from tiercheck.format.index.message import INDEX, read_index
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, rank_prefix
@@ -71,6 +73,8 @@ class OldRanks:
         self.identities: dict[int, Any] = {}
         self.indexes: dict[int, LogicalIndex] = {}
         """Of the old ranks of which a base was found."""
+        self.apart: tuple[str, ...] = ()
+        """Trained tensors that several of them have whole, with other values in the same base."""
         self._memories = memories
         self._hierarchy = memories.reading
         self._ranks = ranks
@@ -199,10 +203,14 @@ class OldRanks:
             found = await self._ranks.scheduler.call(read_all(), what="reading indexes", deadline_s=within_s)
             return {str(old): each for old, each in zip(mine, found, strict=True) if each is not None}
 
+        digests: dict[tuple[tuple[int, int], str], set[int]] = {}
         for answer in await self._ranks.gather("what the ranks that saved hold of the model", read, more_s=LATE_S):
-            for old, (identity, index) in answer.items():
+            for old, (identity, index, base, held) in answer.items():
                 self.identities[int(old)] = self._read_identity(identity)
-                self.indexes[int(old)] = read_index(index)
+                self.indexes[int(old)] = found = read_index(index)
+                for name, digest in zip(whole_masters(found).values(), held, strict=True):
+                    digests.setdefault((tuple(base), name), set()).add(digest)
+        self.apart = tuple(dict.fromkeys(name for (_, name), found in digests.items() if len(found) > 1))
 
     async def _told_by(self, old: int) -> Any:
         """An old rank's identity and index, of the newest base of it that can be read."""
@@ -228,10 +236,20 @@ class OldRanks:
         told = [await read_object(tier, copy.key, header, name) for name in (IDENTITY, INDEX)]
         try:
             self._read_identity(told[0])
-            read_index(told[1])
+            index = read_index(told[1])
         except ValueError as error:
             raise Corruption(f"it is ill formed: {error}", tier=tier.name, key=str(copy.key)) from error
-        return told
+        checksums = {extent.spec.name: extent.checksum for extent in header.extents}
+        held = [xxhash.xxh32_intdigest((checksums.get(name) or "").encode()) for name in whole_masters(index)]
+        return [*told, [copy.key.generation, copy.key.first], held]
+
+
+def whole_masters(index: LogicalIndex) -> dict[str, str]:
+    """By the shard's name, the trained tensors that the rank stores whole."""
+    wholes = {whole(tensor): name for name, tensor in index.tensors.items()}
+    masters = (name for name, pieces in index.stored.items() if name.startswith(MASTER) and len(pieces) == 1)
+    held = {name: index.stored[name][0] for name in masters}
+    return {name: wholes[piece] for name, piece in held.items() if isinstance(piece, Range) and piece in wholes}
 
 
 def first_of(named: Collection[object]) -> str:

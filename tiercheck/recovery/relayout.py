@@ -312,8 +312,8 @@ class Relayout:
             self._state.refresh()
             with fitting(unfit):
                 self._state.restore_host_state(ends[0].host_state)
-            exact = Fidelity.EXACT if self._conversion.exact and (not fit or fit.exact) else Fidelity.APPROXIMATE
-            return str(Fidelity.worst(came.fidelity, exact))
+            exact = self._conversion.exact and (not fit or fit.exact) and not self._old.apart
+            return str(Fidelity.worst(came.fidelity, Fidelity.EXACT if exact else Fidelity.APPROXIMATE))
 
         # A rank that fails says so, so that no other one waits for it in the refresh.
         await self._ranks.gather("loading what was taken", load)
@@ -321,6 +321,8 @@ class Relayout:
         fidelity = Fidelity.worst(*answers)
         fetched = self._fetching.notes
         notes = (self._said(needed), *(fit.notes if fit else ()), *fetched, *came.notes, *self._conversion.notes)
+        if self._old.apart:
+            notes += (f"the ranks that saved held different values of {first_of(self._old.apart)}: one's were taken",)
         if fidelity is not answers[self._ranks.rank]:
             notes += (f"rank {answers.index(fidelity)} reached {fidelity}; this rank alone would be better",)
         names = [tier.name for tier in self._hierarchy.tiers]

@@ -328,7 +328,12 @@ def test_ranks_that_differ_keep_their_own(job: Job, caplog: pytest.LogCaptureFix
     resumed = job.run(2, FAILED_AT)
     assert reached(resumed) == {(FAILED_AT, "exact")}
     assert [bits[FAILED_AT] for _, bits in resumed] == [bits[FAILED_AT] for _, bits in saved]
-    for outcome in job.run(2, FAILED_AT, replicas="owner"):
+    alone = job.run(1, FAILED_AT)
+    assert reached(alone) == {(FAILED_AT, "approximate")}, "nobody says which one's the job is to go on with"
+    assert "held different values of 0.weight, 0.bias, 1.weight, 1.bias, 3.weight, ..." in "".join(alone[0][0].notes)
+    job.lose(0, 1)
+    other = Job(job.directory / "other", job.name, seed_of=job.seed_of)
+    for outcome in other.run(2, FAILED_AT, replicas="owner"):
         assert isinstance(outcome, UnsupportedSetup)
         assert "replicas='owner' cannot be had: the ranks hold different values of it" in str(outcome)
 
