@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +84,19 @@ class Training:
                 self.checkpointer.end_iteration()
         finally:
             self.states[version] = self.parameters()
+
+
+@contextmanager
+def life(checkpointer: Checkpointer, *, flush: bool = True, closed: bool = False) -> Iterator[None]:
+    """What a trainer does while it lives. It ends as by a crash, unless it is ``closed``."""
+    try:
+        yield
+        if flush:
+            checkpointer.flush()
+        if closed:
+            checkpointer.close()
+    finally:
+        checkpointer.abort()
 
 
 def memory() -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tiercheck.archive.compare.versions import Compared
     from tiercheck.archive.contents import Contents
     from tiercheck.archive.export.write import Exported
-    from tiercheck.archive.rebuild import RankState
+    from tiercheck.archive.rebuild import RankState, StoredVersion
 
 __all__ = ["Archive", "open"]
 
@@ -185,22 +185,7 @@ class Archive:
         Errors: ``RecoveryError``; ``ConfigurationError`` if steps must be replayed of an optimizer that is neither
         torch's nor registered; ``TierError``.
         """
-        with needing_torch():
-            from tiercheck.archive.rebuild import rebuild
-
-        chosen = self.inventory.at(version, generation=generation)
-        scheduler = self._running()
-        return run(
-            rebuild(
-                self._hierarchy,
-                self.inventory,
-                chosen,
-                rank,
-                scheduler,
-                deadline_s=self._deadline_s,
-                threads=threads,
-            )
-        )
+        return run(self._stored(version, generation).rebuild(rank, threads))
 
     def export(
         self,
@@ -224,15 +209,14 @@ class Archive:
         there already, unless ``overwrite``; ``TierError`` for what the target's file system refuses.
         """
         with needing_torch():
-            from tiercheck.archive.export.write import Format, Source, export
+            from tiercheck.archive.export.write import Format, export
 
         try:
             chosen_format = Format(format)
         except ValueError:
             known = ", ".join(Format)
             raise ConfigurationError(f"there is no export format {format!r}: choose one of {known}") from None
-        chosen = self.inventory.at(version, generation=generation)
-        source = Source(self._hierarchy, self.inventory, chosen, self._running(), self._deadline_s)
+        source = self._stored(version, generation)
         return run(
             export(source, Path(to).absolute(), chosen_format, dtype=dtype, overwrite=overwrite, progress=progress)
         )
@@ -256,13 +240,8 @@ class Archive:
         """
         with needing_torch():
             from tiercheck.archive.compare.versions import compare
-            from tiercheck.archive.export.write import Source
 
-        def source(archive: Archive, version: int, generation: int | None) -> Source:
-            chosen = archive.inventory.at(version, generation=generation)
-            return Source(archive._hierarchy, archive.inventory, chosen, archive._running(), archive._deadline_s)
-
-        sources = source(self, before, generation), source(other or self, after, other_generation)
+        sources = self._stored(before, generation), (other or self)._stored(after, other_generation)
         return run(compare(*sources, rank=rank, optimizer=optimizer, progress=progress))
 
     def copy(
@@ -294,6 +273,13 @@ class Archive:
     async def _looked(self) -> Inventory:
         looks = (look_into(tier, self._away.get(tier.index), self._deadline_s) for tier in self._hierarchy.tiers)
         return Inventory(tuple(await asyncio.gather(*looks)))
+
+    def _stored(self, version: int | None, generation: int | None) -> StoredVersion:
+        with needing_torch():
+            from tiercheck.archive.rebuild import StoredVersion
+
+        chosen = self.inventory.at(version, generation=generation)
+        return StoredVersion(self._hierarchy, self.inventory, chosen, self._running(), self._deadline_s)
 
     def _running(self) -> ThreadScheduler:
         if self._scheduler is None:

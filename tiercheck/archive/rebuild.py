@@ -29,7 +29,7 @@ from tiercheck.streams.tensors.provider import Identity
 from tiercheck.streams.tensors.stored import StoredReader, StoredState, check_replayable
 from tiercheck.types import Fidelity
 
-__all__ = ["RankState", "rebuild"]
+__all__ = ["RankState", "StoredVersion"]
 
 
 @dataclass(frozen=True)
@@ -59,39 +59,42 @@ class RankState:
         return options_at_end(self.state.hyperparameters(), self.host_state)
 
 
-async def rebuild(
-    hierarchy: OpenHierarchy,
-    inventory: Inventory,
-    chosen: Recoverable,
-    rank: int,
-    scheduler: Scheduler,
-    *,
-    deadline_s: float,
-    threads: int | None = None,
-) -> RankState:
-    """The rank's state at the chosen version. ``deadline_s`` bounds each wait for tiers.
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version as the tiers hold it, open to be read."""
 
-    Errors: ``RecoveryError`` if a copy is damaged and there is no other; ``ConfigurationError`` if steps must be
-    replayed of an optimizer that is not known here; ``TierError``.
-    """
-    state = StoredReader(threads=threads)
-    reader = Reader(hierarchy, rank, deadline_s, state, inventory.lineage(chosen.points[rank].generation))
-    point, own = chosen.points[rank], inventory.copies[rank]
+    hierarchy: OpenHierarchy
+    inventory: Inventory
+    chosen: Recoverable
+    scheduler: Scheduler
+    deadline_s: float
+    """Of each wait for tiers."""
 
-    if point.replayed:
-        checking = check_optimizer(hierarchy, inventory, chosen.plans[rank])
-        await scheduler.call(checking, what=f"reading who wrote what rank {rank} saved", deadline_s=deadline_s)
-    found = await rebuilt(reader, point, own, scheduler)
-    if found is None:
-        raise RecoveryError(
-            f"version {point.last} cannot be rebuilt: rank {rank} has no good copy left of something that leads to it "
-            f"({'; '.join(reader.copies.told()[:3])}); 'tiercheck verify' says which versions can"
+    async def rebuild(self, rank: int, threads: int | None = None) -> RankState:
+        """The rank's state at this version.
+
+        Errors: ``RecoveryError`` if a copy is damaged and there is no other; ``ConfigurationError`` if steps must be
+        replayed of an optimizer that is not known here; ``TierError``.
+        """
+        point, own = self.chosen.points[rank], self.inventory.copies[rank]
+        state = StoredReader(threads=threads)
+        reader = Reader(self.hierarchy, rank, self.deadline_s, state, self.inventory.lineage(point.generation))
+
+        if point.replayed:
+            checking = check_optimizer(self.hierarchy, self.inventory, self.chosen.plans[rank])
+            what = f"reading who wrote what rank {rank} saved"
+            await self.scheduler.call(checking, what=what, deadline_s=self.deadline_s)
+        found = await rebuilt(reader, point, own, self.scheduler)
+        if found is None:
+            raise RecoveryError(
+                f"version {point.last} cannot be rebuilt: rank {rank} has no good copy left of something that leads to "
+                f"it ({'; '.join(reader.copies.told()[:3])}); 'tiercheck verify' says which versions can"
+            )
+        part, outcome = found
+        fidelity, notes = reader.reached(part, outcome)
+        return RankState(
+            rank, point, part.base.identity, state.state, outcome.host_state, outcome.residuals, fidelity, notes
         )
-    part, outcome = found
-    fidelity, notes = reader.reached(part, outcome)
-    return RankState(
-        rank, point, part.base.identity, state.state, outcome.host_state, outcome.residuals, fidelity, notes
-    )
 
 
 async def check_optimizer(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Plan) -> None:

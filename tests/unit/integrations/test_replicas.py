@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import tiercheck
+from tests.training import life
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import UnsupportedSetup
@@ -74,7 +75,7 @@ class Job:
                 config=replace(CONFIG, **config),
             )
             bits = {checkpointer.version: state(model, optimizer, counter)}
-            try:
+            with life(checkpointer, closed=closed):
                 while checkpointer.version < last:
                     version = checkpointer.version + 1
                     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * version + group.rank))
@@ -87,12 +88,7 @@ class Job:
                     counter.count += 1
                     checkpointer.end_iteration()
                     bits[version] = state(model, optimizer, counter)
-                checkpointer.flush()
-                if closed:
-                    checkpointer.close()
-                return checkpointer.recovery, bits
-            finally:
-                checkpointer.abort()
+            return checkpointer.recovery, bits
 
         return on_all_ranks(ranks, act)
 

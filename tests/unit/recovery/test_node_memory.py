@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.simulation.life import HostMover, ranks_in
+from tests.training import life
 from tests.unit.recovery.test_relayout import CONFIG, FAILED_AT, Part, joined, succeeded
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck import schema
@@ -130,22 +130,9 @@ def run(monkeypatch: pytest.MonkeyPatch, hosts: Hosts, on: list[int], last: int)
         provider = Part(group)
         config = replace(CONFIG, mover="agent", deadline_s=12)
         checkpointer = Checkpointer(provider, hosts.tiers(group.rank, on), group=group, config=config)
-        held = {checkpointer.version: provider.whole()}
-        try:
-            while checkpointer.version < last:
-                version = checkpointer.version + 1
-                whole = torch.randn(20, generator=torch.Generator().manual_seed(version))
-                gradient = torch.zeros_like(provider.part)
-                gradient[: provider.held] = whole[provider.first : provider.first + provider.held]
-                checkpointer.capture(version, {"part": gradient})
-                provider.apply({"part": gradient}, provider.hyperparameters())
-                checkpointer.stepped(version)
-                checkpointer.complete(version)
-                held[version] = provider.whole()
-            checkpointer.flush()
-            return checkpointer.recovery, held
-        finally:
-            checkpointer.abort()
+        with life(checkpointer):
+            held = provider.train_to(checkpointer, last)
+        return checkpointer.recovery, held
 
     return on_all_ranks(len(on), act)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.failing import Failing
+from tests.training import life
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
@@ -68,18 +69,13 @@ class Job:
                 model, optimizer, Hierarchy.of(*tiers), scheduler=scheduler, group=group, config=CONFIG
             )
             bits = {checkpointer.version: state(model, optimizer, scheduler)}
-            try:
+            with life(checkpointer, closed=closed):
                 while checkpointer.version < last:
                     step(model, optimizer, checkpointer.version + 1)
                     scheduler.step()
                     checkpointer.end_iteration()
                     bits[checkpointer.version] = state(model, optimizer, scheduler)
-                checkpointer.flush()
-                if closed:
-                    checkpointer.close()
-                return checkpointer.recovery, bits
-            finally:
-                checkpointer.abort()
+            return checkpointer.recovery, bits
 
         return on_all_ranks(ranks, act)
 
@@ -173,6 +169,21 @@ class Part(ModuleProvider):
         state = self.optimizer_state().get("part", {"exp_avg": self.part, "exp_avg_sq": self.part})
         return torch.stack([self.part.detach(), state["exp_avg"], state["exp_avg_sq"]])[:, : self.held].T.tolist()
 
+    def train_to(self, checkpointer: Checkpointer, last: int) -> dict[int, list[float]]:
+        """What this rank has of each version, the one recovered included."""
+        held = {checkpointer.version: self.whole()}
+        while checkpointer.version < last:
+            version = checkpointer.version + 1
+            whole = torch.randn(20, generator=torch.Generator().manual_seed(version))
+            gradient = torch.zeros_like(self.part)
+            gradient[: self.held] = whole[self.first : self.first + self.held]
+            checkpointer.capture(version, {"part": gradient})
+            self.apply({"part": gradient}, self.hyperparameters())
+            checkpointer.stepped(version)
+            checkpointer.complete(version)
+            held[version] = self.whole()
+        return held
+
 
 def parts(
     job: Job,
@@ -197,25 +208,9 @@ def parts(
         tiers = Hierarchy.of(f"memory://{job.name}-{memory}", Tier(durable, wrap=wrap))
         config = replace(CONFIG, deadline_s=deadline_s)
         checkpointer = Checkpointer(provider, tiers, group=group, config=config, request=request)
-        held = {checkpointer.version: provider.whole()}
-        try:
-            while checkpointer.version < last:
-                version = checkpointer.version + 1
-                whole = torch.randn(20, generator=torch.Generator().manual_seed(version))
-                gradient = torch.zeros_like(provider.part)
-                gradient[: provider.held] = whole[provider.first : provider.first + provider.held]
-                checkpointer.capture(version, {"part": gradient})
-                provider.apply({"part": gradient}, provider.hyperparameters())
-                checkpointer.stepped(version)
-                checkpointer.complete(version)
-                held[version] = provider.whole()
-            if flush:
-                checkpointer.flush()
-            if closed:
-                checkpointer.close()
-            return checkpointer.recovery, held
-        finally:
-            checkpointer.abort()
+        with life(checkpointer, flush=flush, closed=closed):
+            held = provider.train_to(checkpointer, last)
+        return checkpointer.recovery, held
 
     return on_all_ranks(ranks, act)
 

@@ -40,6 +40,16 @@ def attached(training: Training, *tiers: str | Tier, **options: Any) -> Any:
     return training.attach(Hierarchy.of(*tiers), **settings)
 
 
+def trained(training: Training, checkpointer: Any, flush_at: Sequence[int] = ()) -> Any:
+    """The statistics of a training that ended well."""
+    for version in range(1, LAST + 1):
+        training.step(version)
+        if version in flush_at:
+            checkpointer.flush()
+    checkpointer.close()
+    return checkpointer.stats
+
+
 def resumed(tmp_path: Path) -> tuple[int, bytes]:
     """The version and the parameters that a new job finds, whose memory is empty."""
     after = Training()
@@ -51,10 +61,7 @@ def resumed(tmp_path: Path) -> tuple[int, bytes]:
 def test_bases_are_made_without_the_trainer_and_resumed_from(tmp_path: Path) -> None:
     training = Training()
     checkpointer = attached(training, memory(), durable(tmp_path))
-    for version in range(1, LAST + 1):
-        training.step(version)
-    checkpointer.close()
-    stats = checkpointer.stats
+    stats = trained(training, checkpointer)
     assert (stats.bases, stats.mover.folded_bases, stats.mover.watermark) == (1, 5, 20)
     assert resumed(tmp_path) == (LAST, training.states[LAST])
 
@@ -105,12 +112,7 @@ def test_a_doubt_ends_folding_and_the_bases_are_captured(
     monkeypatch.setattr(folding, "fold", doubtful)
     training = Training()
     checkpointer = attached(training, memory(), durable(tmp_path))
-    for version in range(1, LAST + 1):
-        training.step(version)
-        if version in (8, 12):
-            checkpointer.flush()
-    checkpointer.close()
-    stats = checkpointer.stats
+    stats = trained(training, checkpointer, flush_at=(8, 12))
     assert stats.mover.not_folded == "the moon is full"
     assert stats.mover.folded_bases == 2
     assert stats.bases in (3, 4), "the opening one, those of 16 and 20, and that of 12 if the doubt came soon enough"
@@ -131,12 +133,7 @@ def test_a_doubt_that_a_captured_base_ends_is_no_end_of_folding(
     monkeypatch.setattr(folding, "fold", doubtful)
     training = Training()
     checkpointer = attached(training, memory(), durable(tmp_path))
-    for version in range(1, LAST + 1):
-        training.step(version)
-        if version in (8, 12, 16):
-            checkpointer.flush()
-    checkpointer.close()
-    stats = checkpointer.stats
+    stats = trained(training, checkpointer, flush_at=(8, 12, 16))
     assert (stats.bases, stats.mover.folded_bases, stats.mover.not_folded) == (2, 3, ""), "4, 8, then 16 captured, 20"
     assert resumed(tmp_path) == (LAST, training.states[LAST])
 

@@ -20,9 +20,8 @@ from tiercheck import schema
 from tiercheck.archive.compare.measure import Distance, Flat, measure
 from tiercheck.archive.compare.paths import PathDifference, differing_paths
 from tiercheck.archive.contents import read_contents
-from tiercheck.archive.export.write import Source
 from tiercheck.archive.indexes import StoredIndex, read_indexes
-from tiercheck.archive.rebuild import RankState, rebuild
+from tiercheck.archive.rebuild import RankState, StoredVersion
 from tiercheck.errors import RecoveryError
 from tiercheck.format.index.assemble import Holdings, Transfer, assemble
 from tiercheck.format.index.boxes import Copy, as_range
@@ -108,7 +107,9 @@ class Compared:
         return not any(each.differs for each in self.tensors)
 
 
-async def compare(before: Source, after: Source, *, rank: int, optimizer: bool, progress: Progress) -> Compared:
+async def compare(
+    before: StoredVersion, after: StoredVersion, *, rank: int, optimizer: bool, progress: Progress
+) -> Compared:
     """``rank``: whose host states are compared. Errors: as of a rebuild; ``RecoveryError`` if the ranks of a version do
     not hold one model."""
     ours, theirs = await read(before, rank), await read(after, rank)
@@ -135,7 +136,7 @@ class Read:
     written: Mapping[str, Any]
 
 
-async def read(source: Source, rank: int) -> Read:
+async def read(source: StoredVersion, rank: int) -> Read:
     async def reading() -> Read:
         indexes = await read_indexes(source.hierarchy, source.inventory, source.chosen)
         contents = await read_contents(source.hierarchy, source.inventory, source.chosen, rank)
@@ -229,7 +230,9 @@ def once(index: LogicalIndex, seen: set[tuple[str, Piece]]) -> LogicalIndex:
 class _Work:
     """Goes through the plan, two ranks at a time."""
 
-    def __init__(self, before: Source, after: Source, plan: Plan, optimizer: bool, progress: Progress) -> None:
+    def __init__(
+        self, before: StoredVersion, after: StoredVersion, plan: Plan, optimizer: bool, progress: Progress
+    ) -> None:
         self._before, self._after, self._plan = before, after, plan
         self._optimizer = optimizer
         self._progress = progress
@@ -257,15 +260,8 @@ class _Work:
                     held = other, await self._rebuilt(self._after, other)
                 self._compare(rank, ours, held[1], by_other[other])
 
-    async def _rebuilt(self, source: Source, rank: int) -> RankState:
-        found = await rebuild(
-            source.hierarchy,
-            source.inventory,
-            source.chosen,
-            rank,
-            source.scheduler,
-            deadline_s=source.deadline_s,
-        )
+    async def _rebuilt(self, source: StoredVersion, rank: int) -> RankState:
+        found = await source.rebuild(rank)
         self.fidelities.append(found.fidelity)
         which = "the first version" if source is self._before else "the second version"
         self.notes |= {f"{which}: {note}": None for note in found.notes}

@@ -25,8 +25,8 @@ from tiercheck.archive.export.layout import PlainFile, laid_out, split
 from tiercheck.archive.export.model import Model, read_model
 from tiercheck.archive.export.target import publish, work_directory
 from tiercheck.archive.export.universal import UniversalCheckpoint, torch_save
-from tiercheck.archive.inventory import Inventory, Recoverable
-from tiercheck.archive.rebuild import rebuild
+from tiercheck.archive.inventory import Recoverable
+from tiercheck.archive.rebuild import StoredVersion
 from tiercheck.archive.shards import from_any, read_digests, read_part, read_references
 from tiercheck.errors import ConfigurationError, Corruption
 from tiercheck.format.container import ShardHeader
@@ -34,10 +34,9 @@ from tiercheck.format.header import STORED_AS, Extent
 from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.boxes import copy_elements
 from tiercheck.format.index.logical import EXTRA, MASTER
-from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
-from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.tensors.as_bytes import DTYPES, array_of, tensor_in
 from tiercheck.types import ByteRange, Fidelity
 
@@ -83,19 +82,8 @@ class Exported:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the version's ranks are read."""
-
-    hierarchy: OpenHierarchy
-    inventory: Inventory
-    chosen: Recoverable
-    scheduler: Scheduler
-    deadline_s: float
-
-
 async def export(
-    source: Source, target: Path, format: Format, *, dtype: str | None, overwrite: bool, progress: Progress
+    source: StoredVersion, target: Path, format: Format, *, dtype: str | None, overwrite: bool, progress: Progress
 ) -> Exported:
     """Errors: ``RecoveryError``; ``ConfigurationError`` for a target that is there already, or an unknown dtype;
     ``TierError``, also for what the target's file system refuses."""
@@ -142,7 +130,7 @@ def file_names(count: int) -> list[str]:
 
 
 async def filled(
-    source: Source,
+    source: StoredVersion,
     model: Model,
     files: Mapping[Path, PlainFile],
     progress: Progress,
@@ -155,14 +143,7 @@ async def filled(
     for rank, by_source in sorted(model.transfers.items()):
         point = source.chosen.points[rank]
         if point.replayed or point.by_snapshot or universal is not None:
-            found = await rebuild(
-                source.hierarchy,
-                source.inventory,
-                source.chosen,
-                rank,
-                source.scheduler,
-                deadline_s=source.deadline_s,
-            )
+            found = await source.rebuild(rank)
             fidelities.append(found.fidelity)
             notes |= dict.fromkeys(found.notes)
             held = {MASTER + name: each for name, each in found.state.masters().items()}
@@ -202,7 +183,9 @@ class Canvas:
         self._progress(self._done, self._total)
 
 
-async def copy_base(source: Source, rank: int, by_source: Mapping[str, Sequence[Transfer]], canvas: Canvas) -> None:
+async def copy_base(
+    source: StoredVersion, rank: int, by_source: Mapping[str, Sequence[Transfer]], canvas: Canvas
+) -> None:
     """Of a version that is a base, its tensors straight from the tiers, a window at a time; what is damaged in one copy
     is read from another one."""
     plan = source.chosen.plans[rank]
@@ -212,7 +195,7 @@ async def copy_base(source: Source, rank: int, by_source: Mapping[str, Sequence[
 
 
 async def copy_shard(
-    source: Source,
+    source: StoredVersion,
     copy: Copy,
     by_source: Mapping[str, Sequence[Transfer]],
     canvas: Canvas,
