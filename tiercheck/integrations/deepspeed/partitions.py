@@ -40,6 +40,7 @@ from tiercheck.streams.tensors.provider import (
     check_shapes,
     copy_into,
     extras_of,
+    loaded_value,
     plain_options,
     set_options,
 )
@@ -447,24 +448,11 @@ class DeepSpeedProvider:
     def _load_optimizer_state(self, master: Master, saved: Mapping[str, Any]) -> None:
         states = self._layout.inner.state
         current = states.get(master.tensor) or {}
-        options = self._layout.groups()[master.group]
-        on_device = options.get("fused") or options.get("capturable")
-        loaded = {key: _loaded(current.get(key), value, master.tensor, bool(on_device)) for key, value in saved.items()}
+        options, device = self._layout.groups()[master.group], master.tensor.device
+        loaded = {key: loaded_value(current.get(key), value, options, device) for key, value in saved.items()}
         states.pop(master.tensor, None)
         if loaded:
             states[master.tensor] = loaded
-
-
-def _loaded(current: Any, saved: Any, master: torch.Tensor, scalars_on_device: bool) -> Any:
-    """``saved`` written into ``current`` if it fits, else a copy of it if torch would keep it."""
-    if not isinstance(saved, torch.Tensor):
-        return saved
-    if isinstance(current, torch.Tensor) and current.shape == saved.shape and current.dtype == saved.dtype:
-        with torch.no_grad():
-            current.copy_(saved)
-        return current
-    on_device = saved.ndim > 0 or scalars_on_device
-    return saved.to(master.device if on_device else "cpu", copy=True)
 
 
 def _gradient_for(master: Master, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from tiercheck.streams.tensors.provider import (
     check_shapes,
     copy_into,
     extras_of,
+    loaded_value,
     plain_options,
     set_options,
     whole_index,
@@ -147,12 +148,17 @@ class ModuleProvider:
         check_shapes(self.masters(), masters)
         copy_into(extras_of(self), extras)
         copy_into(self.masters(), masters)
+        group_of = self.group_of()
         for name, parameter in self._masters.items():
-            self._optimizer.state.pop(parameter, None)
+            options, current = self._optimizer.param_groups[group_of[name]], self._optimizer.state.pop(parameter, {})
+            loaded = {
+                key: loaded_value(current.get(key), value, options, parameter.device)
+                for key, value in optimizer_state.get(name, {}).items()
+            }
             if name in optimizer_state:
                 self._optimizer.state[parameter] = {
-                    key: self.placed(value.clone(), parameter) if isinstance(value, torch.Tensor) else value
-                    for key, value in optimizer_state[name].items()
+                    key: self.placed(value, parameter) if isinstance(value, torch.Tensor) else value
+                    for key, value in loaded.items()
                 }
         self._set_hyperparameters(hyperparameters)
 

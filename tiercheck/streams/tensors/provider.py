@@ -37,6 +37,7 @@ __all__ = [
     "copy_into",
     "extras_of",
     "identity_digest",
+    "loaded_value",
     "logical_tensor",
     "whole_index",
 ]
@@ -300,6 +301,19 @@ def check_shapes(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torc
             raise Mismatch(
                 f"{name} is {tuple(sources[name].shape)} in the checkpoint and {tuple(target.shape)} in the job"
             )
+
+
+def loaded_value(current: Any, saved: Any, options: Mapping[str, Any], device: torch.device) -> Any:
+    """A value of the optimizer's state as the optimizer keeps it: written into ``current``, which is there already, if
+    that fits; else a copy where torch would keep it. ``options``: of the parameter's group; ``device``: where the
+    parameter is."""
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    if type(current) is torch.Tensor and (current.shape, current.dtype) == (saved.shape, saved.dtype):
+        with torch.no_grad():
+            return current.copy_(saved)
+    counts_on_device = options.get("fused") or options.get("capturable")
+    return saved.to(device if saved.ndim > 0 or counts_on_device else "cpu", copy=True)
 
 
 def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:

@@ -117,3 +117,23 @@ def test_the_index_knows_tied_weights_by_their_other_names_and_no_wrappers() -> 
     index = ModuleProvider(model, torch.optim.SGD(model.parameters())).index()
     assert index.tensors.keys() == {"0.weight", "0.bias"}
     assert index.aliases == {"1.weight": "0.weight"}
+
+
+def test_a_state_is_loaded_into_the_memory_of_the_optimizers() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    provider = ModuleProvider(model, optimizer)
+    gradients = {name: torch.ones_like(each) for name, each in provider.masters().items()}
+    provider.apply(gradients, provider.hyperparameters())
+    live = {name: dict(held) for name, held in provider.optimizer_state().items()}
+    saved = {name: {key: each + 1 for key, each in held.items()} for name, held in live.items()}
+    provider.load(
+        masters={name: each.clone() for name, each in provider.masters().items()},
+        optimizer_state=saved,
+        extras={},
+        hyperparameters=provider.hyperparameters(),
+    )
+    for name, held in provider.optimizer_state().items():
+        for key, each in held.items():
+            assert each is live[name][key]
+            assert torch.equal(each, saved[name][key])

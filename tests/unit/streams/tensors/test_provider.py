@@ -10,7 +10,7 @@ import torch
 
 from tiercheck.streams.replay.fidelity import Tally, reached
 from tiercheck.streams.tensors import provider
-from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity, StateProvider, extras_of
+from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity, StateProvider, extras_of, loaded_value
 from tiercheck.types import Fidelity
 
 Tensors = Mapping[str, torch.Tensor]
@@ -82,3 +82,28 @@ def test_another_version_of_a_library_takes_other_steps(monkeypatch: pytest.Monk
     fidelity, notes = reached(saved, here, replayed)
     assert fidelity == Fidelity.APPROXIMATE
     assert "numpy 0.1" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "wanted"),
+    [
+        ("exp_avg", {"fused": None}, "meta"),
+        ("step", {"fused": None, "capturable": False}, "cpu"),
+        ("step", {"fused": True}, "meta"),
+        ("step", {"capturable": True}, "meta"),
+    ],
+)
+def test_the_optimizers_state_is_loaded_to_where_torch_keeps_it(key: str, options: dict[str, Any], wanted: str) -> None:
+    """``meta`` stands for a GPU."""
+    saved = torch.tensor(3.0) if key == "step" else torch.ones(4)
+    assert loaded_value(None, saved, options, torch.device("meta")).device.type == wanted
+
+
+def test_the_optimizers_state_is_loaded_into_the_memory_that_it_has() -> None:
+    saved, current = torch.ones(4), torch.zeros(4)
+    assert loaded_value(current, saved, {}, torch.device("cpu")) is current
+    assert torch.equal(current, saved)
+    for other in (None, torch.zeros(5), torch.zeros(4, dtype=torch.bfloat16)):
+        loaded = loaded_value(other, saved, {}, torch.device("cpu"))
+        assert loaded.data_ptr() != saved.data_ptr()
+        assert torch.equal(loaded, saved)
