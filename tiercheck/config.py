@@ -84,6 +84,10 @@ class CheckpointConfig:
     bases are captured from then on, and the log says why. Training waits for a fold that does not keep up. ``auto``:
     the node's agent folds if it moves the data, and a kernel is certified there for the optimizer. Whatever stands in
     the way, also a fold that does not keep up, the base is captured, and ``Stats.not_folded`` and the log say why."""
+    audit_every: int = 4
+    """The first folded base and each n-th one after it is compared with what training had, by a checksum of each tensor
+    that is taken at the end of that iteration (0: none is). If they differ, a base is captured, and the log names the
+    tensors."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a
@@ -135,6 +139,7 @@ BOUNDS = (
     ("batch", 1, VERSION_MAX),
     ("keep_last", 1, VERSION_MAX),
     ("keep_every", 0, VERSION_MAX),
+    ("audit_every", 0, VERSION_MAX),
     ("encode_threads", 1, THREADS_MAX),
 )
 

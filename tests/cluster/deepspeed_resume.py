@@ -86,7 +86,7 @@ def start(
     case: Case, seed: int, hierarchy: Hierarchy, bases: str = "capture"
 ) -> tuple[Any, DeepSpeedProvider, Checkpointer]:
     engine = build(case, seed)
-    config = CheckpointConfig(base_every=BASE_EVERY, batch=2, deadline_s=60, bases=bases)
+    config = CheckpointConfig(base_every=BASE_EVERY, batch=2, deadline_s=60, bases=bases, audit_every=1)
     checkpointer = attach(engine, hierarchy, config=config)
     return engine, DeepSpeedProvider(engine), checkpointer
 
@@ -118,6 +118,8 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
         checkpointer.close()
         if (done := checkpointer.stats.mover.folded_bases) != (bases == "fold"):
             yield f"{done} bases were folded: {checkpointer.stats.mover.not_folded}"
+        if (audited := checkpointer.stats.mover.audited_bases) != done:
+            yield f"{audited} of the {done} folded bases were audited"
         wanted = {version: loss for version, loss in reference.losses.items() if version > recovery.version}
         yield from differences("losses", wanted, outcome.losses)
         yield from differences("state", reference.state, outcome.state)

@@ -212,7 +212,7 @@ class NumberRecord:
     def add(self, gradients: Mapping[str, Any]) -> None:
         self._writing.add(self._name, gradients["weight"])
 
-    def finish(self, *, skipped: bool) -> int:
+    def finish(self, *, skipped: bool, audit: bool = False) -> int:
         assert not skipped
         return self._writing.finish(self._stream.metadata(self._key), self._stream.state.host_state())
 
@@ -237,7 +237,7 @@ class NumberConstants:
 
 
 class NumberBase:
-    disturbed = False
+    disturbed = audited = False
     unexpected = ()
 
     def __init__(self, stream: NumberStream, key: ShardKey) -> None:

@@ -89,6 +89,10 @@ class Bases:
         self._left: tuple[int, ...] = ()
         """The newest of them, which a mover that is started anew is told once more."""
         self._folds = folds
+        self._audited = -1
+        """The newest version whose record says what training has."""
+        self._unaudited = config.audit_every
+        """How many bases were left to the mover since one was compared with that."""
         self._gap = -1
         """The newest version that no record leads to."""
 
@@ -111,11 +115,29 @@ class Bases:
         was damaged in the first tier before it was copied on, and no base since replaces it."""
         if self._modes.base.state in DUE:
             return True
+        if self.differs():
+            return True
         after = self._mover.status.base_needed_after
         if after is None or after < self._begun:
             return False
         self._stream.give_up_constants()  # they may be among what is lost
         log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
+        return True
+
+    def audits(self, version: int) -> bool:
+        """Whether the version's record is to say what training has, as its base may be folded and then compared."""
+        due = self._folds and 0 < self._config.audit_every <= self._unaudited + 1
+        if not due or self._stream.doubts or not self._cadence.may_be_due(version):
+            return False
+        self._audited = version
+        return True
+
+    def differs(self) -> bool:
+        """Whether a fold differed from what training had, and no base was captured since."""
+        status = self._mover.status
+        if status.differing_version is None or status.differing_version <= self._begun:
+            return False
+        doubt(self._stream, self._stream.doubts.with_unseen(status.differing))
         return True
 
     async def left_to_mover(self, version: int) -> bool:
@@ -130,6 +152,7 @@ class Bases:
         status = self._mover.status
         if status.folds_to == version:
             self._left, self.left = due, version
+            self._unaudited = 0 if self._audited == version else self._unaudited + 1
             self._saves.note_not_folded("")
             return True
         obstacle = status.not_folded

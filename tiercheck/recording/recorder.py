@@ -246,9 +246,12 @@ class Recorder:
     async def flush(self) -> None:
         """Move everything captured to where policy wants it. Errors: ``SaveError``; ``JobConflict``."""
         await self._bases.finish()
-        deadline_s = self._config.deadline_s
-        draining = self._mover.drain(deadline_s, closing=True)
-        await ask_mover(self._scheduler, draining, "flushing the tiers", deadline_s)
+        await self._drain()
+        if self._bases.differs() and self.trained == self.version:  # else the end of the iteration captures it
+            with self._saves.saving(self.version):
+                await self._bases.begin(self.version)
+                await self._bases.finish()
+            await self._drain()
 
     async def finish_base(self) -> None:
         """Wait until the base in flight, if any, is in the first tier. Errors: as :meth:`capture`."""
@@ -280,7 +283,8 @@ class Recorder:
         try:
             if (opened := self._open_record) is not None:
                 async with _Recording(self, version):
-                    nbytes = opened.capture.finish(skipped=skipped)
+                    audit = self._bases.audits(version)
+                    nbytes = opened.capture.finish(skipped=skipped, audit=audit)
                     await self._memory.publish(opened.reservation, nbytes, f"publishing differential {version}")
                     captured = {"differentials": 1, "captured_bytes": nbytes}
                     recorded = True
@@ -341,6 +345,11 @@ class Recorder:
     def _check_next(self, version: int) -> None:
         if version != self.version + 1:
             raise ValueError(f"version {version} cannot follow version {self.version}: versions are consecutive")
+
+    async def _drain(self) -> None:
+        deadline_s = self._config.deadline_s
+        draining = self._mover.drain(deadline_s, closing=True)
+        await ask_mover(self._scheduler, draining, "flushing the tiers", deadline_s)
 
     async def _make_room(self) -> None:
         making = self._mover.make_room()

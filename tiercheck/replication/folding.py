@@ -23,6 +23,7 @@ from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.replication.observer import Observer
 from tiercheck.runtime.waiting import settled
+from tiercheck.streams.doubts import NAMES_MAX, listed
 from tiercheck.streams.state import FoldShards, InDoubt, NotExact, StateCapture
 from tiercheck.tiers.driver import Reservation
 from tiercheck.types import PutMode
@@ -48,6 +49,10 @@ class Folder:
         self.folded_bases = 0
         self.taken = -1
         """The newest version whose base is left to be folded."""
+        self.audited_bases = 0
+        """Of those, how many were compared with what training had."""
+        self._differing: tuple[int | None, tuple[str, ...]] = None, ()
+        """The newest version that differed from it, and in what."""
         self._shards = shards
         self._tier = tier
         self._observer = observer
@@ -98,6 +103,9 @@ class Folder:
         obstacle = self.obstacle(seen)
         return {
             "folded_bases": self.folded_bases,
+            "audited_bases": self.audited_bases,
+            "differing_version": self._differing[0],
+            "differing": self._differing[1],
             "unfolded_bases": len(self.waiting(seen)),
             "fold_lag_versions": self.lag(seen),
             "folds_to": self.taken,
@@ -162,6 +170,9 @@ class Folder:
         reservation = await self._tier.driver.reserve(str(base.key), base.nbytes_max)
         try:
             nbytes = await settled(self._beside(partial(_write, base, reservation)))
+            if base.unexpected:
+                self._differs(fold, base.unexpected)
+                return
             info = await reservation.publish(nbytes, mode=PutMode.CREATE)
         except AlreadyExists:
             return
@@ -169,6 +180,18 @@ class Folder:
             await _drop(reservation)
         self._observer.put(self._tier.index, base.key, info.nbytes)
         self.folded_bases += 1
+        self.audited_bases += base.audited
+
+    def _differs(self, fold: Fold, names: tuple[str, ...]) -> None:
+        """What differs from what training had is no base of it: one is captured."""
+        version, names = fold.version, names[:NAMES_MAX]
+        why = f"what was folded for version {version} differs from what training had in {listed(names)}"
+        self._differing, self._in_doubt = (version, names), (version, why)
+        log.error(
+            "%s: something has written there in a way that torch does not count (through .data, perhaps), or memory or "
+            "arithmetic has failed, in the job or here. A base is captured. Versions before it may lack the difference",
+            why,
+        )
 
     async def _beside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._shards.executor, work)

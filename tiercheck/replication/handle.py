@@ -41,6 +41,12 @@ class MoverStatus:
     """The mover folds bases that are left to it."""
     not_folded: str = ""
     """Why it does not, though it was to."""
+    audited_bases: int = 0
+    """Folded bases that were compared with what training had, and are the same."""
+    differing_version: int | None = None
+    """The newest version whose folded base differed, and was not published."""
+    differing: tuple[str, ...] = ()
+    """What differed there, by the names in the base."""
     has_room: bool = True
     """The first tier may take another base."""
     reach: tuple[Span, ...] = ()

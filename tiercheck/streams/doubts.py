@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["KEY", "NAMES_MAX", "Doubts"]
+__all__ = ["KEY", "NAMES_MAX", "Doubts", "listed"]
 
 KEY = "doubts"
 """In the host state. Absent if there are none."""
@@ -27,8 +27,8 @@ class Doubts:
     late: tuple[str, ...] = ()
     """Tensors that the loop writes to after a version was published: no version of then holds that."""
     unseen: tuple[str, ...] = ()
-    """Trained tensors written to in a way that nothing but a comparison of all their bits has seen: the differentials
-    do not lead to that."""
+    """Trained tensors, or what else of a base by its name there, that have other bits than the differentials lead to.
+    Nothing but a comparison of all their bits has seen that."""
     moved: tuple[str, ...] = ()
     """What was passed as ``stateful`` and moved between the optimizer's step and the next forward pass: as a data
     loader does, whose position must be saved before, or as an average, which must be saved after."""
@@ -78,8 +78,9 @@ class Doubts:
             )
         if self.unseen and replayed:
             notes.append(
-                f"something wrote to {listed(self.unseen)} without torch counting it (through .data, perhaps), which "
-                "no differential holds: use in-place operations under torch.no_grad()"
+                f"something wrote to {listed(self.unseen)} without torch counting it (through .data, perhaps), or "
+                "memory or arithmetic has failed, and no differential holds that: use in-place operations under "
+                "torch.no_grad()"
             )
         if self.moved:
             notes.append(

@@ -84,8 +84,9 @@ class RecordCapture(Protocol):
         """Take the gradients of the coming step, or of a part of it."""
         ...
 
-    def finish(self, *, skipped: bool) -> int:
-        """The step is done, or was skipped: close the shard; returns its length in bytes."""
+    def finish(self, *, skipped: bool, audit: bool = False) -> int:
+        """The step is done, or was skipped: close the shard; returns its length in bytes. ``audit``: the record also
+        says what the state is to have, so that a fold to this version can be compared with it."""
         ...
 
 
@@ -135,7 +136,12 @@ class StateCapture(Protocol):
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """After :meth:`finish`: what has other bits than the step left there."""
+        """After :meth:`finish`: what has other bits than the step left there, or than the audit says."""
+        ...
+
+    @property
+    def audited(self) -> bool:
+        """Whether it is compared with an audit."""
         ...
 
     def copy(self, memory: memoryview) -> None:
@@ -169,7 +175,8 @@ class FoldShards(Protocol):
     ) -> StateCapture:
         """Verified shards of one rank and generation, oldest first, with no version missing. Blocking, in any thread.
 
-        Returns the base, to be copied and finished: to the last byte the one that the job would have captured.
+        Returns the base, to be copied and finished: to the last byte the one that the job would have captured, or
+        :attr:`StateCapture.unexpected` names what differs.
         ``check`` raises once the work is to be broken off. Errors: ``NotExact``; ``Corruption``; those of ``check``.
         """
         ...

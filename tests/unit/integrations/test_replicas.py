@@ -369,7 +369,7 @@ def test_parts_are_folded_and_compared_all_the_same(job: Job, caplog: pytest.Log
                 for each in model.parameters():
                     each.mul_(1.5)
 
-    saved = succeeded(job.run(2, 9, bases="fold"))
+    saved = succeeded(job.run(2, 9, bases="fold", audit_every=1))
     assert reached(job.run(2, 9, bases="fold")) == {(9, "exact")}
     other = Job(job.directory / "other", job.name, disturb=disturb)
     job.lose(0, 1)

@@ -151,6 +151,49 @@ def test_a_write_after_a_version_that_is_folded_does_not_capture_it_again(tmp_pa
     assert resumed(tmp_path) == (9, training.states[9])
 
 
+def write_past_torchs_counters(training: Training) -> None:
+    """To an element that no sample is of: of the moments there are none."""
+    training.optimizer.state[training.model[0].weight]["exp_avg"].data[0, 0] += 1
+
+
+def test_what_differs_from_the_live_state_is_captured_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path), audit_every=2)
+    for version in range(1, LAST + 1):
+        if version == 10:
+            write_past_torchs_counters(training)
+        training.step(version)
+        checkpointer.flush()
+    checkpointer.close()
+    mover = checkpointer.stats.mover
+    assert (mover.audited_bases, mover.differing_version, mover.folded_bases) == (1, 12, 2), "4, 8; 12 differs"
+    assert mover.differing == ("0.weight", "state/0.weight/exp_avg")
+    assert checkpointer.stats.bases == 4, "the opening one, that of 12 from the flush, and those of 16 and 20"
+    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert "for version 12 differs from what training had in 0.weight, state/0.weight/exp_avg: something has" in told
+    after = Training()
+    checkpointer = attached(after, memory(), durable(tmp_path))
+    recovery = checkpointer.recovery
+    checkpointer.abort()
+    assert after.parameters() == training.states[LAST]
+    assert recovery is not None and recovery.fidelity == "approximate"
+    assert "state/0.weight/exp_avg" in " ".join(recovery.notes)
+
+
+def test_a_difference_at_the_last_version_is_captured_before_the_end(tmp_path: Path) -> None:
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path), audit_every=1)
+    for version in range(1, 9):
+        if version == 7:
+            write_past_torchs_counters(training)
+        training.step(version)
+    checkpointer.close()
+    assert (checkpointer.stats.bases, checkpointer.stats.mover.differing_version) == (2, 8)
+    assert resumed(tmp_path) == (8, training.states[8])
+
+
 def test_no_more_bases_are_folded_than_memory_has_room_for(tmp_path: Path) -> None:
     """Training that goes on without the durable tier keeps its memory for differentials."""
     away = threading.Event()

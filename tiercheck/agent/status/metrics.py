@@ -71,6 +71,10 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
             "Versions recorded since the oldest base that is left to be folded, and is not there.",
             lambda r: r.mover.fold_lag_versions,
         ),
+        "differing_version": (
+            "The newest version whose folded base differed from what training had; -1 for none.",
+            lambda r: -1 if r.mover.differing_version is None else r.mover.differing_version,
+        ),
         "idle": ("1 where nothing was left to do at the last look.", lambda r: float(r.mover.idle)),
         "silent_seconds": ("Since its trainer was last heard of.", lambda r: r.silent_s),
         "tiers_in_trouble": ("Tiers whose last action failed.", lambda r: len(r.mover.errors)),
@@ -94,6 +98,7 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
         "folded_bases": ("Bases folded.", lambda r: r.mover.folded_bases),
         "copied_objects": ("Objects copied to slower tiers.", lambda r: r.mover.copied_objects),
         "refused_decisions": ("Decisions of policies that were refused.", lambda r: r.mover.refused_decisions),
+        "audited_bases": ("Folded bases found to be what training had.", lambda r: r.mover.audited_bases),
         "deleted_objects": ("Objects deleted since nothing needed them any more.", lambda r: r.mover.deleted_objects),
     }
     for name, (help_text, value) in counters.items():

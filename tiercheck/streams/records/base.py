@@ -49,7 +49,20 @@ from tiercheck.streams.tensors.as_bytes import absent_tensor, dtype_name, tensor
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.writes import Watch
 
-__all__ = ["BaseCapture", "BaseState", "PackedIndex", "base_nbytes", "read_base"]
+__all__ = [
+    "HOST",
+    "OPTIMIZER",
+    "BaseCapture",
+    "BaseState",
+    "PackedIndex",
+    "base_nbytes",
+    "optimizer_object",
+    "read_base",
+    "tensors_of",
+]
+
+OPTIMIZER, HOST = "optimizer", "host"
+"""The objects that are not the same in each base of a job."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class PackedIndex:
 
     def of_now(self) -> PackedObject:
         """Of the provider's tensors as they are."""
-        tensors, _ = _tensors(self._provider)
+        tensors, _ = tensors_of(self._provider)
         return self.of_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
@@ -103,8 +116,9 @@ class BaseCapture:
     once; masters, optimizer state and residuals stand still until the next step, so :meth:`copy` may take them during
     the next forward and backward pass, on another thread, and must have returned before that step.
 
-    ``host_state`` is the provider's where it is not given. ``expected`` has the checksums of the masters at the end of
-    the iteration (:func:`~tiercheck.streams.tensors.writes.contents`): :meth:`finish` compares them with the copy's.
+    ``host_state`` is the provider's where it is not given. ``expected`` has the checksums that tensors and objects of
+    the base are to have, by their names in it: :meth:`finish` compares them with the copy's. ``audited``: they are of
+    everything.
     ``constants``: what the base may refer to; by default it is whole by itself.
     """
 
@@ -120,8 +134,9 @@ class BaseCapture:
         expected: Mapping[str, str] | None = None,
         index: PackedIndex | None = None,
         constants: Constants | None = None,
+        audited: bool = False,
     ) -> None:
-        everything, values = _tensors(provider)
+        everything, values = tensors_of(provider)
         everything |= {f"residual/{name}": tensor for name, tensor in residuals.items()}
         extras = {name: tensor for name, tensor in everything.items() if name.startswith(EXTRA)}
         self._later = {name: tensor for name, tensor in everything.items() if name not in extras}
@@ -134,15 +149,10 @@ class BaseCapture:
         self._metadata = ShardMetadata.of(self.key, world_size, token)
         self._at_once = {name: tensor.clone() for name, tensor in self._split.inline.items()}
         tensors = {**self._at_once, **self._later}
-        group_of = provider.group_of()
         held = {
             "identity": schema.plain(provider.identity()),
-            "optimizer": {
-                "hyperparameters": provider.hyperparameters(),
-                "groups": [group_of[name] for name in provider.masters()],
-                "values": values,
-            },
-            "host": provider.host_state() if host_state is None else host_state,
+            OPTIMIZER: optimizer_object(provider, values),
+            HOST: provider.host_state() if host_state is None else host_state,
         }
         self._specs = {name: TensorSpec(name, dtype_name(t, name), tuple(t.shape)) for name, t in tensors.items()}
         self._objects = {name: PackedObject(pack(value, name=name)) for name, value in held.items()}
@@ -152,14 +162,15 @@ class BaseCapture:
         self._watch = Watch(lambda: {**self._later, **live})
         self.disturbed = False
         """Whether somebody wrote to the state before :meth:`copy` had returned: then the copy is of no one moment."""
-        self._expected = {f"master/{name}": content for name, content in (expected or {}).items()}
+        self._expected = dict(expected or {})
+        self.audited = audited
         self._blocks = {name: spec.nbytes for name, spec in self._specs.items() if spec.nbytes > BLOCK_NBYTES}
         """The tensors of several blocks, and their lengths."""
         self._hashed: dict[str, memoryview] = {}
         """What is hashed here, and not by the writer."""
         self.unexpected: tuple[str, ...] = ()
-        """After :meth:`finish`: the masters whose content is not the expected one, so that somebody wrote to them after
-        the step."""
+        """After :meth:`finish`: the masters, and what else by its name in the base, whose content is not the expected
+        one."""
         self._writer: ShardWriter | None = None
 
     @property
@@ -197,9 +208,12 @@ class BaseCapture:
         self._writer.add_object(BLOCKS, digests)
         checksums = {name: checksum_of_blocks(each) for name, each in digests.items()}
         checksums |= {name: checksum_of(slot) for name, slot in self._hashed.items()}
+        held = {name: checksum_of(self._objects[name].data) for name in self._expected.keys() & {OPTIMIZER, HOST}}
+        if references is not None:
+            held |= {name: each.checksum for name, each in references.tensors.items()}
         self.unexpected = tuple(
             name.removeprefix("master/")
-            for name, found in checksums.items()
+            for name, found in {**checksums, **held}.items()
             if found != self._expected.get(name, found)
         )
         nbytes = self._writer.finish(self._metadata, checksums=checksums)
@@ -236,13 +250,20 @@ class BaseCapture:
             self.disturbed = True
 
 
+def optimizer_object(provider: StateProvider, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A base's object ``optimizer``. ``values``: the optimizer's state that is no tensor."""
+    group_of = provider.group_of()
+    groups = [group_of[name] for name in provider.masters()]
+    return {"hyperparameters": provider.hyperparameters(), "groups": groups, "values": values}
+
+
 def base_nbytes(
     provider: StateProvider, residuals: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[int, int]:
     """About how many bytes the tensors of a base take, and those of the constants that it refers to, for checking a
     tier's space ahead. Before the first step
     an optimizer may hold no state yet: then two tensors a master (Adam's moments) are assumed."""
-    tensors, _ = _tensors(provider)
+    tensors, _ = tensors_of(provider)
     nbytes = nbytes_of((*tensors.values(), *residuals.values()))
     if not provider.optimizer_state():
         nbytes += 2 * nbytes_of(provider.masters().values())
@@ -313,7 +334,7 @@ def _group_of(masters: Iterable[str], groups: Sequence[int]) -> dict[str, int]:
     return dict(zip(masters, groups, strict=True))
 
 
-def _tensors(provider: StateProvider) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+def tensors_of(provider: StateProvider) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """The state's tensors by their name in the shard, live, and the optimizer's values that are none."""
     tensors = {f"master/{name}": tensor for name, tensor in provider.masters().items()}
     values: dict[str, dict[str, Any]] = {}

@@ -7,7 +7,8 @@ batch is the concatenation of its records. Of version v there are
 - ``V/buffer/NAME``: a persistent buffer that has changed since it was last recorded,
 
 and the objects ``V/record`` (whether the step was skipped, the options each parameter group stepped with, how
-each gradient is encoded) and ``V/host`` (the host state at the end of iteration v).
+each gradient is encoded), ``V/host`` (the host state at the end of iteration v) and, of some versions, ``V/audit``
+(:mod:`tiercheck.streams.records.audit`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,20 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
 from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.records.audit import audit_nbytes_max, audit_of
 from tiercheck.streams.records.gathered import Gathered, GatheredGradients, check_trained
 from tiercheck.streams.records.gradient_encoder import GradientEncoder, scratch
 from tiercheck.streams.records.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
-from tiercheck.streams.records.record_names import buffer_prefix, gradient_name, gradient_parts, host_name, record_name
+from tiercheck.streams.records.record_names import (
+    audit_name,
+    buffer_prefix,
+    gradient_name,
+    gradient_parts,
+    host_name,
+    record_name,
+)
 from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in, tensor_of
-from tiercheck.streams.tensors.provider import StateProvider
+from tiercheck.streams.tensors.provider import StateProvider, extras_of
 from tiercheck.types import Fidelity
 
 __all__ = ["Differential", "DifferentialCapture", "DifferentialStream", "read_differentials"]
@@ -184,15 +193,17 @@ class DifferentialCapture(IterationCapture):
         if name in self._encodings or (self._gathered is not None and name in self._gathered.encodings):
             raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
 
-    def finish(self, *, skipped: bool) -> int:
+    def finish(self, *, skipped: bool, audit: bool = False) -> int:
         """Add the host state as of now, and close the shard; returns its length in bytes."""
-        version = self._key.first
+        version, stream = self._key.first, self._stream
         for name, tensor in self._stream.changed_buffers().items():
             dtype, shape = dtype_name(tensor, name), tuple(tensor.shape)
             memory = self._writer.slot(buffer_prefix(version) + name, dtype, shape)
             tensor_in(memory, dtype, shape, what=name).copy_(tensor)
         self._writer.add_object(record_name(version), self._record(skipped))
-        self._writer.add_object(host_name(version), self._stream.packed_host_state())
+        self._writer.add_object(host_name(version), host_state := stream.packed_host_state())
+        if audit and (found := stream.audit(host_state, fresh=not skipped)) is not None:
+            self._writer.add_object(audit_name(version), found)
         nbytes = self._writer.finish(
             ShardMetadata.of(self._key, self._stream.world_size, self._stream.token),
             checksums=self._checksums,
@@ -246,6 +257,7 @@ class DifferentialStream(IterationStream):
         self._gradients = len(gradients)
         self._gradients_nbytes = shard_nbytes(gradients)
         self._gradients_header_nbytes = header_room(gradients)
+        self._audit_nbytes = audit_nbytes_max(len(self.masters), len(extras_of(provider)))
         super().__init__(provider, world_size)
 
     def key(self, generation: int, version: int, rank: int) -> ShardKey:
@@ -281,6 +293,12 @@ class DifferentialStream(IterationStream):
     def load(self, residuals: Mapping[str, torch.Tensor]) -> None:
         self.encoder.load(residuals)
 
+    def audit(self, host_state: PackedObject, *, fresh: bool) -> dict[str, Any] | None:
+        """Of the state as it is now: see :func:`~tiercheck.streams.records.audit.audit_of`. ``fresh``:
+        :attr:`contents` is as of now."""
+        known = self.contents if fresh and self.contents is not None else {}
+        return audit_of(self.provider, host_state, known, self._audit_nbytes)
+
     def _buffers(self) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(buffer_prefix(0) + name, dtype_name(tensor, name), tuple(tensor.shape))
@@ -288,11 +306,11 @@ class DifferentialStream(IterationStream):
         )
 
     def _beside_nbytes(self, host_nbytes: int, record_nbytes: int | None = None) -> int:
-        """Bytes, at most, of what a record holds beside the gradients: buffers, two objects, and their header."""
+        """Bytes, at most, of what a record holds beside the gradients: buffers, objects, and their header."""
         buffers = self._buffers()
         if record_nbytes is None:
             record_nbytes = RECORD_SPARE_BYTES + 512 * (self._gradients + len(buffers))
-        sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes]
+        sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes, self._audit_nbytes]
         return header_beside(buffers) + sum(map(round_up, sizes))
 
 
@@ -323,5 +341,5 @@ def read_differentials(shard: Shard, *, tier: str) -> list[Differential]:
 
 @lru_cache(maxsize=8)
 def header_beside(buffers: tuple[TensorSpec, ...]) -> int:
-    """The header's room for these and a record's two objects. Asked for at each version, of the same buffers."""
-    return header_room(buffers, (record_name(0), host_name(0)))
+    """The header's room for these and a record's objects. Asked for at each version, of the same buffers."""
+    return header_room(buffers, (record_name(0), host_name(0), audit_name(0)))

@@ -11,6 +11,7 @@ import xxhash
 
 from tiercheck.format import host_state
 from tiercheck.format.container import PackedObject, Shard
+from tiercheck.format.index.logical import MASTER
 from tiercheck.format.references import References
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
@@ -39,8 +40,9 @@ class IterationCapture(abc.ABC):
         on return. Errors: ``SaveError``; ``TierError``."""
 
     @abc.abstractmethod
-    def finish(self, *, skipped: bool) -> int:
-        """The step is done, or was skipped: add what is as of now, and close the shard; returns its length in bytes."""
+    def finish(self, *, skipped: bool, audit: bool = False) -> int:
+        """The step is done, or was skipped: add what is as of now, and close the shard; returns its length in bytes.
+        ``audit``: what is as of now are also the checksums of the state (:mod:`tiercheck.streams.records.audit`)."""
 
 
 class IterationStream(abc.ABC):
@@ -97,7 +99,7 @@ class IterationStream(abc.ABC):
             self.saved_with_bases(),
             token=self.token,
             host_state=self.host_state(),
-            expected=self.contents,
+            expected={f"{MASTER}{name}": content for name, content in (self.contents or {}).items()},
             index=self._index,
             constants=self._constants,
         )

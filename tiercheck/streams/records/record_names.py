@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from tiercheck.errors import Corruption
 from tiercheck.format.container import Shard, TensorEntry
 
-__all__ = ["STAMP_DIGITS", "buffer_prefix", "gradient_name", "gradient_parts", "host_name", "record_name", "stamp"]
+__all__ = [
+    "STAMP_DIGITS",
+    "audit_name",
+    "buffer_prefix",
+    "gradient_name",
+    "gradient_parts",
+    "host_name",
+    "record_name",
+    "stamp",
+]
 
 STAMP_DIGITS = 12
 """Of the version, with which every name begins."""
@@ -24,6 +33,10 @@ def buffer_prefix(version: int) -> str:
 
 def record_name(version: int) -> str:
     return f"{stamp(version)}/record"
+
+
+def audit_name(version: int) -> str:
+    return f"{stamp(version)}/audit"
 
 
 def host_name(version: int) -> str:

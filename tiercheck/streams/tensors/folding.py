@@ -26,7 +26,8 @@ from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.optimizers.registry import find_optimizer
-from tiercheck.streams.records.base import BaseCapture
+from tiercheck.streams.records.audit import read_audit
+from tiercheck.streams.records.base import BaseCapture, tensors_of
 from tiercheck.streams.records.constants import CarriedOn
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS
 from tiercheck.streams.replay import kernel_selection
@@ -124,6 +125,7 @@ def _folded(
     constants = None
     if references is not None and key.constants is not None:
         constants = CarriedOn(state, key.constants, references)
+    expected = read_audit(differentials[-1], last, tensors_of(state)[0])
     return BaseCapture(
         state,
         ShardKey.base(key.generation, last, key.rank),
@@ -131,6 +133,8 @@ def _folded(
         token=base.metadata.token,
         host_state=host_state,
         constants=constants,
+        expected=expected,
+        audited=bool(expected),
     )
 
 

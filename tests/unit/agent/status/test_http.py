@@ -205,6 +205,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     }
     rank = (("namespace", "shm://run"), ("rank", "3"))
     assert samples["tiercheck_rank_watermark_version", rank] == 40
+    assert samples["tiercheck_rank_differing_version", rank] == -1
     assert samples["tiercheck_rank_copied_bytes_total", rank] == 5 << 20
     assert samples["tiercheck_rank_state", (*rank, ("state", "moving"))] == 1
     assert samples["tiercheck_rank_state", (*rank, ("state", "paused"))] == 0

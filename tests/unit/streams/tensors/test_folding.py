@@ -1,10 +1,12 @@
-"""A folded base is, to the last byte, the base that the job captured at that version; or it is refused."""
+"""A folded base is, to the last byte, the base that the job captured at that version, and its audit says so; or it is
+refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from tiercheck.format import container
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
+from tiercheck.recording.bases import Bases
+from tiercheck.streams.records.audit import read_audit
 from tiercheck.streams.state import NotExact
 from tiercheck.streams.tensors.folding import check_foldable, fold
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
@@ -33,10 +37,17 @@ class KeepsAll(WrappingDriver):
 
 
 class Saved:
-    """A job with a base and a differential of every version: two groups, a schedule, clipping, buffers, a frozen
-    parameter, a step without some of the gradients and one that is skipped."""
+    """A job with a base and an audited differential of every version: two groups, a schedule, clipping, buffers, a
+    frozen parameter, a step without some of the gradients and one that is skipped."""
 
-    def __init__(self, root: Path, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        make: Callable[[Any], torch.optim.Optimizer],
+        between: Callable[..., None] = lambda *_: None,
+        **options: Any,
+    ) -> None:
+        """``between`` is called before each step."""
         self.root = root / "run"
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(4, 33), torch.nn.BatchNorm1d(33), torch.nn.Linear(33, 1))
@@ -47,7 +58,8 @@ class Saved:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         hierarchy = Hierarchy.of(memory(), Tier(f"nvme://{self.root}?survives=rack", wrap=KeepsAll))
         config = CheckpointConfig(base_every=1, batch=1, deadline_s=30, **options)
-        with attach(model, optimizer, hierarchy, scheduler=scheduler, config=config) as checkpointer:
+        audited = patch.object(Bases, "audits", lambda *_: True)
+        with audited, attach(model, optimizer, hierarchy, scheduler=scheduler, config=config) as checkpointer:
             for version in range(1, LAST + 1):
                 optimizer.zero_grad()
                 batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(version))
@@ -55,6 +67,7 @@ class Saved:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 if version == LAST - 1:
                     model[1].bias.grad = None
+                between(model, optimizer, version)
                 optimizer.step()
                 scheduler.step()
                 checkpointer.end_iteration()
@@ -64,16 +77,25 @@ class Saved:
         (path,) = self.root.glob(f"r00000/g000001/{stem}*.safetensors")
         return path.read_bytes()
 
-    def shard(self, stem: str) -> Shard:
+    def shard(self, stem: str, *, flip: str = "") -> Shard:
         (path,) = self.root.glob(f"r00000/g000001/{stem}*.safetensors")
-        return container.parse(memoryview(path.read_bytes()), key=str(path.relative_to(self.root)), tier="nvme")
+        content = bytearray(path.read_bytes())
+        shard = container.parse(memoryview(content), key=str(path.relative_to(self.root)), tier="nvme")
+        shard.verify()
+        if flip in shard:
+            memoryview(shard.entry(flip).data)[2] ^= 1
+        return shard
 
-    def folded(self, start: int, stop: int) -> bytes:
-        steps = [self.shard(f"differential/{version:012}") for version in range(start + 1, stop + 1)]
-        made = fold(self.shard(f"base/{start:012}"), steps, tier="nvme", check=lambda: None)
+    def folded(self, start: int, stop: int, *, differing: tuple[str, ...] = (), flip: str = "") -> bytes:
+        """``flip``: a bit of this tensor is flipped once its shard was verified."""
+        stems = [f"base/{start:012}", *(f"differential/{version:012}" for version in range(start + 1, stop + 1))]
+        base, *steps = (self.shard(stem, flip=flip if stem == stems[-1] or "base" in stem else "") for stem in stems)
+        made = fold(base, steps, tier="nvme", check=lambda: None)
         content = bytearray(made.nbytes_max)
         made.copy(memoryview(content))
-        return bytes(content[: made.finish()])
+        nbytes = made.finish()
+        assert (made.audited, made.unexpected) == (True, differing)
+        return bytes(content[:nbytes])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,6 +128,36 @@ def test_what_may_have_other_bits_is_no_base(tmp_path: Path, monkeypatch: pytest
         patch.setattr(torch, "__version__", "1.0")
         with pytest.raises(NotExact, match=r"1\.0"):
             saved.folded(2, 4)
+
+
+def test_a_bit_that_flips_past_its_checksum_is_found(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, torch.optim.AdamW)
+    moments = ("state/0.weight/exp_avg", "state/0.weight/exp_avg_sq")
+    saved.folded(5, 7, flip="master/1.weight", differing=("1.weight",))
+    saved.folded(5, 7, flip=f"{7:012}/gradient/0.weight", differing=("0.weight", *moments))
+    saved.folded(5, 7, flip="extra/2.bias", differing=("extra/2.bias",))
+
+
+def past_torchs_counters(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, version: int) -> None:
+    """Writes to elements that no sample is of."""
+    if version == 5:
+        model[0].weight.data[0, 0] += 1
+        optimizer.state[model[1].weight]["exp_avg"][0] += 1
+
+
+def test_a_write_that_no_differential_holds_is_found_by_name(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, torch.optim.AdamW, past_torchs_counters)
+    assert saved.folded(3, 4) == saved.bytes_of(f"base/{4:012}")
+    saved.folded(3, 5, differing=("0.weight", "1.weight", "state/1.weight/exp_avg"))
+    saved.folded(3, LAST, differing=("0.weight", "1.weight", "state/1.weight/exp_avg"))
+    assert saved.folded(5, LAST) == saved.bytes_of(f"base/{LAST:012}")
+
+
+def test_of_other_tensors_none_agrees(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, torch.optim.AdamW)
+    shard = saved.shard(f"differential/{LAST:012}")
+    assert read_audit(shard, LAST, ["master/0.weight"]) == {"host": "", "master/0.weight": "", "optimizer": ""}
+    assert read_audit(shard, LAST - 1, ["master/0.weight"]) == {}
 
 
 def test_a_fold_is_broken_off_between_steps(tmp_path: Path) -> None:
