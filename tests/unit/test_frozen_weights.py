@@ -65,7 +65,9 @@ class Job:
 
     def attach(self, hierarchy: Hierarchy, **options: Any) -> Job:
         bases = options.pop("bases", "capture")
-        config = CheckpointConfig(base_every=3, batch=1, deadline_s=30.0, mover="trainer", bases=bases)
+        config = CheckpointConfig(
+            base_every=3, batch=1, deadline_s=30.0, mover="trainer", bases=bases, audit_every=1
+        )
         self.checkpointer = attach(
             self.model, self.optimizer, hierarchy, config=config, policies=Policies(retention=KeepLast(2)), **options
         )
@@ -359,6 +361,7 @@ def test_a_folded_base_refers_to_what_the_one_before_refers_to(place: Place) -> 
         assert 0 <= path.stat().st_size - (FROZEN_NBYTES if last > 10 else 0) < TRAINED_NBYTES_MAX
     job.train(19).close()
     stats = job.checkpointer.stats
+    assert stats.mover.audited_bases == stats.mover.folded_bases
     assert (stats.bases, stats.mover.folded_bases) == (2, 5), "the second one brings the buffer that stands still"
     place.check_whole()
     place.lose_memory()
@@ -381,6 +384,21 @@ def test_a_restart_goes_on_folding_with_what_its_ancestor_stored(place: Place, r
     after.close()
     assert (after.checkpointer.stats.bases, after.checkpointer.stats.mover.folded_bases) == (1, 2)
     assert {key.generation for key in place.of(Stream.CONSTANT)} == {1}, "nothing is stored again"
+    place.check_whole()
+
+
+def test_a_write_to_what_folded_bases_refer_to_is_found_by_its_audit(place: Place) -> None:
+    """No sample is of the element, and torch does not count the write."""
+    job = Job().attach(place.hierarchy(), bases="fold").train(5)
+    job.checkpointer.flush()
+    job.model.frozen.weight.data[0, 0] += 1
+    job.train(7).close()
+    mover = job.checkpointer.stats.mover
+    assert (mover.audited_bases, mover.differing_version, mover.differing) == (1, 6, ("extra/frozen.weight",))
+    place.lose_memory()
+    after = Job().attach(place.hierarchy(), bases="fold")
+    assert after.state() == job.states[7]
+    after.close()
     place.check_whole()
 
 

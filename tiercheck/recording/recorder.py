@@ -251,6 +251,9 @@ class Recorder:
             with self._saves.saving(self.version):
                 await self._bases.begin(self.version)
                 await self._bases.finish()
+                if self._bases.is_needed():  # what it was to refer to differed, too: the next one holds that itself
+                    await self._bases.begin(self.version)
+                    await self._bases.finish()
             await self._drain()
 
     async def finish_base(self) -> None:
