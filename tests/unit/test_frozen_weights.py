@@ -65,9 +65,7 @@ class Job:
 
     def attach(self, hierarchy: Hierarchy, **options: Any) -> Job:
         bases = options.pop("bases", "capture")
-        config = CheckpointConfig(
-            base_every=3, batch=1, deadline_s=30.0, mover="trainer", bases=bases, audit_every=1
-        )
+        config = CheckpointConfig(base_every=3, batch=1, deadline_s=30.0, mover="trainer", bases=bases, audit_every=1)
         self.checkpointer = attach(
             self.model, self.optimizer, hierarchy, config=config, policies=Policies(retention=KeepLast(2)), **options
         )
