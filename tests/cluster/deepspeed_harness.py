@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider  # noqa: E402
 
-constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
+constants.NBYTES_MIN, constants.SHARE = 5, 1 << 30  # what does not change is referred to, unless it is one number
 
 WIDTH, VOCABULARY, LENGTH = 32, 61, 12
 BASE, RESUME, END = 2, 4, 6
