@@ -268,7 +268,7 @@ def test_a_full_disk_says_so_and_leaves_nothing(
 
     with tiercheck.open(finished.url) as archive:
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(CapacityExceeded, match="full"):
+        with pytest.raises(CapacityExceeded, match=r"/model cannot be written: the file system is full.* device$"):
             archive.export(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

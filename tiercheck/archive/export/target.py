@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tiercheck.errors import ConfigurationError
-from tiercheck.tiers.posix.files import fsync_directory, map_os_errors, try_lock, unlock_and_close
+from tiercheck.tiers.posix.files import fsync_directory, meaning_of, try_lock, unlock_and_close
 
 __all__ = ["publish", "work_directory"]
 
@@ -29,7 +29,7 @@ def work_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise ConfigurationError(f"there is no directory {target.parent} to export to: make it first")
     work = target.with_name(f".{target.name}.partial")
-    with map_os_errors(str(target)):
+    with naming(target):
         try:
             work.mkdir(mode=0o700, exist_ok=True)
         except FileNotFoundError:
@@ -47,6 +47,16 @@ def work_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
                     work.rmdir()
         finally:
             unlock_and_close(fd)
+
+
+@contextmanager
+def naming(target: Path) -> Iterator[None]:
+    """What the file system refuses, as the ``TierError`` that it means."""
+    try:
+        yield
+    except OSError as error:
+        meaning, advice = meaning_of(error)
+        raise meaning(f"{target} cannot be written: {advice}: {error.strerror or error}") from error
 
 
 def publish(made: Path, target: Path, *, overwrite: bool) -> None:
