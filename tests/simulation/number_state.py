@@ -146,6 +146,7 @@ class NumberStream:
         self.doubts = Doubts()
         size = state.weight.size
         record, self.base_specs = specs_of(gradient_name(0, "weight", ""), size=size), specs_of(*STORED, size=size)
+        self.trained_parameters = SIZE
         self.nbytes_max = self.nbytes_expected = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
         self.base_nbytes = shard_nbytes(self.base_specs, {"host": HOST_BYTES_MAX, REFERENCES: REFERENCES_BYTES_MAX})
         self.constants_unsettled = False

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Self
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, TierCheckError, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
+from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, Holding, Sizes, holding
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.streams.state import StateStream
 from tiercheck.types import Usage, bytes_text
 
 __all__ = [
     "Demand",
-    "bases_at_most",
-    "differentials_at_most",
+    "demand_of",
     "prepare_memory",
     "refuse_gaps",
     "room_at_the_end",
@@ -25,79 +23,118 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-CONSTANTS_AT_MOST = 2
 USAGE_S_MAX = 5.0
 """A store that must be listed to tell what it holds may take longer: then it is not asked."""
 
 
-def bases_at_most() -> int:
-    """Bases of one rank in a volatile tier: the newest two, and the one that is being captured."""
-    return BASES_IN_VOLATILE_TIERS + 1
-
-
-def differentials_at_most(config: CheckpointConfig) -> int:
-    """Differentials of one rank in a volatile tier.
-
-    They stay until a base after them is committed in the durable tier. A base is captured only when fewer than two
-    still drain: when the third one after a commit is due, there are three intervals of differentials. Ranks that
-    train in lock step may be a version apart, and memory for the next one is reserved ahead; a batch covers both.
-    """
-    return (BASES_IN_VOLATILE_TIERS + 1) * config.base_every + max(2, config.batch)
-
-
 @dataclass(frozen=True)
 class Demand:
-    """What one rank brings into the first tier at most: so many objects, of so many bytes."""
+    """What the ranks of a node bring into the first tier, each as much as this one."""
 
-    bases: int
-    base_nbytes: int
-    records: int
-    record_nbytes: int
-    """What a published record keeps."""
-    record_nbytes_max: int
-    """What is reserved for one."""
-    kind: str
-    """What records are called."""
-    constants_nbytes: int = 0
-    """What bases refer to: it is there once, and once more while others take its place."""
+    holding: Holding
+    ranks: int = 1
+    """That share the tier."""
+    parameters: int = 0
+    """That this rank trains; 0: nobody knows."""
 
-    @classmethod
-    def of(cls, stream: StateStream, config: CheckpointConfig) -> Self:
-        return cls(
-            bases=bases_at_most(),
-            base_nbytes=stream.base_nbytes,
-            constants_nbytes=stream.constants_nbytes,
-            records=2 * SNAPSHOTS_IN_VOLATILE_TIERS + 1 if stream.supersedes else differentials_at_most(config),
-            record_nbytes=stream.nbytes_expected,
-            record_nbytes_max=stream.nbytes_max,
-            kind="snapshots" if stream.supersedes else "differentials",
-        )
+    @property
+    def base_nbytes(self) -> int:
+        return self.holding.sizes.base_nbytes
+
+    @property
+    def constants_nbytes(self) -> int:
+        return self.holding.sizes.constants_nbytes
 
     @property
     def nbytes(self) -> int:
-        records = self.records * self.record_nbytes + self.record_nbytes_max
-        return self.bases * self.base_nbytes + CONSTANTS_AT_MOST * self.constants_nbytes + records
+        """The least room that is enough."""
+        return self.ranks * self.holding.nbytes_least
 
     def check(self, limit_bytes: int, config: CheckpointConfig, *, tier: str) -> None:
         """Errors: ``CapacityExceeded`` if a tier of ``limit_bytes`` cannot hold this."""
         if self.nbytes > limit_bytes:
-            constants = bytes_text(self.constants_nbytes)
-            once = f", what does not change ({constants}, at times twice)" if self.constants_nbytes else ""
             raise CapacityExceeded(
-                f"the first tier must hold {self.bases} bases of {bytes_text(self.base_nbytes)}{once} and "
-                f"{self.records} {self.kind} of {bytes_text(self.record_nbytes)}, {bytes_text(self.nbytes)} in all, "
-                f"but has room for {bytes_text(limit_bytes)}: give it more, or lower base_every (now "
-                f"{config.base_every})",
+                f"the first tier must hold {self._held(BASES_MAX, self.holding.records_usual)}, "
+                f"{self._in_all(self.holding.nbytes_least)}, but has room for {bytes_text(limit_bytes)}: give it more "
+                f"(size=), or {self._advice(limit_bytes, config)}",
                 tier=tier,
             )
+
+    def tell(self, tier: str) -> None:
+        """Log what the tier will hold."""
+        holding = self.holding
+        usual, most = (BASES_USUAL, holding.records_usual), (BASES_MAX, holding.records_lagging)
+        log.info(
+            "%s will hold %s, %s, while the other tiers keep up; after a restart, or while they lag, up to %d bases "
+            "and %d %s, %s",
+            tier,
+            self._held(*usual),
+            self._in_all(holding.nbytes(*usual)),
+            *most,
+            self._kind,
+            self._in_all(holding.nbytes(*most)),
+        )
 
     def reservations(self, room: int, base_every: int) -> list[tuple[int, int]]:
         """(bytes, count) of the reservations to come, in the order of need, beside the opening base and its constants.
         If not all fit into ``room``, bases come first: what one costs that is not ready is felt most."""
-        bases = min(self.bases - 1, room // self.base_nbytes)
-        records = min(self.records, (room - bases * self.base_nbytes) // self.record_nbytes_max)
+        sizes = self.holding.sizes
+        bases = min(BASES_USUAL - 1, room // sizes.base_nbytes)
+        records = min(self.holding.records_usual, (room - bases * sizes.base_nbytes) // sizes.record_nbytes_max)
         soon = min(records, base_every)
-        return [(self.record_nbytes_max, soon), (self.base_nbytes, bases), (self.record_nbytes_max, records - soon)]
+        return [(sizes.record_nbytes_max, soon), (sizes.base_nbytes, bases), (sizes.record_nbytes_max, records - soon)]
+
+    @property
+    def _kind(self) -> str:
+        return "snapshots" if self.holding.sizes.supersedes else "differentials"
+
+    def _held(self, bases: int, records: int) -> str:
+        sizes = self.holding.sizes
+        constants = bytes_text(sizes.constants_nbytes)
+        once = f", what does not change ({constants}, at times twice)" if sizes.constants_nbytes else ""
+        each = f" for each of {self.ranks} ranks" if self.ranks > 1 else ""
+        return (
+            f"{bases} bases of {bytes_text(sizes.base_nbytes)}{once} and {records} {self._kind} of "
+            f"{bytes_text(sizes.record_nbytes)}{each}"
+        )
+
+    def _in_all(self, nbytes: int) -> str:
+        a_parameter = f" ({nbytes / self.parameters:.0f} bytes a trained parameter)" if self.parameters else ""
+        return f"{bytes_text(self.ranks * nbytes)} in all{a_parameter}"
+
+    def _advice(self, limit_bytes: int, config: CheckpointConfig) -> str:
+        holding = self.holding
+        if holding.fold_every:
+            return f"have fewer ranks on a node, or lower batch (now {config.batch})"
+        room = limit_bytes // self.ranks - holding.nbytes(BASES_MAX, holding.records_usual - config.base_every)
+        fitting = room // max(1, holding.sizes.record_nbytes)
+        fits = f"; {fitting} would fit" if config.batch <= fitting < config.base_every else ""
+        return f'lower base_every (now {config.base_every}{fits}), or have bases folded (bases="fold")'
+
+
+def demand_of(
+    stream: StateStream,
+    config: CheckpointConfig,
+    *,
+    fold_every: int = 0,
+    each_commits: bool = True,
+    ranks: int = 1,
+    limit_bytes: int | None = None,
+) -> Demand:
+    """``ranks``: that share the first tier, which has ``limit_bytes``. The rest as of
+    :func:`~tiercheck.policy.first_tier.holding`."""
+    sizes = Sizes(
+        stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max, stream.constants_nbytes, stream.supersedes
+    )
+    held = holding(
+        sizes,
+        interval=config.base_every,
+        batch=min(config.batch, config.base_every),
+        fold_every=fold_every,
+        each_commits=each_commits,
+        room_nbytes=None if limit_bytes is None else limit_bytes // ranks,
+    )
+    return Demand(held, ranks, stream.trained_parameters)
 
 
 def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> None:

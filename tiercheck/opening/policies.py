@@ -70,6 +70,10 @@ class JobPolicies:
             return self
         return replace(self, fold_every=min(FOLD_EVERY, self.cadence.interval))
 
+    def each_commits(self, tiers: OpenHierarchy) -> bool:
+        """Whether each base that is due is to be committed in the tier that survives most."""
+        return isinstance(self.placing, Everywhere) and any(role.shared for role in tiers.roles)
+
     def check(self, hierarchy: Hierarchy, tiers: OpenHierarchy) -> None:
         """Errors: ``ConfigurationError`` for a placement that leaves a promised failure uncovered."""
         refuse_uncovered(self.placing, tiers.roles, hierarchy.must_survive, INTERVALS_MAX)

@@ -20,7 +20,7 @@ from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, GroupError
 from tiercheck.format.container import checksum_of
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
-from tiercheck.opening.admission import Demand, prepare_memory, refuse_gaps, room_at_the_end
+from tiercheck.opening.admission import Demand, demand_of, prepare_memory, refuse_gaps, room_at_the_end
 from tiercheck.opening.agreement import Agreement, clear_tiers
 from tiercheck.opening.announcement import (
     begun,
@@ -169,7 +169,10 @@ class _Startup:
         refuse_different([asked for _, asked in told])
         layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _ in told).encode()))
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
-        opened = await ranks.together("opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes))
+        sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
+        opened = await ranks.together(
+            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing)
+        )
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
         restorer = Restorer(opened.tiers, self.trained, ranks, layout, restart, asked, keeps, memories)
@@ -199,6 +202,7 @@ class _Startup:
             read = dict.fromkeys(chain.from_iterable(read_from))
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
             log.info("%s", begun(recovery, read, opened.tiers, branch.generation, nbytes))
+            opened.demand.tell(opened.tiers.first.driver.url)
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)
             if keeps and restored.dropped:
@@ -287,9 +291,9 @@ class _Startup:
         return NodeMemories(tiers, ranks, tell, own.host, place and f"{own.host} {place}", always)
 
     async def open_tiers(
-        self, state: _State, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any]
+        self, state: _State, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any], sharing: int
     ) -> _OpenTiers:
-        """``nodes``: what each rank's :meth:`find` tells the others."""
+        """``nodes``: what each rank's :meth:`find` tells the others. ``sharing``: the ranks that share the tier."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
             endpoints = [schema.read(RankEndpoint, each) for each in nodes]
@@ -307,8 +311,16 @@ class _Startup:
         folds, not_folded = self.folding(agent)
         if folds is not None:
             policies = policies.folding(agrees=Agreement.needed(tiers, ranks.group))
-        demand = Demand.of(state.stream, config)
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
+        demand = demand_of(
+            state.stream,
+            config,
+            fold_every=policies.fold_every,
+            each_commits=policies.each_commits(tiers),
+            ranks=sharing,
+            limit_bytes=usage.limit_bytes,
+        )
+        policies = replace(policies, fold_every=demand.holding.fold_every)
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
         return _OpenTiers(placed, tiers, demand, policies, agent, folds, not_folded)
@@ -338,6 +350,7 @@ class _Startup:
             before_bases=self.before_bases,
             folds=opened.folds is not None,
             not_folded=opened.not_folded,
+            records_max=opened.demand.holding.records_max,
         )
         cautions = await self.cautions(state, opened, start.recovery)
         if (found := restored.constants) is not None:
@@ -423,6 +436,13 @@ def refuse_different(asked: Sequence[str]) -> None:
         if each != asked[0]:
             ours, first = each or "nothing", asked[0] or "nothing"
             raise ConfigurationError(f"rank {rank} asks for {ours}, and rank 0 for {first}: all must ask for the same")
+
+
+def ranks_sharing(url: str, environment: Mapping[str, str], world_size: int) -> int:
+    """How many ranks of a node have the first tier at this URL in common, as the launcher tells."""
+    if "{rank}" in url or "{local_rank}" in url:
+        return 1
+    return min(world_size, max(1, int_of("LOCAL_WORLD_SIZE", 1, environment)))
 
 
 def kept_by(restored: Restored) -> tuple[int, ...]:

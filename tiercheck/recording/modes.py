@@ -164,3 +164,4 @@ class Modes:
         self.base = Machine(BASE, Base.NOT_DUE)
         self.copying = Machine(COPYING, Copying.LAZY)
         self.room = Machine(ROOM, Room.EXPECTED)
+        self.record_room = Machine(ROOM, Room.EXPECTED)

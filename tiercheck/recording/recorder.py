@@ -17,6 +17,7 @@ from tiercheck.errors import GroupError, SaveError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import MetricKey
 from tiercheck.policy.placement import Placement
+from tiercheck.recording.backlog import Backlog
 from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.modes import Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
@@ -81,10 +82,11 @@ class Recorder:
         before_bases: Callable[[], None] | None = None,
         folds: bool = False,
         not_folded: str = "",
+        records_max: int | None = None,
     ) -> None:
         """``settle`` is called on every rank, at the versions at which all ranks make a base; ``before_bases`` at those
         at which one is due, whoever makes it. ``folds``: those are left to the mover, as far as it takes them;
-        ``not_folded``: why not, if that was wanted."""
+        ``not_folded``: why not, if that was wanted. ``records_max``: as of :class:`Backlog`."""
         self.version = version
         """The newest version captured."""
         self.trained = version
@@ -119,6 +121,18 @@ class Recorder:
             settle=settle,
             folds=folds,
         )
+        self._backlog = Backlog(
+            hierarchy.first,
+            mover,
+            scheduler,
+            self._nudge,
+            saves=self._saves,
+            modes=self._modes,
+            rank=rank,
+            records_max=records_max,
+            deadline_s=config.deadline_s,
+            folds=folds,
+        )
 
     @property
     def stats(self) -> Stats:
@@ -146,6 +160,9 @@ class Recorder:
         """
         self._check_next(version)
         await self._bases.finish_copy()
+        async with _Recording(self, version):
+            if self._modes.record.state is Record.NONE:
+                await self._backlog.admit()
         began = self._scheduler.time()
         async with _Recording(self, version):
             if self._modes.record.state is Record.NONE:
@@ -224,6 +241,7 @@ class Recorder:
         await self._bases.finish_copy()
         async with _Recording(self, version):
             if self._modes.record.state is Record.NONE:
+                await self._backlog.admit()
                 await self._begin_differential(version)
         self.trained = version
         began, written = self._scheduler.time(), self._stream.masters_written()

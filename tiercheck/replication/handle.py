@@ -54,6 +54,8 @@ class MoverStatus:
     base_needed_after: int | None = None
     """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
     this process's memory is lost, until a base newer than this version is captured."""
+    held_up_by: str = ""
+    """What the oldest differential in the first tier waits for."""
     refused_decisions: int = 0
     """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
 

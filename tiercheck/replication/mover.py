@@ -27,6 +27,7 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import Key, LineageKey, ShardKey, Stream, parse
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.first_tier import held_up_by
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
@@ -360,8 +361,7 @@ class Mover:
         self.nudge()
 
     async def room_for_base(self, deadline_s: float, due: Sequence[int] = (), *, patiently: bool = False) -> None:
-        """As of :class:`MoverHandle`. Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last
-        error; ``JobConflict``."""
+        """Errors: ``DeadlineExceeded`` naming the tier that does not drain and its last error; ``JobConflict``."""
         asked_at = asyncio.get_running_loop().time()
         durable = self._hierarchy.tiers[self._observer.seen().durable.index]
 
@@ -475,6 +475,7 @@ class Mover:
             self._observer.remember(without_copy)
             known = {
                 "watermark": mark.version if mark else None,
+                "held_up_by": held_up_by(seen, self._placement),
                 "undrained_bases": undrained,
                 "has_room": undrained < BASES_IN_VOLATILE_TIERS and self._has_room(seen),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),

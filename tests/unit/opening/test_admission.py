@@ -9,12 +9,13 @@ from typing import TypeVar
 
 import pytest
 
+from tests.failing import Failing
 from tests.training import Training
-from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded
+from tiercheck.errors import CapacityExceeded, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, Key, ShardKey, Stream, parse
-from tiercheck.opening.admission import Demand, bases_at_most, differentials_at_most
+from tiercheck.opening.admission import Demand
+from tiercheck.policy.first_tier import BASES_MAX, Sizes, holding
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery.lineage import Branch, Lineage
@@ -26,6 +27,7 @@ from tiercheck.types import Survives
 T = TypeVar("T")
 
 ROLES = (Role(0, "shm", Survives.PROCESS), Role(1, "nvme", Survives.RACK))
+SIZES = Sizes(base_nbytes=100, record_nbytes=10, record_nbytes_max=10)
 LINEAGE = Lineage.of([Branch(1, 0, 0, 1, "0" * 16)])
 
 
@@ -33,7 +35,6 @@ LINEAGE = Lineage.of([Branch(1, 0, 0, 1, "0" * 16)])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_durable_tier_that_lags_as_far_as_it_may(base_every: int, batch: int) -> None:
     """Each base drains only when training waits for it: then memory holds the most."""
-    config = CheckpointConfig(base_every=base_every, batch=batch)
     held: set[Key] = {ShardKey.base(1, 0, 0)}
     durable: set[Key] = set()
     bases = differentials = 0
@@ -53,8 +54,9 @@ def test_a_durable_tier_that_lags_as_far_as_it_may(base_every: int, batch: int) 
             held.add(ShardKey.base(1, version, 0))
             bases = max(bases, sum(map(is_base, held)))
     assert differentials == 3 * base_every
-    assert differentials < differentials_at_most(config)
-    assert bases == bases_at_most()
+    held = holding(SIZES, interval=base_every, batch=batch, fold_every=0, each_commits=True)
+    assert differentials < held.records_lagging
+    assert bases == BASES_MAX
 
 
 def is_base(key: Key) -> bool:
@@ -62,44 +64,46 @@ def is_base(key: Key) -> bool:
 
 
 class Lagging(WrappingDriver):
-    """Takes a base only once training waits for it to be taken."""
+    """Takes a base only when training is so many versions further."""
 
-    def __init__(self, inner: TierDriver, training: Training, base_every: int) -> None:
+    def __init__(self, inner: TierDriver, training: Training, behind: int) -> None:
         super().__init__(inner)
         self.training = training
-        self.base_every = base_every
+        self.behind = behind
 
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
         key = parse(call.key or "")
         if call.operation is Operation.PUT and key is not None and is_base(key):
             assert isinstance(key, ShardKey)
             # The training's thread counts versions, and signals nothing.
-            while self.training.checkpointer.version < key.first + 2 * self.base_every:  # noqa: ASYNC110
+            while self.training.checkpointer.version < key.first + self.behind:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         return await work()
 
 
-def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lags", "behind"), [(False, 2), (True, 16)], ids=["keeping up", "lagging as far as it may"])
+def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path, lags: bool, behind: int) -> None:
     base_every = 8
     training = Training()
 
     def hierarchy(size: int, name: str) -> Hierarchy:
-        durable = Tier(
-            f"nvme://{tmp_path}/{name}?survives=rack", wrap=lambda driver: Lagging(driver, training, base_every)
-        )
+        durable = Tier(f"nvme://{tmp_path}/{name}?survives=rack", wrap=lambda driver: Lagging(driver, training, behind))
         return Hierarchy.of(f"memory://{name}-{tmp_path.name}?size={size}", durable)
 
-    wanted = r"the first tier must hold 3 bases of .* and 29 differentials of"
+    wanted = r"the first tier must hold 3 bases of .* and 11 differentials of .* bytes a trained parameter"
     with pytest.raises(CapacityExceeded, match=wanted) as small:
         training.attach(hierarchy(1000, "small"), base_every=base_every)
-    assert "give it more, or lower base_every (now 8)" in str(small.value)
+    assert "give it more (size=), or lower base_every (now 8)" in str(small.value)
     roomy = training.attach(hierarchy(1 << 30, "roomy"), base_every=base_every)
-    demand = Demand.of(roomy._job.recorder._stream, roomy.config)
+    stream = roomy._job.recorder._stream
+    sizes = Sizes(stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max)
+    held = holding(sizes, interval=base_every, batch=5, fold_every=0, each_commits=True)
     roomy.abort()
-    checkpointer = training.attach(hierarchy(demand.nbytes, "enough"), base_every=base_every)
+    size = held.nbytes_max if lags else held.nbytes_least
+    checkpointer = training.attach(hierarchy(size, "enough"), base_every=base_every)
     for version in range(1, 5 * base_every):
         training.step(version)
-    assert checkpointer.stats.drain_stall_s > 0
+    assert checkpointer.stats.drain_stall_s > 0 or not lags
     checkpointer.abort()
 
 
@@ -133,13 +137,56 @@ def test_nobody_waits_for_memory_that_is_made_ready(tmp_path: Path) -> None:
     checkpointer.close()
     (driver,) = drivers
     assert driver.ended
-    records = differentials_at_most(checkpointer.config)
-    assert [count for _, count in driver.asked] == [4, bases_at_most() - 1, records - 4]
+    assert [count for _, count in driver.asked] == [4, 1, 3], "of records an interval, then those that come beside"
 
 
 def test_bases_are_made_ready_before_anything_else_if_room_is_short() -> None:
-    demand = Demand(3, 100, 20, 10, 10, "differentials")
-    assert demand.reservations(1000, 5) == [(10, 5), (100, 2), (10, 15)]
-    assert demand.reservations(230, 5) == [(10, 3), (100, 2), (10, 0)]
-    assert demand.reservations(150, 5) == [(10, 5), (100, 1), (10, 0)]
+    demand = Demand(holding(SIZES, interval=17, batch=5, fold_every=0, each_commits=True))
+    assert demand.reservations(1000, 5) == [(10, 5), (100, 1), (10, 15)]
+    assert demand.reservations(130, 5) == [(10, 3), (100, 1), (10, 0)]
+    assert demand.reservations(50, 5) == [(10, 5), (100, 0), (10, 0)]
     assert demand.reservations(0, 5) == [(10, 0), (100, 0), (10, 0)]
+
+
+def test_training_waits_by_name_before_memory_grows(tmp_path: Path) -> None:
+    """Of the least room, and a durable tier that takes nothing after its first base; and goes on when it does."""
+    refused: list[str] = []
+
+    def away(call: Call) -> Exception | None:
+        late = refused and call.operation is Operation.PUT
+        return Transient(refused[0]) if late else None
+
+    training = Training()
+    durable = Tier(f"nvme://{tmp_path}/run?survives=rack", wrap=lambda driver: Failing(driver, away))
+    sizes: list[int] = []
+    for size in (1 << 30, 0):
+        first = f"memory://waits-{tmp_path.name}-{size}?size={size or sizes[0]}"
+        checkpointer = training.attach(Hierarchy.of(first, durable), base_every=6, batch=2, deadline_s=0.5)
+        if size:
+            stream = checkpointer._job.recorder._stream
+            held = Sizes(stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max)
+            sizes.append(holding(held, interval=6, batch=2, fold_every=0, each_commits=True).nbytes_least)
+            checkpointer.abort()
+    training.step(1)
+    checkpointer.flush()
+    refused.append("the store is away")
+    for version in range(2, 10):
+        training.step(version)
+    with pytest.raises(SaveError, match=r"holds 9 differentials and has room for 9.*the store is away"):
+        training.step(10)
+    checkpointer.abort()
+
+
+def test_folding_adapts_to_the_room() -> None:
+    sizes = Sizes(base_nbytes=12, record_nbytes=4, record_nbytes_max=4)
+    told = {"interval": 50, "fold_every": 5, "each_commits": True}
+    wide = holding(sizes, batch=5, **told)
+    assert (wide.nbytes_usual, wide.nbytes_least) == (56, 68)
+    halves = holding(Sizes(12, 2, 2), batch=5, **told)
+    assert (halves.nbytes_usual, halves.nbytes_least) == (40, 52)
+    narrow = holding(sizes, batch=2, room_nbytes=60, **told)
+    assert (narrow.fold_every, narrow.records_usual, narrow.records_max) == (3, 6, 6)
+    assert holding(sizes, batch=2, room_nbytes=100, **told).records_max == 8 + 8, "more may wait for a tier that lags"
+    assert holding(sizes, batch=5, room_nbytes=60, **told).nbytes_least == 68, "a batch is as long: that is refused"
+    captured = holding(sizes, interval=50, batch=5, fold_every=0, each_commits=True)
+    assert (captured.records_usual, captured.records_lagging, captured.records_max) == (53, 155, None)

@@ -120,6 +120,11 @@ class IterationStream(abc.ABC):
         """Whether the next base had better be captured, since it may bring new constants."""
         return self._constants.unsettled
 
+    @property
+    def trained_parameters(self) -> int:
+        """The elements of this rank's masters."""
+        return sum(tensor.numel() for tensor in self.provider.masters().values())
+
     def refer_to(self, key: ShardKey, references: References) -> None:
         """The state is what a base was that has these references: bases may refer to the same constants."""
         self._constants.adopt(key, references)
