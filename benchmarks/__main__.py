@@ -1,5 +1,5 @@
-"""``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity``, ``scale``, ``reshape`` and
-``peers``."""
+"""``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity``, ``scale``, ``reshape``, ``peers``
+and ``overhead``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from benchmarks import measure
 from benchmarks.fidelity import command as fidelity
 from benchmarks.kernels import command as kernels
+from benchmarks.overhead import command as overhead
 from benchmarks.peers import command as peers
 from benchmarks.reshape import command as reshape
 from benchmarks.scale import command as scale
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale.add_command(commands.add_parser("scale", help="what each step costs one rank of so many"))
     reshape.add_command(commands.add_parser("reshape", help="resuming on other ranks, against torch DCP"))
     peers.add_command(commands.add_parser("peers", help="saving and restarting, against what others use"))
+    overhead.add_command(commands.add_parser("overhead", help="what saving costs the step"))
     chosen = parser.parse_args(arguments)
     # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

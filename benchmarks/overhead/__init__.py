@@ -1,0 +1,1 @@
+"""What saving costs the step."""
