@@ -88,11 +88,11 @@ class ProcessDriver(WrappingDriver):
     def __init__(self, inner: TierDriver, process: Process, survives: Survives) -> None:
         super().__init__(inner)
         self._process = process
-        self._survives = survives
+        self._capabilities = replace(inner.capabilities, survives=survives)
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self.inner.capabilities, survives=self._survives)
+        return self._capabilities
 
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
         process = self._process

@@ -21,6 +21,8 @@ from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMod
 
 __all__ = ["MemoryDriver", "MemoryStore", "StoredObject"]
 
+CAPABILITIES = Capabilities(survives=Survives.NOTHING, mappable=True, conditional_put=True)
+
 
 @dataclass(frozen=True)
 class StoredObject:
@@ -109,7 +111,7 @@ class MemoryDriver(TierDriver):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(survives=Survives.NOTHING, mappable=True, conditional_put=True)
+        return CAPABILITIES
 
     async def open(self) -> None:
         if self._open:
