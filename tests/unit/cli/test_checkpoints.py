@@ -214,14 +214,20 @@ def test_gc_says_what_would_go_and_does_it_only_when_told(name: str, left: Left)
     assert "0 removed, 0 B" in printed("gc", left.url, "--yes")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "plan"])
+@pytest.mark.parametrize(
+    ("command", "url", "said"),
+    [
+        *((each, "nvme:///proc/missing", "there is no directory /proc") for each in ("ls", "show", "verify", "plan")),
+        ("ls", "shm://test-missing", "this node has no such shared memory (/dev/shm/"),
+    ],
+)
 def test_an_error_is_one_line(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, url: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["tiercheck", command, f"nvme://{tmp_path}/missing"])
+    monkeypatch.setattr("sys.argv", ["tiercheck", command, url])
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(SystemExit) as exit_:
         commands.run()
     assert exit_.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: there is no directory")
+    assert line.startswith(f"error: {said}")

@@ -11,11 +11,10 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError
+from tiercheck.errors import CapacityExceeded, Closed, ConfigurationError, NotFound
 from tiercheck.tiers.driver import Reservation
 from tiercheck.tiers.in_flight_calls import InFlightCalls
 from tiercheck.tiers.posix.file_driver import FileDriver
@@ -155,8 +154,11 @@ class ShmDriver(FileDriver):
 
     def prepare_to_read(self) -> None:
         """The namespace is not marked as in use: it may be removed meanwhile. What was read stays as it was."""
-        with suppress(FileNotFoundError):
-            check_private(self.segments.root)
+        root = self.segments.root
+        try:
+            check_private(root)
+        except FileNotFoundError:
+            raise NotFound(f"this node has no such shared memory ({root}); 'tiercheck gc' lists what it has") from None
         super().prepare_to_read()
         self.in_flight.admit()
 

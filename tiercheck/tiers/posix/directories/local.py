@@ -106,7 +106,7 @@ class ObjectDirectory:
         """Instead of :meth:`prepare`, where nothing will be written: see that the directory is there. From here on no
         lock is taken, so that a listing may miss a name that is being replaced. Errors: ``NotFound``."""
         if not self.root.is_dir():
-            raise NotFound(f"there is no directory {self.root}")
+            raise NotFound(f"there is no directory {self.root}; check the path, and that its file system is mounted")
         self._only_read = True
 
     def locked(self, *, shared: bool = False) -> AbstractContextManager[int]:
