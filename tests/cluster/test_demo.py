@@ -90,6 +90,9 @@ def test_a_software_failure_loses_nothing(alone: Path) -> None:
     assert result["steps_lost"] == 0
     assert set(result["sources"]) == {"shm"}
     assert result["nodes_lost"] == []
+    held = result["bytes_per_parameter"]
+    assert set(held) == {"shm", "peer", "nvme"}
+    assert min(held.values()) > 12, "a base, at least"
 
 
 @pytest.mark.alone

@@ -28,7 +28,7 @@ from tiercheck.errors import ConfigurationError, NotFound, Transient
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.shm.driver import ShmDriver
-from tiercheck.tiers.shm.namespaces import SHM, namespaces, remove_namespace
+from tiercheck.tiers.shm.namespaces import SHM, namespace_path, namespaces, remove_namespace
 from tiercheck.types import bytes_text
 
 __all__ = ["Nodes", "memory_bytes", "remove_orphans"]
@@ -88,6 +88,16 @@ class Nodes:
             "shm": sum(asyncio.run(object_bytes(ShmDriver(name))) for name in own if name in present),
             "peer": sum(asyncio.run(object_bytes(kept_for_neighbours(name))) for name in kept if name in present),
             "nvme": asyncio.run(object_bytes(make_driver(f"nvme://{durable}"))) if durable.exists() else 0,
+        }
+
+    def sizes(self, durable: Path) -> dict[str, int]:
+        """As :meth:`held_bytes`, by the files' sizes, while others write there."""
+        own = [namespace_path(f"{self.name}-node{node}") for node in self._nodes]
+        kept = [namespace_path(shm_name(self.agent(node), self.name)) for node in self._nodes]
+        return {
+            "shm": sum(map(file_bytes, own)),
+            "peer": sum(map(file_bytes, kept)),
+            "nvme": file_bytes(durable),
         }
 
     def fail(self, nodes: Iterable[int]) -> None:
@@ -166,6 +176,15 @@ def memory_bytes(settings: TrainingSettings) -> int:
     bases = BASES_HELD * (owned * BASE_BYTES + BASE_ROOM_BYTES)
     differentials = BASES_HELD * settings.base_every + max(2, settings.batch) + 1  # one more is being captured
     return bases + differentials * (owned * DIFFERENTIAL_BYTES + DIFFERENTIAL_ROOM_BYTES)
+
+
+def file_bytes(root: Path) -> int:
+    """Bytes of the objects in a directory."""
+    total = 0
+    for file in root.rglob("*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            total += file.stat().st_size
+    return total
 
 
 async def object_bytes(driver: TierDriver) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,11 +144,20 @@ def progress_bars(console: Console) -> Iterator[Progress]:
 class Bar:
     """A run's progress bar: the version all ranks have finished, and what is going on."""
 
-    def __init__(self, bars: Progress, label: str, steps: int) -> None:
+    def __init__(
+        self, bars: Progress, label: str, steps: int, held: Callable[[], Mapping[str, int]] | None = None
+    ) -> None:
+        """``held``: the bytes that each tier holds now."""
+        self.most_held: Mapping[str, int] = {}
+        """By tier, the most bytes that were seen after any step."""
+        self._held = held
         self._bars = bars
         self._task: TaskID = bars.add_task(label, total=steps, status="starting")
 
     def tell(self, ranks: Sequence[RankProgress]) -> None:
+        if self._held is not None:
+            now = self._held()
+            self.most_held = {tier: max(nbytes, self.most_held.get(tier, 0)) for tier, nbytes in now.items()}
         version = min(rank.version for rank in ranks)
         steps = [rank.steps[-1] for rank in ranks if rank.steps]
         status = "starting"
@@ -182,7 +191,7 @@ def fail_and_recover(
     workspace: Workspace,
     start: Start | None,
 ) -> Interrupted:
-    bar = Bar(bars, "with a failure", lives[0].steps)
+    bar = Bar(bars, "with a failure", lives[0].steps, lambda: workspace.nodes.sizes(workspace.durable))
     workspace.interrupted.mkdir()
     with Trainers(lives[0], workspace.interrupted / "first", start=start) as trainers:
         ranks = trainers.watch(lambda told: all(rank.version >= failure.version for rank in told), bar.tell)
@@ -194,6 +203,7 @@ def fail_and_recover(
         raise ConfigurationError("the trainers were done before the failure could strike; use more --steps")
     bar.say("killed")
     held = workspace.nodes.held_bytes(workspace.durable)
+    most = bar.most_held
     workspace.nodes.fail(failure.nodes_lost)
     bar.say("restarting")
     begun = time.monotonic()
@@ -203,7 +213,7 @@ def fail_and_recover(
         restart_s = time.monotonic() - begun
         second = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
         trainers.wait_for_exit()
-    return Interrupted(first, second, restart_s, held)
+    return Interrupted(first, second, restart_s, held, most)
 
 
 def show_recovery(console: Console, ranks: Sequence[RankProgress]) -> None:

@@ -35,7 +35,7 @@ async def fill(workspace: Workspace, nbytes: int) -> None:
         kept = kept_for_neighbours(shm_name(nodes.agent((rank + 1) % RANKS), nodes.name))
         async with Hierarchy.of(own, durable).open(rank=rank) as tiers, kept:
             for driver in (*(tier.driver for tier in tiers.tiers), kept):
-                await driver.put(f"object-of-{rank}", [b"x" * nbytes])
+                await driver.put(f"object-of-{rank}.safetensors", [b"x" * nbytes])
 
 
 async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(tmp_path: Path) -> None:
@@ -44,6 +44,7 @@ async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(tmp_path: Path
         nodes = workspace.nodes
         held = await asyncio.to_thread(nodes.held_bytes, workspace.durable)
         assert held == {"shm": 2000, "peer": 2000, "nvme": 2000}, "a shared tier is counted once"
+        assert nodes.sizes(workspace.durable) == held
         nodes.fail([1])
         held = await asyncio.to_thread(nodes.held_bytes, workspace.durable)
         assert held == {"shm": 1000, "peer": 1000, "nvme": 2000}, "a node loses what it kept for its neighbour, too"

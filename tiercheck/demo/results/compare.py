@@ -35,6 +35,8 @@ class Interrupted:
     """From the start of the new processes to the first step that all of them finished."""
     bytes_per_tier: Mapping[str, int]
     """At the moment of the failure, before any memory was lost."""
+    most_held: Mapping[str, int]
+    """The most bytes that each tier was seen to hold before the failure, all ranks together."""
 
 
 def compare(
@@ -90,6 +92,9 @@ def compare(
         overhead=step_s / baseline_s - 1,
         stall_share=stall_share(first, second),
         bytes_per_tier=interrupted.bytes_per_tier,
+        bytes_per_parameter={
+            tier: nbytes / interrupted.first[0].started["parameters"] for tier, nbytes in interrupted.most_held.items()
+        },
         loss_bit_identical=difference is None,
         params_bit_identical=same_wholes(reference, second) if ranks_changed else same_digests(reference, second),
         first_difference=difference,

@@ -62,6 +62,9 @@ class DemoResult:
     """What closing the checkpointer took at the end of training: everything is in the durable tier then."""
     bytes_per_tier: Mapping[str, int]
     """What each tier held at the moment of the failure, all ranks together."""
+    bytes_per_parameter: Mapping[str, float]
+    """The most that each tier was seen to hold after any step before the failure, all ranks together, over the model's
+    parameters."""
     loss_bit_identical: bool
     """On other ranks: before the failure."""
     params_bit_identical: bool
@@ -129,6 +132,7 @@ def recovery_table(result: DemoResult) -> Table:
 
 def cost_table(result: DemoResult) -> Table:
     held = ", ".join(f"{tier} {bytes_text(nbytes)}" for tier, nbytes in result.bytes_per_tier.items())
+    most = ", ".join(f"{tier} {nbytes:.1f}" for tier, nbytes in result.bytes_per_parameter.items())
     noise = "; below zero: the machine's noise exceeds the cost" if result.overhead < 0 else ""
     return two_columns(
         "What it cost",
@@ -154,6 +158,7 @@ def cost_table(result: DemoResult) -> Table:
             ),
             ("draining at the end", f"{result.drain_s:.2f} s until the durable tier had everything"),
             ("held at the failure", held or "nothing"),
+            ("held at most", f"bytes a parameter: {most}" if most else "nothing"),
         ],
     )
 

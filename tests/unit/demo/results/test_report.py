@@ -65,7 +65,7 @@ def runs() -> tuple[list[RankProgress], Interrupted]:
     reference = [life(rank, range(1, STEPS + 1)) for rank in range(2)]
     first = [life(rank, range(1, 10), seconds=0.11, finished=False) for rank in range(2)]
     second = [life(rank, range(10, STEPS + 1), seconds=0.11) for rank in range(2)]
-    return reference, Interrupted(first, second, 8.0, {"shm": 3 << 20, "nvme": 1 << 20})
+    return reference, Interrupted(first, second, 8.0, {"shm": 3 << 20, "nvme": 1 << 20}, {"shm": 40_000})
 
 
 def compared(reference: list[RankProgress], interrupted: Interrupted) -> DemoResult:
@@ -79,6 +79,7 @@ def test_two_equal_runs() -> None:
     assert result.promise_kept
     assert (result.failed_at, result.resumed_at, result.anchor, result.replayed, result.steps_lost) == (9, 9, 8, 1, 0)
     assert result.sources == {"shm": 4}
+    assert result.bytes_per_parameter == {"shm": 40.0}
     assert result.overhead == pytest.approx(0.1)
     assert result.stall_share == pytest.approx((0.009 + 0.003) / (12 * 0.11))
     assert result.stall_step_s == pytest.approx(0.001)
