@@ -33,7 +33,8 @@ def at(version: int) -> Callable[[list[Process]], Awaitable[object]]:
 
 async def whole_life(seed: int, *, has_store: bool = True, bases: str = "capture") -> list[int]:
     """All ranks are killed; again, in the middle of a base; then a node is lost as well; at last they reach the end."""
-    cluster = Cluster(seed, config=replace(CONFIG, bases=bases), has_store=has_store)
+    mover = "agent" if bases == "auto" else "trainer"  # auto folds in the agent
+    cluster = Cluster(seed, config=replace(CONFIG, bases=bases, mover=mover), has_store=has_store)
     try:
         first = await cluster.start(LAST, at(cluster.random.randint(9, 14)))
         promised = min(process.completed for process in first)
