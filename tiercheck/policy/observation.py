@@ -270,6 +270,8 @@ class Observation:
     relisted: bool = False
     """Whether the first tier was listed whole, other ranks' objects among them, after the generation has settled
     (:func:`tiercheck.policy.watermark.is_settled`). Before, other ranks may have brought more than is known of them."""
+    differing: int | None = None
+    """The newest version whose folded base differed from what training had: bases after it are captured."""
 
     def __post_init__(self) -> None:
         if len(self.roles) != len(self.contents) or not self.roles:

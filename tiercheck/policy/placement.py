@@ -191,9 +191,11 @@ class Placement:
         return self._replaces_differential(seen, key, target)
 
     def _stays_in_first_tier(self, seen: Observation, key: ShardKey, target: Role) -> bool:
-        """Whether the base was folded between the intervals. One that replaces a differential, and the first one of a
-        generation, goes to the other tiers as well."""
+        """Whether the base was folded between the intervals. One that replaces a differential or a base that differed,
+        and the first one of a generation, goes to the other tiers as well."""
         if not self.fold_every or key.stream is not Stream.BASE or not key.first % self.interval:
+            return False
+        if seen.differing is not None and key.first >= seen.differing:
             return False
         others = (*own_bases(seen, seen.contents[0]), *own_bases(seen, seen.contents[target.index]))
         if key.first % self.fold_every or not any(base.first < key.first for base in others):

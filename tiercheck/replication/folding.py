@@ -187,6 +187,7 @@ class Folder:
         version, names = fold.version, names[:NAMES_MAX]
         why = f"what was folded for version {version} differs from what training had in {listed(names)}"
         self._differing, self._in_doubt = (version, names), (version, why)
+        self._observer.differing = version
         log.error(
             "%s: something has written there in a way that torch does not count (through .data, perhaps), or memory or "
             "arithmetic has failed, in the job or here. A base is captured. Versions before it may lack the difference",

@@ -121,6 +121,7 @@ class Observer:
         self._seen_state: object = None
         self._seen: Observation | None = None
         self.mark: int | None = None
+        self.differing: int | None = None
         """As of :class:`~tiercheck.policy.observation.Observation`."""
 
     # What is known
@@ -128,7 +129,7 @@ class Observer:
     def seen(self) -> Observation:
         """What every tier holds, as far as is known now: the same value as long as that is the same. Of a tier that was
         never listed nothing is known."""
-        state = self.mark, tuple(known.contents for known in self._known), self._relisted
+        state = self.mark, tuple(known.contents for known in self._known), self._relisted, self.differing
         if state != self._seen_state or self._seen is None:
             self._seen_state = state
             self._seen = Observation(
@@ -140,13 +141,15 @@ class Observer:
                 self._lineage,
                 self.mark,
                 self._relisted,
+                self.differing,
             )
         return self._seen
 
     @property
     def state(self) -> object:
         """All that decisions rest on. It is equal only to itself as long as nothing changes."""
-        return self.mark, self._relisted, [(known.contents, known.visible, known.unsure) for known in self._known]
+        tiers = [(known.contents, known.visible, known.unsure) for known in self._known]
+        return self.mark, self._relisted, self.differing, tiers
 
     def visible(self, index: int) -> bool:
         """Whether the tier could be listed at the last attempt: else what there is to do for it is not known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -217,6 +218,15 @@ def test_bases_between_the_intervals_stay_in_the_first_tier() -> None:
     assert base(20) in [each.target for each in placement.transfers(seen(due, committed(0)))]
     opening = [base(5), *(single(version) for version in range(6, 8))]
     assert base(5) in [each.target for each in placement.transfers(seen(opening, []))], "it is the first one"
+
+
+def test_a_base_that_is_captured_since_a_fold_differed_goes_to_every_tier() -> None:
+    placement = folding().placement
+    view = seen([base(5), base(10), *(single(version) for version in range(1, 11))], committed(0))
+    durable = view.durable
+    assert [placement.wants(view, base(version), durable) for version in (5, 10)] == [False, False]
+    differing = replace(view, differing=8)
+    assert [placement.wants(differing, base(version), durable) for version in (5, 10)] == [False, True]
 
 
 def test_memory_alone_keeps_two_bases() -> None:
