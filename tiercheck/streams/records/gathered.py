@@ -85,8 +85,8 @@ class GatheredGradients:
         """The gradients, in a shard that holds nothing yet. ``None``: they are to be encoded one by one. Errors:
         ``SaveError`` for one of no trained tensor; ``CapacityExceeded``."""
         tensors = list(gradients.values())
-        if False in [each.is_cpu for each in tensors]:
-            return None
+        if False in [each.is_cpu for each in tensors] or True in [each.is_neg() or each.is_conj() for each in tensors]:
+            return None  # their memory is elsewhere, or not what they are
         if False in [each.is_contiguous() for each in tensors]:
             tensors = [each.contiguous() for each in tensors]
         names, dtypes = list(gradients), [each.dtype for each in tensors]

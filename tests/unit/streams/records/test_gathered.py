@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from tiercheck.errors import CapacityExceeded, SaveError
-from tiercheck.format.container import parse
+from tiercheck.format.container import ShardWriter, parse
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.streams.records import gathered
@@ -116,6 +116,16 @@ def test_a_gradient_that_is_not_contiguous_is_stored_in_its_order() -> None:
 def test_a_gradient_of_no_trained_tensor_is_refused(gradients: dict[str, torch.Tensor]) -> None:
     with pytest.raises(SaveError, match="no trained tensor"):
         record(stream_of(torch.nn.Linear(9, 5, bias=False)), 1, gradients)
+
+
+def test_a_gradient_whose_memory_holds_other_values_is_not_copied_from_there() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    negated = torch.tensor([[1 + 2j, 3 + 4j]]).conj().imag
+    assert negated.is_neg()
+    gathering = stream_of(model).gathered
+    assert gathering is not None
+    memory = memoryview(bytearray(1 << 16))
+    assert gathering.put({"weight": negated}, ShardWriter(memory, 1 << 12), 1) is None
 
 
 def test_the_same_gradient_does_not_come_twice(model: Model, together: DifferentialStream) -> None:
