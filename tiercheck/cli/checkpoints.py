@@ -88,7 +88,10 @@ def plan(
 
 
 def show(
-    urls: URLS,
+    urls: Annotated[
+        list[str],
+        typer.Argument(help="Tier URLs, and, if you like, a version behind them.", show_default=False),
+    ],
     version: VERSION = None,
     generation: GENERATION = None,
     rank: Annotated[int, typer.Option(help="Whose part is shown.", min=0)] = 0,
@@ -96,6 +99,7 @@ def show(
     as_json: JSON = False,
 ) -> None:
     """Show what a version holds: tensors, host state, lineage, and who wrote it with what. No tensor is read."""
+    urls, version = with_version(urls, version)
     with opened(urls, deadline_s) as archive:
         contents = archive.show(version, rank=rank, generation=generation)
         if as_json:
@@ -171,6 +175,18 @@ def progress_bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int,
     with Progress(TextColumn(what), *columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def with_version(words: list[str], version: int | None) -> tuple[list[str], int | None]:
+    """The URLs, and the version that was given behind them or by option."""
+    *urls, last = words
+    if not last.isascii() or not last.isdigit():
+        return words, version
+    if version is not None:
+        raise typer.BadParameter(f"the version is given twice: {last}, and {version} by --version")
+    if not urls:
+        raise typer.BadParameter(f"version {last} of what? Name a tier before it")
+    return urls, int(last)
 
 
 def opened(urls: Sequence[str], deadline_s: float) -> Archive:

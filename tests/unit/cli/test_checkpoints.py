@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tests.shared_memory import root_of
 from tiercheck.cli import commands
+from tiercheck.cli.checkpoints import with_version
 from tiercheck.errors import RecoveryError
 from tiercheck.tiers.shm.namespaces import hold_namespace, release_namespace
 
@@ -83,6 +85,16 @@ def test_show_tells_tensors_host_state_and_who_wrote_it(finished: Left) -> None:
     text = printed("show", finished.url)
     assert "torch.optim.adamw.AdamW (single_tensor)" in text
     assert "master/0.weight" in text
+
+
+def test_show_takes_the_version_behind_the_tiers_or_by_option(finished: Left) -> None:
+    by_option = told("show", finished.url, "--version", str(FIRST_LIFE))
+    assert by_option["version"] == FIRST_LIFE
+    assert told("show", finished.url, str(FIRST_LIFE)) == by_option
+    with pytest.raises(typer.BadParameter, match="given twice: 8, and 9 by --version"):
+        with_version([finished.url, "8"], 9)
+    with pytest.raises(typer.BadParameter, match="version 8 of what"):
+        with_version(["8"], None)
 
 
 def test_verify_fails_where_a_version_is_lost_and_only_there(left: Left, finished: Left) -> None:
