@@ -244,8 +244,8 @@ def test_what_was_damaged_before_it_was_copied_on_is_made_up_for_by_a_base(
 
 def test_a_mover_that_has_ended_says_why_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    checkpointer = training.attach(Hierarchy.of(memory()))
     monkeypatch.setattr("tiercheck.replication.mover.to_commit", lambda seen, tier: [][0])
+    checkpointer = training.attach(Hierarchy.of(memory()))  # later, a mover that is at rest would not ask
     with pytest.raises(SaveError):
         checkpointer._job.mover_life.ended.result(timeout=20)
     with pytest.raises(SaveError, match="has ended the mover: IndexError"):
