@@ -255,7 +255,7 @@ class LineageKey:
 
 @dataclass(frozen=True, order=True)
 class ClaimKey:
-    """One job's claim to the generation that it wants to open: see :mod:`tiercheck.replication.generation`."""
+    """One job's claim to the generation that it wants to open: see :mod:`tiercheck.replication.objects.generation`."""
 
     generation: int
     token: str

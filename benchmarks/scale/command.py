@@ -30,13 +30,13 @@ from tiercheck.keys import MARKERS, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord
 from tiercheck.policy.watermark import Retention
-from tiercheck.recovery.past import Past
-from tiercheck.recovery.survey import Survey, survey
-from tiercheck.recovery.told import Told, packed_others
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey, survey
+from tiercheck.recovery.finding.told import Told, packed_others
 from tiercheck.replication.actions import CHECKS_IN_FLIGHT
-from tiercheck.replication.generation import open_generation
 from tiercheck.replication.mover import Mover
-from tiercheck.replication.records import marker_record, seal
+from tiercheck.replication.objects.generation import open_generation
+from tiercheck.replication.objects.records import marker_record, seal
 from tiercheck.types import ObjectInfo
 
 __all__ = ["Cost", "add_command", "costs"]

@@ -18,7 +18,7 @@ from tiercheck.format import container
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, JobKey, MarkerKey, ShardKey, parse
 from tiercheck.replication.job import ReplicationJob
-from tiercheck.replication.records import seal
+from tiercheck.replication.objects.records import seal
 
 BASES = (0, 6, 12)
 LAST = 17

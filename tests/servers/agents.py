@@ -21,7 +21,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
-from tiercheck.replication.records import seal
+from tiercheck.replication.objects.records import seal
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
 __all__ = ["FakePeer", "Node", "fake_peer", "node", "shard"]

@@ -23,7 +23,7 @@ from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.recovery.spans import spans_of
-from tiercheck.recovery.node_memory import NodeMemory
+from tiercheck.recovery.finding.node_memory import NodeMemory
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover

@@ -12,10 +12,10 @@ from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.plan import Plan, plan
-from tiercheck.recovery.past import Past
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey
+from tiercheck.recovery.finding.told import Told
 from tiercheck.recovery.restorer import behind
-from tiercheck.recovery.survey import Survey
-from tiercheck.recovery.told import Told
 
 
 @dataclass

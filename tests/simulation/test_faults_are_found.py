@@ -17,7 +17,7 @@ from tiercheck.policy.recovery.consensus import Reachable, RecoveryPoint, admitt
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.opening import Anew, Reach
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
-from tiercheck.recovery.past import Past
+from tiercheck.recovery.finding.past import Past
 
 SEEDS = range(15)
 """Of which one at least must show the fault. What takes a rarer schedule has a seed of its own."""
@@ -94,7 +94,7 @@ def at_the_least_of_the_newest(ranks: Iterable[Reachable], lineage: Lineage) -> 
 
 
 def test_a_gap_on_one_rank_sends_all_back(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("tiercheck.recovery.past.meeting", at_the_least_of_the_newest)
+    monkeypatch.setattr("tiercheck.recovery.finding.past.meeting", at_the_least_of_the_newest)
     with pytest.raises(KeyError):
         finds("a shared tier, failing saves", seeds=[2])
     with pytest.raises(KeyError):
@@ -105,7 +105,7 @@ def test_a_generation_that_captured_nothing_cuts_its_parent(monkeypatch: Patch) 
     def all_of_them(branches: Iterable[Branch], captured: Collection[int]) -> list[Branch]:
         return sorted(branches)
 
-    monkeypatch.setattr("tiercheck.recovery.past.bearing", all_of_them)
+    monkeypatch.setattr("tiercheck.recovery.finding.past.bearing", all_of_them)
     assert "was promised" in finds("ranks on other nodes", seeds=[9])
 
 

@@ -24,10 +24,10 @@ from tiercheck.errors import RecoveryError, TierCheckError, TierError, Transient
 from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.keys import LineageKey
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.recovery import survey
-from tiercheck.recovery.copies import Copies
-from tiercheck.replication import lineage_records, records
-from tiercheck.replication.lineage_records import SetAside
+from tiercheck.recovery.finding import survey
+from tiercheck.recovery.reading.copies import Copies
+from tiercheck.replication.objects import lineage_records, records
+from tiercheck.replication.objects.lineage_records import SetAside
 from tiercheck.tiers.memory import MemoryDriver, StoredObject
 from tiercheck.tiers.wrappers.base import Call, Operation
 

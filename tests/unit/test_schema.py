@@ -35,7 +35,7 @@ from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.recovery.lineage import Branch
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverStatus
-from tiercheck.replication.records import HEAD_NBYTES, seal, unseal
+from tiercheck.replication.objects.records import HEAD_NBYTES, seal, unseal
 from tiercheck.tiers.peer import messages as peer
 
 TOKEN = "ab" * 8

@@ -17,7 +17,7 @@ from tiercheck.agent.server.service import Agent
 from tiercheck.errors import CapacityExceeded, ConfigurationError, NotFound, Unauthorized
 from tiercheck.keys import JobKey, LineageKey
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.replication.records import seal
+from tiercheck.replication.objects.records import seal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.peer import PeerDriver, PeerKeys, PeerLimits, PeerServer

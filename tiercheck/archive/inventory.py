@@ -1,6 +1,6 @@
 """What several tiers hold together, as values: generations, what each has captured, and which versions can be read.
 
-One rule says what can be read, and it is recovery's (:mod:`tiercheck.recovery.past`,
+One rule says what can be read, and it is recovery's (:mod:`tiercheck.recovery.finding.past`,
 :mod:`tiercheck.policy.recovery.consensus`): a version is readable if each rank of its generation has a way to it, by
 copies in whatever tiers.
 """
@@ -20,8 +20,8 @@ from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, plan
 from tiercheck.policy.recovery.spans import Span, spans_of, spans_text
-from tiercheck.recovery.past import Past
-from tiercheck.recovery.survey import Survey
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey
 from tiercheck.types import Survives
 
 __all__ = ["Generation", "Held", "Inventory", "Recoverable", "Stored"]

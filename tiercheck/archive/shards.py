@@ -22,8 +22,8 @@ from tiercheck.format.references import REFERENCES, References
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
-from tiercheck.replication.asking import asked_twice
-from tiercheck.replication.shards import damaged, read, read_extent, read_header, read_object
+from tiercheck.replication.objects.asking import asked_twice
+from tiercheck.replication.objects.shards import damaged, read, read_extent, read_header, read_object
 from tiercheck.types import ByteRange
 
 __all__ = [

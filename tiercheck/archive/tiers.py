@@ -17,7 +17,7 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, OpenTier, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, ShardKey
 from tiercheck.policy.observation import Role
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.replication.lineage_records import SetAside, read_branches
+from tiercheck.replication.objects.lineage_records import SetAside, read_branches
 from tiercheck.tiers.wrappers.read_only import ReadOnlyDriver
 from tiercheck.types import ObjectInfo
 

@@ -16,8 +16,8 @@ from tiercheck.keys import CommitKey, LineageKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.spans import Span, spans_of
-from tiercheck.replication.lineage_records import read_lineage
-from tiercheck.replication.records import read_record
+from tiercheck.replication.objects.lineage_records import read_lineage
+from tiercheck.replication.objects.records import read_record
 from tiercheck.types import ObjectInfo
 
 __all__ = ["Damaged", "Progress", "Verified", "verify"]

@@ -13,7 +13,7 @@ from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.lineage import Branch, Layout
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.restorer import Restored
-from tiercheck.replication.generation import (
+from tiercheck.replication.objects.generation import (
     UNSEEN,
     Opening,
     open_generation,

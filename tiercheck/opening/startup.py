@@ -44,7 +44,7 @@ from tiercheck.policy.recovery.request import Request
 from tiercheck.recording.cadence import Cadence
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
-from tiercheck.recovery.node_memory import NodeMemories, NodeMemory
+from tiercheck.recovery.finding.node_memory import NodeMemories, NodeMemory
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restorer import Restored, Restorer

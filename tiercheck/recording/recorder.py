@@ -25,7 +25,7 @@ from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
 from tiercheck.recording.stats import Stats
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.replication.records import metric_record
+from tiercheck.replication.objects.records import metric_record
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.state import RecordCapture, StateStream

@@ -22,7 +22,7 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.plan import Plan, Unreachable
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.replication.shards import read
+from tiercheck.replication.objects.shards import read
 from tiercheck.streams.state import ReplayRate, TrainingState
 from tiercheck.types import ByteRange, seconds_text
 

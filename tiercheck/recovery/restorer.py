@@ -1,12 +1,12 @@
 """Recovery: from what the tiers hold to the state of every rank, as of one version.
 
 The life of a recovery: each rank surveys its tiers and tells the others; the policies name the recovery point and, per
-rank, the copies to read; each rank reads and verifies all of them (:mod:`tiercheck.recovery.reader`) before anything is
-changed. A copy that fails is quarantined, and the ranks decide again without it, so that the point may move back but
-never splits. It does not move back for copies that are whole, and that this job cannot use. Then the base is loaded,
-the differentials are read again and replayed, a run at a time, and the host state of the last one is put back. Where
-the last copy of a version goes bad between the two reads, the ranks decide again as well, and load the base again: each
-of them holds it until all have replayed.
+rank, the copies to read; each rank reads and verifies all of them (:mod:`tiercheck.recovery.reading.reader`) before
+anything is changed. A copy that fails is quarantined, and the ranks decide again without it, so that the point may move
+back but never splits. It does not move back for copies that are whole, and that this job cannot use. Then the base is
+loaded, the differentials are read again and replayed, a run at a time, and the host state of the last one is put back.
+Where the last copy of a version goes bad between the two reads, the ranks decide again as well, and load the base
+again: each of them holds it until all have replayed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tiercheck.policy.recovery.plan import (
 )
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.recovery.duration import say_expected
-from tiercheck.recovery.node_memory import NodeMemories
-from tiercheck.recovery.past import Past
+from tiercheck.recovery.finding.node_memory import NodeMemories
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey, survey
+from tiercheck.recovery.finding.told import Told, packed_others
+from tiercheck.recovery.layouts.relayout import Relayout
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.reader import ANSWER_S as READ_ANSWER_S
-from tiercheck.recovery.reader import Lost, Reader, VerifiedPart
-from tiercheck.recovery.rebuilding import fitting
-from tiercheck.recovery.relayout import Relayout
+from tiercheck.recovery.reading.reader import ANSWER_S as READ_ANSWER_S
+from tiercheck.recovery.reading.reader import Lost, Reader, VerifiedPart
+from tiercheck.recovery.reading.rebuilding import fitting
 from tiercheck.recovery.report import Recovery
-from tiercheck.recovery.survey import Survey, survey
-from tiercheck.recovery.told import Told, packed_others
 from tiercheck.recovery.turning import is_to_turn, turn, unreachable
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
@@ -168,10 +168,10 @@ class Restorer:
 
         A tier that cannot be listed is done without where every rank has its way to the newest version in its memory;
         else it is asked until the deadline. What was saved under another layout is converted
-        (:mod:`tiercheck.recovery.relayout`). Errors, before anything was changed: ``Mismatch`` for another model, or
-        another form of its state; ``RecoveryError`` for two histories, for versions of which none can
-        be read by every rank, and for a tier that stays away and may hold something newer; with a ``request`` also for
-        a version that not every rank can come to, and for any tier that stays away. ``GroupError``.
+        (:mod:`tiercheck.recovery.layouts.relayout`). Errors, before anything was changed: ``Mismatch`` for another
+        model, or another form of its state; ``RecoveryError`` for two histories, for versions of which none can be read
+        by every rank, and for a tier that stays away and may hold something newer; with a ``request`` also for a
+        version that not every rank can come to, and for any tier that stays away. ``GroupError``.
         """
         try:
             return await self._restored()

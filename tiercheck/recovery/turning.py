@@ -10,7 +10,7 @@ from tiercheck.policy.recovery.consensus import Reachable, Readable
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.request import Request, Turn, kept_after, newer
 from tiercheck.policy.recovery.spans import Span, contain, spans_text
-from tiercheck.recovery.past import Past
+from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.ranks import Ranks
 
 __all__ = ["is_to_turn", "turn", "unreachable"]

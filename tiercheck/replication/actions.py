@@ -22,10 +22,10 @@ from tiercheck.policy.commit import CommitRecord, to_commit
 from tiercheck.policy.placement import Transfer
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.replication.backoff import CONCERNS_THE_TIER, TIER_AWAY_AFTER, Action, SourceError, TierBackoff
+from tiercheck.replication.objects.records import marker_record, metric_record, seal
+from tiercheck.replication.objects.shards import look_at
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
-from tiercheck.replication.records import marker_record, metric_record, seal
-from tiercheck.replication.shards import look_at
 from tiercheck.streams.records.merge import ShardContents, as_stored, merge
 from tiercheck.types import Payload, PutMode
 

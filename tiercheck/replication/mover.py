@@ -38,9 +38,9 @@ from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, water
 from tiercheck.replication.actions import COMMITTING, COPYING, MARKING, REPORTING, Actions
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
 from tiercheck.replication.folding import FOLDING, PREPARING, Folder
-from tiercheck.replication.generation import record_generation
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
+from tiercheck.replication.objects.generation import record_generation
 from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals

@@ -2,7 +2,7 @@
 
 It is a lock on a file. When the process that holds it ends, however it ends, the kernel releases the lock. The lock
 works among the processes of one node. Across nodes the lineage record in the shared tier decides
-(:mod:`tiercheck.replication.generation`).
+(:mod:`tiercheck.replication.objects.generation`).
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey, Stream
 from tiercheck.opening.agreement import Agreement, clear_tiers
-from tiercheck.recovery.past import Past
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.restorer import Restored
-from tiercheck.recovery.survey import Survey
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.runtime.front import ThreadScheduler, run
 from tiercheck.runtime.group import BlockingGroup, SimulatedGroup, SingleProcess

@@ -21,7 +21,7 @@ from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import LineageKey
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.replication.generation import open_generation
+from tiercheck.replication.objects.generation import open_generation
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.shm.namespaces import namespace_path, remove_namespace

@@ -18,7 +18,7 @@ from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import CommitKey, Key, MarkerKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.placement import Placement
-from tiercheck.replication.records import marker_record, read_record
+from tiercheck.replication.objects.records import marker_record, read_record
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver

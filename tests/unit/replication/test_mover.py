@@ -17,7 +17,7 @@ from tiercheck.keys import CommitKey, LineageKey, MarkerKey, ShardKey, parse
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import Retention
-from tiercheck.replication.records import marker_record
+from tiercheck.replication.objects.records import marker_record
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver

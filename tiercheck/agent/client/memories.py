@@ -12,7 +12,7 @@ from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.agent.server.neighbours import neighbours_namespaces
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.policy.recovery.spans import spans_of
-from tiercheck.recovery.node_memory import NodeMemory
+from tiercheck.recovery.finding.node_memory import NodeMemory
 from tiercheck.tiers.shm.found import own_namespaces, ranks_in
 from tiercheck.tiers.shm.namespaces import SHM, kept_under, namespace_path
 from tiercheck.tiers.url import TierURL

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tiercheck.agent.client.endpoint import RankEndpoint
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.recovery.node_memory import NodeMemory
+from tiercheck.recovery.finding.node_memory import NodeMemory
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler

@@ -20,7 +20,7 @@ from tiercheck.errors import (
 )
 from tiercheck.keys import JobKey, LineageKey
 from tiercheck.replication.job import ReplicationJob
-from tiercheck.replication.records import read_record, seal
+from tiercheck.replication.objects.records import read_record, seal
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.url import TierURL, parse_size

@@ -9,7 +9,7 @@ from tiercheck.agent.jobs.job_store import as_agent_opens
 from tiercheck.errors import NotFound, TierError
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.replication.lineage_records import read_branches
+from tiercheck.replication.objects.lineage_records import read_branches
 from tiercheck.tiers.shm.namespaces import SHM, is_to_be_left, namespace_path
 from tiercheck.tiers.url import TierURL
 from tiercheck.tiers.wrappers.lazy_open import CallsUnderWay

@@ -24,8 +24,8 @@ from tiercheck.keys import CommitKey, Key, LineageKey, MetricKey, ShardKey, Stre
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.recovery.lineage import LineageRecord
 from tiercheck.policy.recovery.spans import Span
-from tiercheck.replication.records import unseal
-from tiercheck.replication.shards import look_at
+from tiercheck.replication.objects.records import unseal
+from tiercheck.replication.objects.shards import look_at
 
 __all__ = ["Copied", "copy"]
 

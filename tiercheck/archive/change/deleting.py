@@ -15,7 +15,7 @@ from tiercheck.archive.tiers import open_tier, within
 from tiercheck.errors import JobConflict, TierError
 from tiercheck.hierarchy import Hierarchy, OpenTier, Tier
 from tiercheck.keys import Key, LineageKey
-from tiercheck.replication.lineage_records import listed_lineage
+from tiercheck.replication.objects.lineage_records import listed_lineage
 
 __all__ = ["carry_out"]
 

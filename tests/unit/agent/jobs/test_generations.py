@@ -21,7 +21,7 @@ from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, Transient
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import CommitKey, JobKey, LineageKey
-from tiercheck.replication.records import seal
+from tiercheck.replication.objects.records import seal
 from tiercheck.tiers.registry import make_driver
 
 __all__ = ["brisk", "node"]

@@ -18,7 +18,7 @@ from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import DeadlineExceeded
 from tiercheck.keys import LineageKey
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.replication.records import seal
+from tiercheck.replication.objects.records import seal
 from tiercheck.tiers.posix.nvme import NvmeDriver
 
 __all__ = ["brisk", "node"]

@@ -36,7 +36,7 @@ from tiercheck.keys import CommitKey, JobKey, LineageKey, ShardKey
 from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverHandle
-from tiercheck.replication.records import seal, unseal
+from tiercheck.replication.objects.records import seal, unseal
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.file_driver import FileDriver

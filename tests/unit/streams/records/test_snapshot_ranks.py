@@ -17,7 +17,7 @@ from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Lineage
-from tiercheck.recovery.reader import Reader
+from tiercheck.recovery.reading.reader import Reader
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.tensors.tensor_state import TensorReader
 from tiercheck.types import Fidelity

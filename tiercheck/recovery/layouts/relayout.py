@@ -1,12 +1,12 @@
 """Recovery under another layout: what N ranks saved is brought to M ranks, or to as many that hold other pieces.
 
 Those that saved are the *old* ranks, those that resume the *new* ones. Each new rank knows which old ranks hold what it
-wants (:mod:`tiercheck.recovery.old_ranks`), and which versions it can come to. The newest one that every new
+wants (:mod:`tiercheck.recovery.layouts.old_ranks`), and which versions it can come to. The newest one that every new
 rank can come to is the recovery point. If several old ranks hold the same pieces, one of them is enough.
 
 Then each new rank rebuilds the old ranks that it needs, one after the other, as their own recovery would
-(:mod:`tiercheck.recovery.reader`), and takes its pieces. The live state changes when every rank has all of its pieces.
-If a copy fails, the ranks decide again without it.
+(:mod:`tiercheck.recovery.reading.reader`), and takes its pieces. The live state changes when every rank has all of its
+pieces. If a copy fails, the ranks decide again without it.
 
 Nothing is deleted here: what was saved under the old layout stays until the new generation has a committed base.
 """
@@ -29,13 +29,13 @@ from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.plan import Availability, held
 from tiercheck.policy.recovery.relayout import reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
-from tiercheck.recovery.fetching import Fetching
-from tiercheck.recovery.matching import Matched, match
-from tiercheck.recovery.node_memory import NodeMemories
-from tiercheck.recovery.old_ranks import LATE_S, OldRanks, first_of
+from tiercheck.recovery.finding.node_memory import NodeMemories
+from tiercheck.recovery.layouts.fetching import Fetching
+from tiercheck.recovery.layouts.matching import Matched, match
+from tiercheck.recovery.layouts.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.reader import Reader
-from tiercheck.recovery.rebuilding import fitting, rebuilt
+from tiercheck.recovery.reading.reader import Reader
+from tiercheck.recovery.reading.rebuilding import fitting, rebuilt
 from tiercheck.recovery.report import Recovery
 from tiercheck.streams.state import Conversion, Rebuilt, TrainingState
 from tiercheck.types import Fidelity

@@ -10,7 +10,7 @@ from typing import Any
 from tiercheck.errors import RecoveryError
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
-from tiercheck.recovery.reader import ANSWER_S, Lost, Reader, VerifiedPart
+from tiercheck.recovery.reading.reader import ANSWER_S, Lost, Reader, VerifiedPart
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.state import Rebuilt
 

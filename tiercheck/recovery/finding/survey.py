@@ -23,8 +23,8 @@ from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import LINEAGE, ClaimKey, LineageKey, ShardKey, Stream, rank_prefix
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.replication.asking import patiently
-from tiercheck.replication.lineage_records import SetAside, read_branches
+from tiercheck.replication.objects.asking import patiently
+from tiercheck.replication.objects.lineage_records import SetAside, read_branches
 
 __all__ = ["Looked", "Survey", "lineage_digest", "look_into", "survey"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.recovery.test_relayout import FAILED_AT, Job, job, joined, parts
+from tests.unit.recovery.layouts.test_relayout import FAILED_AT, Job, job, joined, parts
 from tiercheck.errors import CapacityExceeded
 from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.policy.recovery.relayout import fetchers

@@ -14,7 +14,7 @@ from tiercheck.format.host_state import unpack
 from tiercheck.format.index.message import INDEX
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import MarkerKey, ShardKey
-from tiercheck.replication.asking import asked_twice
+from tiercheck.replication.objects.asking import asked_twice
 from tiercheck.types import ByteRange
 
 __all__ = ["damaged", "look_at", "read", "read_extent", "read_header", "read_object"]

@@ -52,8 +52,8 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, batches, grouped, plan
-from tiercheck.recovery.copies import Copies, Failed, OutOfReach, Unusable
-from tiercheck.replication.asking import asked_twice
+from tiercheck.recovery.reading.copies import Copies, Failed, OutOfReach, Unusable
+from tiercheck.replication.objects.asking import asked_twice
 from tiercheck.streams.state import Rebuilt, Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
 from tiercheck.types import Fidelity
 

@@ -26,11 +26,11 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable
 from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.relayout import dealt, readers
-from tiercheck.recovery.node_memory import NodeMemories
+from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.reader import ANSWER_S
-from tiercheck.replication.asking import first_answer, patiently
-from tiercheck.replication.shards import read_header, read_object
+from tiercheck.recovery.reading.reader import ANSWER_S
+from tiercheck.replication.objects.asking import first_answer, patiently
+from tiercheck.replication.objects.shards import read_header, read_object
 
 __all__ = ["LATE_S", "OldRanks", "first_of"]
 

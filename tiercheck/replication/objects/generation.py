@@ -33,9 +33,9 @@ from tiercheck.errors import AlreadyExists, Corruption, JobConflict, NotFound, T
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import ClaimKey, LineageKey, ShardKey, captured_prefix
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, strangers
-from tiercheck.replication.asking import patiently
-from tiercheck.replication.lineage_records import listed_lineage, read_branches, read_lineage
-from tiercheck.replication.records import read_record, seal
+from tiercheck.replication.objects.asking import patiently
+from tiercheck.replication.objects.lineage_records import listed_lineage, read_branches, read_lineage
+from tiercheck.replication.objects.records import read_record, seal
 from tiercheck.types import PutMode
 
 __all__ = [

@@ -17,7 +17,7 @@ from tiercheck.keys import ShardKey, Stream
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Reachable, Readable
 from tiercheck.policy.recovery.spans import Span, contain, spans_of
-from tiercheck.recovery.survey import Survey, lineage_digest
+from tiercheck.recovery.finding.survey import Survey, lineage_digest
 
 __all__ = ["Other", "OwnedCopies", "Told", "packed_others", "unpacked_others"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.life import HostMover, ranks_in
 from tests.training import life
-from tests.unit.recovery.test_relayout import CONFIG, FAILED_AT, Part, joined, succeeded
+from tests.unit.recovery.layouts.test_relayout import CONFIG, FAILED_AT, Part, joined, succeeded
 from tests.unit.runtime.test_group import on_all_ranks
 from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint
@@ -20,7 +20,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.errors import RecoveryError
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.policy.recovery.spans import spans_of
-from tiercheck.recovery.node_memory import NodeMemory
+from tiercheck.recovery.finding.node_memory import NodeMemory
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.runtime.runtime import Scheduler

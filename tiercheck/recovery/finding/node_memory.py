@@ -23,8 +23,8 @@ from tiercheck.errors import ConfigurationError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.policy.recovery.plan import Plan, Unreachable
 from tiercheck.policy.recovery.spans import Span, contain
+from tiercheck.recovery.finding.survey import Survey, survey
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.survey import Survey, survey
 from tiercheck.schema import Text
 from tiercheck.tiers.registry import make_driver
 from tiercheck.tiers.wrappers.lazy_open import LazyOpenDriver

@@ -29,10 +29,10 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import LineageKey, ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.lineage import Branch, Lineage, LineageRecord, strangers
-from tiercheck.recovery.past import Past
-from tiercheck.recovery.survey import Survey
-from tiercheck.recovery.told import Told
-from tiercheck.replication.records import seal, unseal
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey
+from tiercheck.recovery.finding.told import Told
+from tiercheck.replication.objects.records import seal, unseal
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
 from tiercheck.types import Survives

@@ -15,7 +15,7 @@ from tiercheck.format.host_state import Unstorable
 from tiercheck.keys import ClaimKey, CommitKey, JobKey, Key, LineageKey, MarkerKey, ShardKey
 from tiercheck.policy.commit import CommitRecord
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.replication.records import HEAD_NBYTES, MAGIC, digest_of, nbytes_max, read_record, seal, unseal
+from tiercheck.replication.objects.records import HEAD_NBYTES, MAGIC, digest_of, nbytes_max, read_record, seal, unseal
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.registry import make_driver
 

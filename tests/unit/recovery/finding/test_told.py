@@ -6,9 +6,9 @@ from tiercheck import schema
 from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.lineage import Branch
-from tiercheck.recovery.past import Past
-from tiercheck.recovery.survey import Survey
-from tiercheck.recovery.told import Told, packed_others, unpacked_others
+from tiercheck.recovery.finding.past import Past
+from tiercheck.recovery.finding.survey import Survey
+from tiercheck.recovery.finding.told import Told, packed_others, unpacked_others
 from tiercheck.types import Survives
 
 ROLES = [Role(0, "shm", Survives.PROCESS), Role(1, "peer", Survives.NODE), Role(2, "s3", Survives.RACK)]

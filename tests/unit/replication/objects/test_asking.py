@@ -10,7 +10,7 @@ from typing import Any, cast
 from tests.simulation import virtual_time
 from tiercheck.errors import NotFound, TierError, Transient
 from tiercheck.hierarchy import OpenTier
-from tiercheck.replication.asking import first_answer
+from tiercheck.replication.objects.asking import first_answer
 
 
 class Named:

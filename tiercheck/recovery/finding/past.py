@@ -1,9 +1,9 @@
 """What all ranks found together: the same value on every rank, so that all of them decide alike.
 
-It is made of what each rank tells (:mod:`tiercheck.recovery.told`), and takes one look at each rank. Evidence of a past
-is never read as a new job. Where versions were saved and no rank can come to one that all reach, the job is refused,
-naming what was found where; so it is where two histories were put together, where a tier cannot be asked that may hold
-something newer than the others, and where copies that are whole are of another form than this job's state.
+It is made of what each rank tells (:mod:`tiercheck.recovery.finding.told`), and takes one look at each rank. Evidence
+of a past is never read as a new job. Where versions were saved and no rank can come to one that all reach, the job is
+refused, naming what was found where; so it is where two histories were put together, where a tier cannot be asked that
+may hold something newer than the others, and where copies that are whole are of another form than this job's state.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tiercheck.policy.observation import Copy, Role
 from tiercheck.policy.recovery.consensus import Reachable, admitted, common, meeting
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage, bearing, strangers, worth_telling
 from tiercheck.policy.recovery.spans import Span, contain, joined
-from tiercheck.recovery.survey import Survey
-from tiercheck.recovery.told import Other, OwnedCopies, Told, packed_others, unpacked_others
+from tiercheck.recovery.finding.survey import Survey
+from tiercheck.recovery.finding.told import Other, OwnedCopies, Told, packed_others, unpacked_others
 
 __all__ = ["Past"]
 

@@ -11,8 +11,8 @@ from tiercheck.errors import Corruption, NotFound
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import LINEAGE, LineageKey
 from tiercheck.policy.recovery.lineage import Branch, LineageRecord
-from tiercheck.replication.asking import asked_twice
-from tiercheck.replication.records import read_record
+from tiercheck.replication.objects.asking import asked_twice
+from tiercheck.replication.objects.records import read_record
 
 __all__ = ["SetAside", "listed_lineage", "read_branches", "read_lineage"]
 

@@ -15,8 +15,8 @@ from tiercheck.errors import JobConflict, Unsupported
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy, Tier
 from tiercheck.keys import ClaimKey, LineageKey
 from tiercheck.policy.recovery.lineage import Branch, Lineage
-from tiercheck.replication.generation import open_generation, record_generation
-from tiercheck.replication.lineage_records import listed_lineage, read_branches
+from tiercheck.replication.objects.generation import open_generation, record_generation
+from tiercheck.replication.objects.lineage_records import listed_lineage, read_branches
 from tiercheck.testing.faults import FaultPlan, FaultyDriver
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ByteRange, Capabilities, ObjectInfo, Payload, PutMode, Survives

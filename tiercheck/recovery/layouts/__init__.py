@@ -1,0 +1,1 @@
+"""Recovery by other ranks, or by another model, than those that saved."""

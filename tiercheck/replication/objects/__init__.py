@@ -1,0 +1,1 @@
+"""The objects that decisions are made from: asked for, read, verified, sealed."""
