@@ -90,7 +90,7 @@ def plan(
 def show(
     urls: Annotated[
         list[str],
-        typer.Argument(help="Tier URLs, and, if you like, a version behind them.", show_default=False),
+        typer.Argument(help="Tier URLs, then optionally a version.", show_default=False),
     ],
     version: VERSION = None,
     generation: GENERATION = None,
@@ -178,7 +178,7 @@ def progress_bar(what: str, *columns: ProgressColumn) -> Iterator[Callable[[int,
 
 
 def with_version(words: list[str], version: int | None) -> tuple[list[str], int | None]:
-    """The URLs, and the version that was given behind them or by option."""
+    """The URLs, and the version that was given after them or by option."""
     *urls, last = words
     if not last.isascii() or not last.isdigit():
         return words, version

@@ -196,7 +196,7 @@ class ShardWriter:
         Errors: ``ValueError`` if something was placed; ``CapacityExceeded``. Either leaves the writer as it was.
         """
         self._check_open()
-        if self._layout.nbytes or self._layout.behind is not None:
+        if self._layout.nbytes or self._layout.leading is not None:
             raise ValueError("tensors that recur are placed first, and once")
         self._check_room(self._header_nbytes + tensors.nbytes, "the tensors that recur")
         self._layout = ShardLayout(tensors, stamp)
@@ -234,8 +234,8 @@ class ShardWriter:
             raise ValueError(f"a checksum was given for {name!r}, which is no tensor of the shard")
         for name in tensors.keys() - known.keys():
             known[name] = checksum_of(self._view(tensors[name]))
-        behind = self._layout.behind
-        texts = (b"", b"") if behind is None else behind.texts(self._layout.stamp, recurring)
+        leading = self._layout.leading
+        texts = (b"", b"") if leading is None else leading.texts(self._layout.stamp, recurring)
         extents = self._layout.with_checksums(known)
         header = memoryview(encode_header(metadata, extents, nbytes=self._header_nbytes, recurring=texts))
         self._buffer[LENGTH_NBYTES : len(header)] = header[LENGTH_NBYTES:]

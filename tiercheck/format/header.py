@@ -288,10 +288,10 @@ def header_texts(
     more |= {f"dtype:{extent.spec.name}": extent.spec.dtype for extent in extents if extent.spec.dtype in STORED_AS}
     described = {extent.spec.name: description_of(extent) for extent in extents}
     shard = f'{{"{METADATA}":{COMPACT.encode(strings)[:-1]}'.encode("ascii")
-    return [shard, recurring[0], behind(more), b"}", recurring[1], behind(described), b"}"]
+    return [shard, recurring[0], appended(more), b"}", recurring[1], appended(described), b"}"]
 
 
-def behind(values: Mapping[str, object]) -> bytes:
+def appended(values: Mapping[str, object]) -> bytes:
     """The JSON of these, in an object that has others already."""
     return b"," + COMPACT.encode(values)[1:-1].encode("ascii") if values else b""
 

@@ -11,19 +11,20 @@ __all__ = ["ShardLayout", "object_spec", "tensor_name", "tensor_spec"]
 
 
 class ShardLayout:
-    """Where each tensor lies. Offsets count from the header's end. ``behind``: what comes first, if anything does."""
+    """Where each tensor lies. Offsets count from the end of the header. ``leading``: the recurring tensors ahead of
+    these."""
 
-    def __init__(self, behind: Recurring | None = None, stamp: str = "") -> None:
-        self.behind = behind
+    def __init__(self, leading: Recurring | None = None, stamp: str = "") -> None:
+        self.leading = leading
         self.stamp = stamp
-        self.nbytes = 0 if behind is None else behind.nbytes
+        self.nbytes = 0 if leading is None else leading.nbytes
         self._extents: list[Extent] = []
         self._names: set[str] = set()
-        self._paddings = 0 if behind is None else behind.paddings
+        self._paddings = 0 if leading is None else leading.paddings
 
     def gap_before(self, spec: TensorSpec) -> int:
         """Bytes of padding that ``spec`` needs in front of it; ``ValueError`` if its name is taken."""
-        if spec.name in self._names or (self.behind is not None and self.behind.holds(spec.name, self.stamp)):
+        if spec.name in self._names or (self.leading is not None and self.leading.holds(spec.name, self.stamp)):
             raise ValueError(f"the shard has {spec.name!r} already; names are unique in a shard")
         aligned = spec.name.startswith(OBJECT_PREFIX) or not spec.nbytes
         return 0 if aligned else round_up(self.nbytes) - self.nbytes
