@@ -171,7 +171,7 @@ class Retention:
             if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
         ]
         if folded:
-            passed = self._elsewhere(seen, passed)
+            passed = self._not_awaited_by_other_tiers(seen, passed)
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
     def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
@@ -187,7 +187,7 @@ class Retention:
         oldest = min([(way.generation, way.anchor), *((base.generation, base.first) for base in bases)])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
         if folded:
-            older = self._elsewhere(seen, older)
+            older = self._not_awaited_by_other_tiers(seen, older)
         led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else None
         anchors = {oldest} if way.by_snapshot else {oldest, (way.generation, way.anchor)}
         passed = [
@@ -199,7 +199,7 @@ class Retention:
         gone = [key for key in (*passed, *superseded) if key != led]
         return list(dict.fromkeys(gone))
 
-    def _elsewhere(self, seen: Observation, keys: Sequence[ShardKey]) -> list[ShardKey]:
+    def _not_awaited_by_other_tiers(self, seen: Observation, keys: Sequence[ShardKey]) -> list[ShardKey]:
         """These without the differentials that another tier is to hold and lacks. The base that makes them superfluous
         in the first tier does not go there."""
         lacking = self.placement.lacking
