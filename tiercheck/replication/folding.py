@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FOLDING = "folding"
-PREPARING = "what folds is still being made ready"
+PREPARING = "folding is still being prepared (torch is imported, a kernel is certified)"
 
 
 class _BrokenOff(Exception):
@@ -128,7 +128,7 @@ class Folder:
         except NotExact as doubt:
             self._give_up(doubt)
         except TierError as error:  # the first fold does it, or finds it damaged
-            log.info("folding is not made ready ahead: %s", error)
+            log.info("folding is not prepared ahead of the first fold: %s", error)
         self._prepared = True
 
     def _give_up(self, doubt: NotExact) -> None:

@@ -100,6 +100,6 @@ class AgentFolding:
         try:
             from tiercheck.streams.tensors.folding import TensorFolding, on_one_thread
         except ImportError as error:
-            raise NotExact(f"what folds is not installed for the agent: {error}") from error
+            raise NotExact(f"the agent cannot fold: {error}; install torch in its environment") from error
         on_one_thread()
         return TensorFolding(certified=self.certified)
