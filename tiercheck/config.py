@@ -80,14 +80,15 @@ class CheckpointConfig:
     bases: str = "capture"
     """Who makes the bases that are due. ``capture``: the trainer copies its state. ``fold``: the mover replays the
     differentials onto the base before, off the training's path, and gets the same bytes; it takes the memory of a
-    base in the mover's process. What cannot be folded exactly is refused at the start. If a doubt comes up later,
-    bases are captured from then on, and the log says why. Training waits for a fold that does not keep up. ``auto``:
-    the node's agent folds if it moves the data, and a kernel is certified there for the optimizer. Whatever stands in
-    the way, also a fold that does not keep up, the base is captured, and ``Stats.not_folded`` and the log say why."""
+    base in the mover's process. What cannot be folded exactly is refused at the start. While the state holds a write
+    that no version does, bases are captured; if folding turns out not to be exact, they are captured from then on. The
+    log says why. Training waits for a fold that does not keep up. ``auto``: the node's agent folds if it moves the
+    data, and a kernel is certified there for the optimizer. Whatever stands in the way, also a fold that does not keep
+    up, the base is captured, and ``Stats.not_folded`` and the log say why."""
     audit_every: int = 4
-    """The first folded base and each n-th one after it is compared with what training had, by a checksum of each tensor
-    that is taken at the end of that iteration (0: none is). If they differ, a base is captured, and the log names the
-    tensors."""
+    """Of the folded bases that are due by the cadence, the first one and each n-th one after it is compared with what
+    training had, by a checksum of each tensor that is taken at the end of that iteration (0: none is). If they differ,
+    a base is captured, and the log names the tensors."""
     mover: str = "auto"
     """Which process moves what was captured. ``trainer``: the training process itself. ``agent``: the node's agent,
     which goes on while no trainer runs, and is started if the node has none. ``auto``: the agent if a tier is a

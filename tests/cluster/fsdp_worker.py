@@ -212,7 +212,7 @@ def stored(directory: Path, name: str) -> dict[str, list[int]]:
         base = sorted((directory / name).glob(f"r{rank:05d}/**/base/*.safetensors"))[-1]
         for path in (base, *(directory / name).glob(f"r{rank:05d}/**/constant/*.safetensors")):
             with safe_open(path, "pt") as shard:
-                held = {each for each in shard.keys() if 0 not in shard.get_slice(each).get_shape()}  # noqa: SIM118
+                held = {each for each in shard.keys() if 0 not in shard.get_slice(each).get_shape()}  # noqa: SIM118  (a shard is no mapping)
             for each in held:
                 found.setdefault(each, []).append(rank)
     return found

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from tests.simulation.tiers import Node, Tier
 from tiercheck.keys import CommitKey, Key, LineageKey, MarkerKey, ShardKey, Stream, own_prefixes
@@ -239,13 +239,13 @@ class Movers:
         sources = [tiers[transfer.source_tier][key] for key in transfer.sources]
         content: object = sources[0]
         if transfer.target.stream is Stream.DIFFERENTIAL:
-            content = tuple(step for source in sources for step in source)  # type: ignore[attr-defined]
+            content = tuple(step for source in sources for step in cast(State, source))
         tiers[transfer.target_tier][transfer.target] = content
 
     def do_fold(self, memory: Tier, fold: Fold) -> None:
-        state: State = memory[fold.base]  # type: ignore[assignment]
+        state = cast(State, memory[fold.base])
         for key in fold.differentials:
-            state = (*state, *memory[key])  # type: ignore[misc]
+            state = (*state, *cast(State, memory[key]))
         base = fold.base
         memory[ShardKey.base(base.generation, fold.version, base.rank, base.refers_to)] = state
 

@@ -111,8 +111,8 @@ def show(
 def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> None:
     """Read every byte in all tiers, compare it with its checksum, and say what would be lost.
 
-    Exits with 1 if a version that the tiers list cannot be read any more. Damage of which another tier holds a whole
-    copy is told, and loses nothing.
+    Exits with 1 if a version that the tiers list cannot be read any more, or if no job has an object there. Damage of
+    which another tier holds a whole copy is told, and loses nothing.
     """
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with opened(urls, deadline_s) as archive:

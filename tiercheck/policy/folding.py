@@ -21,8 +21,8 @@ from tiercheck.policy.placement import own_bases, own_differentials
 __all__ = ["DUE_MAX", "FOLD_EVERY", "Fold", "gap_after", "lag", "next_fold", "waiting"]
 
 DUE_MAX = 4
-"""So many bases may be left to be folded at a time. One after another is: there are two only if the mover was started
-anew, and is told once more."""
+"""So many versions the trainer tells the mover at a time. The newest one is left to be folded; those before it are told
+once more, for a mover that was started anew."""
 FOLD_EVERY = 5
 """Versions from one base of the first tier to the next. A fold reads and writes a whole base, so its cost a version
 falls with this number. The differentials that the tier holds are this many, and so are those of a batch."""

@@ -1,8 +1,9 @@
 """The modes of a recorder, as tables: what may follow what. An event that a mode does not allow raises, and changes
 nothing.
 
-There are five, each a small machine, because each has its own reason to change: the record of the coming version, the
-chain of versions behind it, the next base, the way bases are copied, and the room that the durable tier has for them.
+There are six, each a small machine, because each has its own reason to change: the record of the coming version, the
+chain of versions behind it, the next base, the way bases are copied, the room that the durable tier has for them, and
+the room that the first tier has for records.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ COPYING = {
 
 
 class Room(StrEnum):
-    """The durable tier's room for bases."""
+    """The durable tier's room for bases, or the first tier's for records."""
 
     EXPECTED = "the tier keeps up"
     IN_DOUBT = "a base waits, or has waited in vain, for the bases before it"

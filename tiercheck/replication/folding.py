@@ -1,4 +1,5 @@
-"""Folding beside training: the mover makes the bases that the trainer leaves to it, of what lies in the first tier.
+"""Folding beside training: of what lies in the first tier, the mover makes the bases that the trainer leaves to it
+and, in between, bases for the first tier alone.
 
 A fold reads a base and the differentials after it, verified, and publishes the next base beside them. Nothing is
 deleted for it, so that a crash at any point costs the work and no version. If its outcome might not be exact, folding

@@ -30,7 +30,7 @@ class MoverStatus:
     slow_views_s: dict[str, float] = field(default_factory=dict)
     """Per tier whose last listing began over a minute ago: how many seconds ago."""
     folded_bases: int = 0
-    """Bases that were made of the base before and the differentials after it."""
+    """Bases that were made of the base before and the differentials after it, also those for the first tier alone."""
     unfolded_bases: int = 0
     """Bases that were left to be folded, and are not there yet."""
     fold_lag_versions: int = 0
@@ -42,7 +42,8 @@ class MoverStatus:
     not_folded: str = ""
     """Why it does not, though it was to."""
     audited_bases: int = 0
-    """Folded bases that were compared with what training had, and are the same."""
+    """Folded bases that were compared with what training had, and are the same. Those for the first tier alone are not
+    compared."""
     differing_version: int | None = None
     """The newest version whose folded base differed, and was not published."""
     differing: tuple[str, ...] = ()

@@ -161,8 +161,8 @@ class Constants:
 
 
 class CarriedOn(Constants):
-    """What the base refers to that a state was loaded from, without the constants at hand: for what no differential has
-    changed since, the state has tensors without memory."""
+    """The references of the base that a folded state was loaded from. The constants themselves are not read: the state
+    has a tensor without memory (``meta``) for each constant that no differential has changed."""
 
     def __init__(self, provider: StateProvider, key: ShardKey, references: References) -> None:
         super().__init__(provider)

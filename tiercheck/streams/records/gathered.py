@@ -35,8 +35,8 @@ __all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
 
 KERNELS_USED: tuple[Kernel[..., Any], ...] = (kernels.are_bfloat16, kernels.gather_into)
 FEW = 256
-"""So many tensors are copied in NumPy, which takes half a millisecond: importing Numba takes more than a second, and a
-model of few tensors, whose gradients bf16 does not hold, never needs it."""
+"""Up to so many tensors are copied by NumPy, in half a millisecond. More are copied by a kernel. Importing Numba for it
+takes more than a second, and a model of few tensors does without, if bf16 does not hold its gradients."""
 LOOKED_AT = 1 << 20
 """Elements that NumPy looks at, or narrows. For more there is a kernel."""
 KEPT_MAX = 4
@@ -86,7 +86,7 @@ class GatheredGradients:
         ``SaveError`` for one of no trained tensor; ``CapacityExceeded``."""
         tensors = list(gradients.values())
         if False in [each.is_cpu for each in tensors] or True in [each.is_neg() or each.is_conj() for each in tensors]:
-            return None  # their memory is elsewhere, or not what they are
+            return None  # on another device, or views that torch negates or conjugates lazily
         if False in [each.is_contiguous() for each in tensors]:
             tensors = [each.contiguous() for each in tensors]
         names, dtypes = list(gradients), [each.dtype for each in tensors]
