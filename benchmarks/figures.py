@@ -53,14 +53,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Figure(Generic[Chosen]):
-    """``name`` is subject/ceiling; ``measure`` takes the settings of its command.
+    """``name`` is subject/ceiling; ``measure`` takes the settings of its command, and is ``None`` if the command
+    measures several figures at once.
 
     The ratio should be at least ``goal``, or at most where ``at_most`` says so.
     """
 
     name: str
     meaning: str
-    measure: Callable[[Chosen], Coroutine[Any, Any, Measured]]
+    measure: Callable[[Chosen], Coroutine[Any, Any, Measured]] | None = None
     goal: float | None = None
     at_most: bool = False
 

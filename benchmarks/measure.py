@@ -88,6 +88,7 @@ def run_figures(figures: Sequence[Figure[Chosen]], settings: Chosen, report: Rep
     failed = 0
     report.machine(machine_facts())
     for number, item in enumerate(figures, 1):
+        assert item.measure is not None, item.name
         settings.progress(f"[{number}/{len(figures)}] {item.name}: {item.meaning}")
         try:
             measured = asyncio.run(item.measure(settings))

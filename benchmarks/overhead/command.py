@@ -10,8 +10,9 @@ import argparse
 import asyncio
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.figures import Figure, Measured, Settings
+from benchmarks.figures import Figure, Measured
 from benchmarks.machine import machine_facts
 from benchmarks.measure import pair_count
 from benchmarks.overhead.small_tensors import FEW, MANY, stall_s
@@ -44,14 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def figure_of(tensors: int) -> Figure[Settings]:
-    """One command measures all of them: :func:`run`."""
-
-    async def measure(settings: Settings) -> Measured:
-        raise NotImplementedError
-
+def figure_of(tensors: int) -> Figure[Any]:
     meaning = f"the stall of a differential of {tensors} tensors, against {FEW} of as many elements together"
-    return Figure(f"stall.tensors.{tensors}/{FEW}", meaning, measure, goal=RATIO_MAX, at_most=True)
+    return Figure(f"stall.tensors.{tensors}/{FEW}", meaning, goal=RATIO_MAX, at_most=True)
 
 
 async def measured(elements: int, tensors: int, pairs: int) -> tuple[Pair, ...]:

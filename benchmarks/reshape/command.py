@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure, Measured, Settings
+from benchmarks.figures import Figure, Measured
 from benchmarks.machine import file_system_text, machine_facts
 from benchmarks.measure import pair_count, size
 from benchmarks.pairs import Pair, Summary, summarise
@@ -33,15 +33,9 @@ LAUNCH_S_MAX = 1800.0
 MMAP_BYTES = 1 << 18
 """What is allocated above this is given back when it is freed, so that one way's memory is not the next one's."""
 
-
-async def together(settings: Settings) -> Measured:
-    """One launch measures all figures."""
-    raise NotImplementedError("these figures are measured together, by 'reshape'")
-
-
-TIME = Figure("reshape.resume/dcp", "bytes resumed a second, against torch DCP", together, goal=1.0)
-READING = Figure("reshape.resume/reading", "the same, against reading the bytes alone", together)
-PEAK = Figure("reshape.peak/dcp", "growth of a rank's memory, against torch DCP", together, goal=1.0, at_most=True)
+TIME = Figure[Any]("reshape.resume/dcp", "bytes resumed a second, against torch DCP", goal=1.0)
+READING = Figure[Any]("reshape.resume/reading", "the same, against reading the bytes alone")
+PEAK = Figure[Any]("reshape.peak/dcp", "growth of a rank's memory, against torch DCP", goal=1.0, at_most=True)
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:

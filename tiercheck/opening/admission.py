@@ -63,16 +63,16 @@ class Demand:
     def tell(self, tier: str) -> None:
         """Log what the tier will hold."""
         holding = self.holding
-        usual, most = (BASES_USUAL, holding.records_usual), (BASES_MAX, holding.records_lagging)
         log.info(
             "%s will hold %s, %s, while the other tiers keep up; after a restart, or while they lag, up to %d bases "
             "and %d %s, %s",
             tier,
-            self._held(*usual),
-            self._in_all(holding.nbytes(*usual)),
-            *most,
+            self._held(BASES_USUAL, holding.records_usual),
+            self._in_all(holding.nbytes_usual),
+            BASES_MAX,
+            holding.records_lagging,
             self._kind,
-            self._in_all(holding.nbytes(*most)),
+            self._in_all(holding.nbytes_max),
         )
 
     def reservations(self, room: int, base_every: int) -> list[tuple[int, int]]:
