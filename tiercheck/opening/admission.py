@@ -9,6 +9,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, ConfigurationError, TierCheckError, TierError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, Holding, Sizes, holding
+from tiercheck.policy.policies import CadencePolicy, EveryVersions
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.streams.state import StateStream
 from tiercheck.types import Usage, bytes_text
@@ -50,13 +51,14 @@ class Demand:
         """The least room that is enough."""
         return self.ranks * self.holding.nbytes_least
 
-    def check(self, limit_bytes: int, config: CheckpointConfig, *, tier: str) -> None:
-        """Errors: ``CapacityExceeded`` if a tier of ``limit_bytes`` cannot hold this."""
+    def check(self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, *, tier: str) -> None:
+        """``config``: with the interval of ``cadence`` as ``base_every``. Errors: ``CapacityExceeded`` if a tier of
+        ``limit_bytes`` cannot hold this."""
         if self.nbytes > limit_bytes:
+            ways = ", or ".join(self._ways_out(limit_bytes, config, cadence))
             raise CapacityExceeded(
                 f"the first tier must hold {self._held(BASES_MAX, self.holding.records_usual)}, "
-                f"{self._in_all(self.holding.nbytes_least)}, but has room for {bytes_text(limit_bytes)}: give it more "
-                f"(size=), or {self._advice(limit_bytes, config)}",
+                f"{self._in_all(self.holding.nbytes_least)}, but has room for {bytes_text(limit_bytes)}: {ways}",
                 tier=tier,
             )
 
@@ -102,14 +104,28 @@ class Demand:
         a_parameter = f" ({nbytes / self.parameters:.0f} bytes a trained parameter)" if self.parameters else ""
         return f"{bytes_text(self.ranks * nbytes)} in all{a_parameter}"
 
-    def _advice(self, limit_bytes: int, config: CheckpointConfig) -> str:
+    def _ways_out(self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy) -> list[str]:
+        """What lets it fit."""
+        ways = ["give it more (size=)"]
+        if self.ranks > 1:
+            ways.append("have fewer ranks on a node")
         holding = self.holding
+        if holding.sizes.supersedes:
+            return ways  # the number of snapshots does not depend on the interval
         if holding.fold_every:
-            return f"have fewer ranks on a node, or lower batch (now {config.batch})"
-        room = limit_bytes // self.ranks - holding.nbytes(BASES_MAX, holding.records_usual - config.base_every)
-        fitting = room // max(1, holding.sizes.record_nbytes)
-        fits = f"; {fitting} would fit" if config.batch <= fitting < config.base_every else ""
-        return f'lower base_every (now {config.base_every}{fits}), or have bases folded (bases="fold")'
+            return [*ways, f"lower batch (now {config.batch})"] if config.batch > 1 else ways
+        by_versions = isinstance(cadence, EveryVersions)
+        option = "base_every" if by_versions and not config.cadence else "the interval of cadence"
+        interval = config.base_every
+        intervals = BASES_MAX if holding.records_usual >= BASES_MAX * interval else 1
+        room = limit_bytes // self.ranks - holding.nbytes(BASES_MAX, holding.records_usual - intervals * interval)
+        fitting = room // max(1, intervals * holding.sizes.record_nbytes)
+        fits = f"; {fitting} would fit" if config.batch <= fitting < interval else ""
+        if interval > 1:
+            ways.append(f"lower {option} (now {interval}{fits})")
+        if config.bases == "capture" and by_versions:
+            ways.append('have bases folded (bases="fold")')
+        return ways
 
 
 def demand_of(

@@ -322,7 +322,7 @@ class _Startup:
         )
         policies = replace(policies, fold_every=demand.holding.fold_every)
         if usage.limit_bytes is not None:
-            demand.check(usage.limit_bytes, config, tier=tiers.first.driver.url)
+            demand.check(usage.limit_bytes, config, policies.cadence, tier=tiers.first.driver.url)
         return _OpenTiers(placed, tiers, demand, policies, agent, folds, not_folded)
 
     async def begin(

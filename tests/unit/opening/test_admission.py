@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,10 +12,12 @@ import pytest
 
 from tests.failing import Failing
 from tests.training import Training
+from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import CommitKey, Key, ShardKey, Stream, parse
 from tiercheck.opening.admission import Demand
+from tiercheck.opening.policies import settle_policies
 from tiercheck.policy.first_tier import BASES_MAX, Sizes, holding
 from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
@@ -105,6 +108,55 @@ def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path, l
         training.step(version)
     assert checkpointer.stats.drain_stall_s > 0 or not lags
     checkpointer.abort()
+
+
+def refusal(
+    *, ranks: int = 1, sizes: Sizes = SIZES, fold_every: int = 0, each_commits: bool = True, **options: object
+) -> str:
+    """What is said of a first tier that has room for three bases and ten differentials of each rank."""
+    config, policies = settle_policies(CheckpointConfig.from_mapping(options), None)
+    held = holding(
+        sizes, interval=config.base_every, batch=policies.batch, fold_every=fold_every, each_commits=each_commits
+    )
+    with pytest.raises(CapacityExceeded) as refused:
+        Demand(held, ranks).check(400 * ranks, config, policies.cadence, tier="memory://first")
+    return refused.value.message.partition(" B: ")[2]
+
+
+def test_a_refusal_names_only_what_lets_the_job_fit() -> None:
+    fold = 'have bases folded (bases="fold")'
+    more, fewer = "give it more (size=)", "have fewer ranks on a node"
+    assert refusal() == f"{more}, or lower base_every (now 50; 7 would fit), or {fold}"
+    assert refusal(ranks=2).startswith(f"{more}, or {fewer}, or lower base_every")
+
+
+def test_fewer_differentials_fit_if_no_base_is_committed() -> None:
+    """Then they stay for as long as there are three bases."""
+    said = refusal(each_commits=False, batch=1, base_every=9)
+    assert said.startswith("give it more (size=), or lower base_every (now 9; 2 would fit)")
+
+
+def test_snapshots_need_as_much_room_at_any_interval_and_are_not_folded() -> None:
+    snapshots = replace(SIZES, record_nbytes=60, record_nbytes_max=60, supersedes=True)
+    assert refusal(sizes=snapshots) == "give it more (size=)"
+    assert refusal(sizes=snapshots, ranks=2) == "give it more (size=), or have fewer ranks on a node"
+
+
+@pytest.mark.parametrize("bases", ["fold", "auto"])
+def test_folding_is_not_advised_to_a_job_that_has_it(bases: str) -> None:
+    assert refusal(bases=bases) == "give it more (size=), or lower base_every (now 50; 7 would fit)"
+
+
+def test_a_job_with_a_cadence_is_told_to_change_that() -> None:
+    cadence = "the interval of cadence (now 50; 7 would fit)"
+    assert refusal(cadence="every_seconds?seconds=600&versions_max=50").endswith(f"or lower {cadence}")
+    assert f"or lower {cadence}, or have bases folded" in refusal(cadence="every_versions?n=50")
+
+
+def test_a_batch_of_one_is_not_to_be_lowered() -> None:
+    large = Sizes(100, 90, 90)
+    assert refusal(sizes=large, fold_every=5, batch=4) == "give it more (size=), or lower batch (now 4)"
+    assert refusal(sizes=large, fold_every=5, batch=1) == "give it more (size=)"
 
 
 class NeverReady(WrappingDriver):
