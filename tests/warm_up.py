@@ -6,6 +6,7 @@ bytecode of the tests with pytest's rewritten assertions. What cannot be collect
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from multiprocessing import get_context
@@ -38,12 +39,30 @@ def do(task: str, argument: str) -> None:
 
 
 def warm_up_optimizer(kind: str) -> None:
+    """Each kernel that may stand for it takes two steps with eight elements, one step with a sparse gradient, for each
+    of its variants."""
+    import numpy as np
+
+    from tiercheck.kernels import SparseGradient
     from tiercheck.streams.optimizers import certification, replay
     from tiercheck.streams.optimizers.registry import optimizer_of
 
+    optimizer = optimizer_of(kind)
+    functions = [] if (approximation := optimizer.approximation()) is None else [approximation[1]]
     for implementation in ("fused", "foreach"):
         setting = replay.Setting(implementation, *certification.environment(), "cpu")
-        replay.warm_up(optimizer_of(kind), setting, exact=False)
+        functions += [
+            replay.function_of(form, implementation, setting.instruction_set)
+            for form in optimizer.forms
+            if form.automatic and replay.unsupported(form, setting) is None
+        ]
+    gradient = np.linspace(-1, 1, 8, dtype=np.float32)
+    for function, options in itertools.product(functions, optimizer.variants()):
+        gradients = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]
+        steps = [optimizer.step(options, 2) for _ in gradients]
+        state = {name: np.zeros_like(gradient) for name in optimizer.needs(steps[0])}
+        with np.errstate(all="ignore"):
+            function(np.zeros_like(gradient), state, gradients, steps)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import (
     CapacityExceeded,
+    ConfigurationError,
     GroupError,
     RecoveryError,
     TierCheckError,
@@ -33,6 +34,7 @@ from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.opening import startup
 from tiercheck.runtime.group import SingleProcess
 from tiercheck.testing.faults import Fault, FaultPlan, FaultyDriver, Killed, Moment, Point
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.registry import make_driver
 
 
@@ -55,6 +57,10 @@ class Accelerated(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
+
+
+class Unregistered(torch.optim.AdamW):
+    """Of the user's own."""
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -100,6 +106,18 @@ def test_what_cannot_be_seen_stepping_is_refused_before_a_tier_is_touched(
     with pytest.raises(UnsupportedSetup, match=message):
         training.attach(Hierarchy.of(memory(), f"nvme://{tmp_path}/durable?survives=rack"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mover", ["trainer", "agent"])
+def test_what_cannot_be_folded_is_refused_before_a_tier_is_touched(mover: str) -> None:
+    def touched(driver: TierDriver) -> TierDriver:
+        raise AssertionError("a tier is made")
+
+    tiers = Hierarchy.of(Tier(f"memory://{uuid.uuid4().hex}", wrap=touched))
+    with pytest.raises(ConfigurationError, match="makes snapshots, which no base is folded of"):
+        Training().attach(tiers, bases="fold", codec="snapshot", mover=mover)
+    with pytest.raises(ConfigurationError, match=r'Unregistered.*leave bases at "capture"'):
+        Training(Unregistered).attach(tiers, bases="fold", mover=mover)
 
 
 LAST = 3

@@ -17,7 +17,7 @@ from tiercheck.kernels.threads import run, split
 from tiercheck.streams.optimizers.optimizer import Array, Form, Function, ReplayableOptimizer, State
 from tiercheck.streams.optimizers.registry import find_optimizer
 
-__all__ = ["Replay", "Setting", "replay_for", "warm_up"]
+__all__ = ["Replay", "Setting", "replay_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -142,40 +142,6 @@ def approximation_of(optimizer: ReplayableOptimizer[Any], implementation: str, c
     if choose not in (None, name):
         raise ConfigurationError(f"{choose!r} is exact; the one that is not is {name!r}")
     return Replay(name, optimizer, implementation, function, exact=False)
-
-
-def warm_up(optimizer: ReplayableOptimizer[Any], setting: Setting, *, exact: bool = True) -> None:
-    """Compile what :func:`replay_for` may choose, or load it from a cache, so that no recovery waits for a compiler.
-
-    Each form that could stand for the optimizer takes two steps with eight elements, one step with a sparse gradient,
-    for each of the optimizer's variants, once a process. That certifies none of them. ``exact=False``: its
-    approximation, too.
-    """
-    for form in optimizer.forms:
-        if form.automatic and unsupported(form, setting) is None:
-            compile_once(function_of(form, setting.implementation, setting.instruction_set), optimizer)
-    if exact:
-        return
-    try:
-        approximation = optimizer.approximation()
-    except ConfigurationError as error:
-        logger.info("the approximation of %s is not compiled: %s", optimizer.kind, error)
-        return
-    if approximation is not None:
-        compile_by_calling(approximation[1], optimizer)
-
-
-def compile_by_calling(function: Function, optimizer: ReplayableOptimizer[Any]) -> None:
-    gradient = np.linspace(-1, 1, 8, dtype=np.float32)
-    gradients: list[Gradient] = [gradient, SparseGradient(np.arange(1, dtype=np.uint32), gradient[:1])]
-    for options in optimizer.variants():
-        steps = [optimizer.step(options, 2) for _ in gradients]
-        state = {name: np.zeros_like(gradient) for name in optimizer.needs(steps[0])}
-        with np.errstate(all="ignore"):
-            function(np.zeros_like(gradient), state, gradients, steps)
-
-
-compile_once = cache(compile_by_calling)
 
 
 def unsupported(form: Form, setting: Setting) -> str | None:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from tiercheck.kernels import SparseGradient
-from tiercheck.streams.optimizers import replay as replays
 from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
 from tiercheck.streams.replay.runs import Gradient, Step
 from tiercheck.streams.tensors.provider import OptimizerIdentity, StateProvider
 
-__all__ = ["InPlace", "is_certified", "kernel_for", "warm_up"]
+__all__ = ["InPlace", "is_certified", "kernel_for"]
 
 
 @dataclass(frozen=True)
@@ -117,15 +116,6 @@ def kernel_for(provider: StateProvider, steps: Sequence[Step], *, exact: bool = 
     approximate = not exact and sparse and optimizer.approximation() is not None
     replay = replay_for(optimizer, setting, exact=not approximate)
     return None if replay is None else InPlace(replay)
-
-
-def warm_up(provider: StateProvider, *, exact: bool = True) -> None:
-    """Compile the kernels that :func:`kernel_for` may choose for this provider, if there are any."""
-    optimizer, setting = find_optimizer(provider.identity().optimizer.kind), setting_of(provider)
-    if optimizer is None or setting is None:
-        return
-    if not any(optimizer.reason_not_replayable(group) for group in provider.hyperparameters()):
-        replays.warm_up(optimizer, setting, exact=exact)
 
 
 def is_certified(saved: OptimizerIdentity, options: Sequence[Mapping[str, Any]]) -> bool:

@@ -19,7 +19,6 @@ from tiercheck.streams.records.expected import Expected
 from tiercheck.streams.records.gradient_encoder import forget_sent
 from tiercheck.streams.records.snapshot import advanced
 from tiercheck.streams.records.stream_factory import kernels_used, stream_of
-from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
@@ -44,8 +43,6 @@ class TensorState:
         if config.codec == Exact.name:
             used = ()  # which most gradients never call
         kernels.warm_up([*used, *(each for text in codecs for each in codec(text).kernels_used())])
-        if config.bases == "fold":
-            kernel_selection.warm_up(self._provider, exact=config.exact_replay)
 
     def stream(self, world_size: int) -> StateStream:
         return stream_of(

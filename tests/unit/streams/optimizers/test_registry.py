@@ -15,7 +15,7 @@ from tests.unit.streams.codecs.test_registry import register
 from tiercheck.errors import ConfigurationError
 from tiercheck.streams.optimizers import certification
 from tiercheck.streams.optimizers.registry import find_optimizer, optimizer_of
-from tiercheck.streams.optimizers.replay import Setting, function_of, replay_for, warm_up
+from tiercheck.streams.optimizers.replay import Setting, replay_for
 from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import replay
 from tiercheck.testing.optimizers import OptimizerTests
@@ -119,23 +119,6 @@ def test_its_recovery_is_exact_and_a_kernel_does_it(monkeypatch: pytest.MonkeyPa
     assert state_of(provider) == trainer.state()
     assert len(calls) == 1, "the first step, which makes the state"
     assert reached(provider.identity(), provider.identity(), replayed.tally)[0] is Fidelity.EXACT
-
-
-def test_warming_up_steps_once_with_each_form_and_each_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a form compiles is compiled before a recovery needs it; nothing is certified by that."""
-    optimizer = optimizer_of("lion_of_mine.Lion")
-    steps: list[Any] = []
-    monkeypatch.setattr(sys.modules["lion_of_mine"], "replay_lion", lambda *arguments: steps.append(arguments[-1]))
-    monkeypatch.setattr(certification, "differing_elements", None)
-    for torch_version, instruction_set, device, count in (
-        (*certification.environment(), "cpu", 2),
-        (*certification.environment(), "cuda", 0),
-    ):
-        function_of.cache_clear()
-        warm_up(optimizer, Setting("single_tensor", torch_version, instruction_set, device))
-        assert steps == [[(1e-2, 0.9)] * 2, [(1e-2, 0.5)] * 2][:count]
-        steps.clear()
-    function_of.cache_clear()
 
 
 def test_one_that_is_almost_right_is_not_certified_and_the_optimizer_is_called(

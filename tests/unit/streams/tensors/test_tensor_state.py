@@ -26,8 +26,6 @@ from tiercheck import kernels
 from tiercheck.config import CheckpointConfig
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.codecs import codec, codec_names, FLOATS, decode, decode_sparse
-from tiercheck.streams.optimizers import certification, replay
-from tiercheck.streams.optimizers.registry import optimizer_of
 from tiercheck.streams.records import gathered
 from tiercheck.streams.tensors.tensor_state import TensorState
 
@@ -50,9 +48,6 @@ made = itertools.cycle(optimizers(list(model.parameters())))
 for name, optimizer in zip(["snapshot", "snapshot+nf4", *codec_names()], made):
     TensorState(ModuleProvider(model, optimizer), CheckpointConfig(codec=name, exact_replay=False)).prepare()
 kernels.warm_up([*codec("exact").kernels_used(), *gathered.KERNELS_USED])
-for kind, how in (("adam.Adam", "fused"), ("adamw.AdamW", "foreach"), ("sgd.SGD", "foreach")):
-    setting = replay.Setting(how, *certification.environment(), "cpu")
-    replay.warm_up(optimizer_of(f"torch.optim.{kind}"), setting, exact=False)
 before = compiled()
 assert len(before) > 20, before
 for name, dtype, size, threads in itertools.product(codec_names(), FLOATS, (0, 1, 700, 150_001), (1, 2)):
@@ -65,19 +60,6 @@ for name, dtype, size, threads in itertools.product(codec_names(), FLOATS, (0, 1
 encode("exact", (gradient(999).view(np.uint32) & 0xFFFF0000).view(np.float32), "F32")
 encode("sparse", np.ones(300_000, np.float32), "F32")
 encode("sparse+feedback", np.ones(300_000, np.float32), "F32")
-from tiercheck.kernels import torch_tiles
-from tiercheck.kernels.cpu.replay import adam, closed_form, sgd
-state = [np.ones(700, np.float32) for _ in range(3)]
-few = kernels.SparseGradient(np.arange(3, dtype=np.uint32), np.ones(3, np.float32))
-steps = [kernels.AdamStep(n, 1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True) for n in (1, 2)]
-for gradients in ([few, few], [np.ones(700, np.float32), few]):
-    adam.replay_fused_adam(*state, gradients, steps, contracted=True)
-    adam.replay_fused_adam(*state, gradients, steps, contracted=False)
-    torch_tiles.replay_adam_with_numba(*state, gradients, steps, contracted=True)
-    closed_form.replay_sparse_adam(*state, gradients, steps)
-    for momentum in (0.0, 0.9):
-        scalars = [kernels.SgdStep(1e-3, momentum)] * 2
-        sgd.replay_sgd(state[0], state[1] if momentum else None, gradients, scalars, fused=False, contracted=True)
 late = {name: found for name, found in compiled().items() if found != before.get(name)}
 assert not late, late
 """
