@@ -96,8 +96,8 @@ class NumberState:
     def conversion(self) -> Conversion:
         raise UnsupportedSetup("numbers are of one rank")
 
-    def replay_rate(self) -> tuple[int, ReplayRate]:
-        return 1, ReplayRate((1e6, 1e6), kernel=False)
+    def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
+        return 1, lambda: ReplayRate((1e6, 1e6), kernel=False)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return [{"lr": float(LEARNING_RATE)}]

@@ -39,7 +39,7 @@ SMALL_NBYTES = 4 << 10
 WORTH_NBYTES = 256 << 20
 """A rank that reads less than this does not measure: what is read to measure is some part in a hundred of more."""
 SAYING_S = 10.0
-"""All of the measuring in a running job ends by then."""
+"""A recovery waits no longer than this for all of the measuring."""
 
 Span = tuple[float, float]
 """The slowest and the fastest that was measured, or the shortest and the longest time."""
@@ -214,12 +214,17 @@ async def say_expected(
     if sum(sizes.values()) < WORTH_NBYTES:
         return
     clock, within_s = ranks.scheduler.time, min(SAYING_S, ranks.deadline_s / 4)
-    probing = probe(tiers, sizes, deadline_s=within_s / len(tiers), clock=clock)
-    try:
-        rates = await ranks.scheduler.call(probing, what="measuring the tiers", deadline_s=within_s)
-    except DeadlineExceeded:
-        return
     replays = chosen.point.replayed and not chosen.point.by_snapshot
-    elements, replay = state.replay_rate() if replays else (0, None)
-    found = duration([chosen], tiers, sizes, rates, alike=ranks.world_size, elements=elements, replay=replay)
+    elements, rate = state.replay_rate() if replays else (0, None)
+
+    async def measured() -> Duration:
+        rates = await probe(tiers, sizes, deadline_s=within_s / len(tiers), clock=clock)
+        replay = None if rate is None else await asyncio.to_thread(rate)
+        return duration([chosen], tiers, sizes, rates, alike=ranks.world_size, elements=elements, replay=replay)
+
+    what = "measuring the tiers and the replay" if replays else "measuring the tiers"
+    try:
+        found = str(await ranks.scheduler.call(measured(), what=what, deadline_s=within_s))
+    except DeadlineExceeded as error:
+        found = f"expected to take an unknown time: {error}"
     log.info("the recovery of version %d from base %d is %s", chosen.point.last, chosen.point.anchor, found)

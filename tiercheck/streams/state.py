@@ -416,9 +416,10 @@ class TrainingState(Protocol):
 
     def reader(self) -> StateReader: ...
 
-    def replay_rate(self) -> tuple[int, ReplayRate]:
-        """The elements of this rank's trained tensors, and how fast this machine replays steps of its optimizer, which
-        is measured on a state that is made up. That takes some tenths of a second."""
+    def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
+        """The elements of this rank's trained tensors, and what measures how fast this machine replays steps of its
+        optimizer. That takes some tenths of a second, or the seconds in which a kernel is certified; it is done on a
+        state that is made up, in any thread."""
         ...
 
     def layout(self) -> str:

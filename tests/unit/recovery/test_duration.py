@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import threading
 import uuid
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -24,6 +26,7 @@ from tiercheck.recovery.duration import TierRate, duration
 from tiercheck.streams.replay.rate import replay_rate
 from tiercheck.streams.state import ReplayRate
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
+from tiercheck.streams.tensors.tensor_state import TensorState
 from tiercheck.tiers.memory import MemoryDriver
 
 
@@ -122,27 +125,29 @@ def test_the_replay_is_measured_by_the_optimizer_that_took_the_steps(
     assert (found.kernel, why in found.why_not) == (kernel, True)
 
 
+def life(url: str, attached: Callable[[], None] = lambda: None) -> None:
+    """Of a job that is killed after two more versions."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = attach(model, optimizer, Hierarchy.of(url), config=CheckpointConfig(base_every=100))
+    attached()
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        checkpointer.end_iteration()
+    checkpointer.abort()
+
+
 def test_a_recovery_in_the_job_says_how_long_it_will_take_if_that_is_worth_measuring(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-
-    def life() -> None:
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters())
-        checkpointer = attach(model, optimizer, Hierarchy.of(url), config=CheckpointConfig(base_every=100))
-        for _ in range(2):
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            checkpointer.end_iteration()
-        checkpointer.abort()
-
-    life()
+    life(url)
     with caplog.at_level(logging.INFO):
-        life()
+        life(url)
         assert "expected to take" not in caplog.text
         monkeypatch.setattr(durations, "WORTH_NBYTES", 0)
-        life()
+        life(url)
         said = r"the recovery of version 4 from base 2 is expected to take \S+ \w+ to .*, 2 replayed steps included"
         assert re.search(said, caplog.text)
 
@@ -150,5 +155,24 @@ def test_a_recovery_in_the_job_says_how_long_it_will_take_if_that_is_worth_measu
             raise NotFound("no such object")
 
         monkeypatch.setattr(durations, "read", refuses)
-        life()
+        life(url)
         assert "is expected to take an unknown time: memory: no such object" in caplog.text
+
+
+def test_a_recovery_does_not_wait_for_a_replay_that_takes_long_to_measure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, may_end = f"memory://{uuid.uuid4().hex}", threading.Event()
+
+    def measure() -> ReplayRate:
+        may_end.wait(60)
+        return ReplayRate(None, False, "it took too long")
+
+    monkeypatch.setattr(TensorState, "replay_rate", lambda state: (20, measure))
+    monkeypatch.setattr(durations, "WORTH_NBYTES", 0)
+    monkeypatch.setattr(durations, "SAYING_S", 0.1)
+    life(url)
+    with caplog.at_level(logging.INFO):
+        life(url, attached=may_end.set)
+    why = "measuring the tiers and the replay did not finish within 0.1 s"
+    assert f"the recovery of version 2 from base 0 is expected to take an unknown time: {why}" in caplog.text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tiercheck import kernels
@@ -56,11 +57,11 @@ class TensorState:
     def reader(self) -> TensorReader:
         return TensorReader(self._provider, exact=self._config.exact_replay)
 
-    def replay_rate(self) -> tuple[int, ReplayRate]:
+    def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
         from tiercheck.streams.replay.rate import replay_rate  # few starts need it
 
         elements = sum(each.numel() for each in self._provider.masters().values())
-        return elements, replay_rate(self._provider.identity(), self._provider.hyperparameters(), elements)
+        return elements, partial(replay_rate, self._provider.identity(), self._provider.hyperparameters(), elements)
 
     def layout(self) -> str:
         identity = self._provider.identity()
