@@ -32,6 +32,12 @@ def agent(
     memory: Annotated[str | None, typer.Option(help="The most it keeps for neighbours, such as 64GiB.")] = None,
     http_port: Annotated[int, typer.Option(help="Status page and metrics, on 127.0.0.1; 0: any.")] = 0,
     drain_s: Annotated[float, typer.Option(help="The most seconds that it drains for when it is ended.")] = 60.0,
+    fold_threads: Annotated[
+        int | None, typer.Option(help="How many bases it folds at a time.", envvar="TIERCHECK_FOLD_THREADS")
+    ] = None,
+    fold_cpus: Annotated[
+        str, typer.Option(help="The processors that folds may use, such as 0-3,8.", envvar="TIERCHECK_FOLD_CPUS")
+    ] = "",
     status: Annotated[bool, typer.Option("--status", help="Print what the running agent says, as JSON.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Have the running agent drain and end.")] = False,
 ) -> None:
@@ -56,6 +62,8 @@ def agent(
         memory_bytes=size(memory),
         http_port=http_port,
         drain_s=drain_s,
+        fold_threads=fold_threads,
+        fold_cpus=fold_cpus,
     )
     run_agent(settings)
 

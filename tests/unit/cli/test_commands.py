@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tiercheck.agent.protocol.settings import AgentSettings
+from tiercheck.agent.server import process
 from tiercheck.cli import commands
 
 
@@ -47,3 +49,17 @@ def test_a_right_call_ends_as_it_always_did(
     assert ended.value.code == code
     assert "error" not in said.err
     assert said.out
+
+
+def test_the_agent_is_told_by_option_or_environment_what_folds_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[AgentSettings] = []
+    monkeypatch.setattr(process, "run_agent", told.append)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
+    for words in ([], ["--fold-threads", "2"]):
+        monkeypatch.setattr(sys, "argv", ["tiercheck", "agent", *words])
+        with pytest.raises(SystemExit) as ended:
+            commands.run()
+        assert ended.value.code == 0
+        monkeypatch.setenv("TIERCHECK_FOLD_CPUS", "0-3")
+        monkeypatch.setenv("TIERCHECK_FOLD_THREADS", "7")
+    assert [(each.fold_threads, each.fold_cpus) for each in told] == [(None, ""), (2, "0-3")]

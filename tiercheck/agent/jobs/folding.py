@@ -7,19 +7,17 @@ and the others wait.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
-from tiercheck.config import THREADS_MAX, int_of
+from tiercheck.config import THREADS_MAX
 from tiercheck.errors import ConfigurationError
 from tiercheck.format.container import Shard
 from tiercheck.streams.state import FoldShards, NotExact, StateCapture
 
 __all__ = ["AgentFolding", "FoldThreads"]
 
-THREADS, CPUS = "TIERCHECK_FOLD_THREADS", "TIERCHECK_FOLD_CPUS"
 CPUS_A_THREAD = 8
 CPUS_CHARS_MAX = 4096
 
@@ -34,18 +32,17 @@ class FoldThreads:
     """The processors that they may use."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], allowed: set[int]) -> FoldThreads:
-        """By default one thread for each eight processors of the ``allowed`` ones, on any of them. Errors:
-        ``ConfigurationError``."""
-        cpus = frozenset(cpus_of(environment.get(CPUS, "")) or allowed)
+    def of(cls, threads: int | None, cpus_text: str, allowed: set[int]) -> FoldThreads:
+        """As the agent's settings say, on some of the ``allowed`` processors. Errors: ``ConfigurationError``."""
+        cpus = frozenset(cpus_of(cpus_text) or allowed)
         if not cpus <= allowed:
             raise ConfigurationError(
-                f"{CPUS} names processors that the agent may not use ({sorted(cpus - allowed)}): it may use "
+                f"fold_cpus names processors that the agent may not use ({sorted(cpus - allowed)}): it may use "
                 f"{sorted(allowed)}"
             )
-        count = int_of(THREADS, max(1, len(cpus) // CPUS_A_THREAD), environment)
+        count = max(1, len(cpus) // CPUS_A_THREAD) if threads is None else threads
         if not 1 <= count <= THREADS_MAX:
-            raise ConfigurationError(f"{THREADS} must be at least 1 and at most {THREADS_MAX}, not {count}")
+            raise ConfigurationError(f"fold_threads must be at least 1 and at most {THREADS_MAX}, not {count}")
         return cls(count, cpus)
 
     def executor(self) -> ThreadPoolExecutor:
@@ -68,14 +65,8 @@ def cpus_of(text: str) -> set[int]:
                 raise ValueError("no range")
             found.update(range(low, high + 1))
     except ValueError:
-        raise ConfigurationError(f"{CPUS} must be a list such as 0-3,8, not {text[:80]!r}") from None
+        raise ConfigurationError(f"fold_cpus must be a list such as 0-3,8, not {text[:80]!r}") from None
     return found
-
-
-@cache
-def agents_threads() -> ThreadPoolExecutor:
-    """Those of this process."""
-    return FoldThreads.of(os.environ, os.sched_getaffinity(0)).executor()
 
 
 @dataclass(frozen=True)
@@ -83,10 +74,7 @@ class AgentFolding:
     """See :class:`~tiercheck.streams.state.FoldShards`. An agent imports no torch before a job registers that folds."""
 
     certified: bool
-
-    @property
-    def executor(self) -> ThreadPoolExecutor:
-        return agents_threads()
+    executor: Executor
 
     def prepare(self, base: Shard) -> None:
         self._folding().prepare(base)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
 from functools import partial
 from urllib.parse import quote
 
@@ -37,11 +38,12 @@ ReplicatorKey = tuple[str, int]
 class JobRegistry:
     """The replicators of one agent. Errors of one never reach another."""
 
-    def __init__(self, node: str, *, rest_s: float, abandon_s: float = math.inf) -> None:
-        """``rest_s`` and ``abandon_s``: as for :class:`RankReplicator`."""
+    def __init__(self, node: str, *, folds_on: Executor, rest_s: float, abandon_s: float = math.inf) -> None:
+        """``folds_on``, ``rest_s`` and ``abandon_s``: as for :class:`RankReplicator`."""
         self.node = node
         self.unreadable: dict[str, str] = {}
         """Where a replication job was found or looked for, and could not be taken up, and why."""
+        self._folds_on = folds_on
         self._rest_s = rest_s
         self._abandon_s = abandon_s
         self._replicators: dict[ReplicatorKey, RankReplicator] = {}
@@ -204,6 +206,7 @@ class JobRegistry:
         await self._drop(key)
         replicator = self._replicators[key] = RankReplicator(
             job,
+            folds_on=self._folds_on,
             rest_s=self._rest_s,
             abandon_s=self._abandon_s,
             trainer=partial(trainer_of, RunDirectory.of(self.node), *key),

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -51,16 +52,18 @@ class RankReplicator:
         self,
         job: ReplicationJob,
         *,
+        folds_on: Executor,
         rest_s: float,
         abandon_s: float = math.inf,
         trainer: Callable[[], Trainer | None] = lambda: None,
     ) -> None:
-        """``trainer``: who holds the rank now."""
+        """``folds_on``: the threads that fold, which all ranks share. ``trainer``: who holds the rank now."""
         self.job = job
         self.conflict: JobConflict | None = None
         self.trouble: str | None = None
         """Why the tiers cannot be opened, until they are."""
         self.throughput = Throughput()
+        self._folds_on = folds_on
         self._rest_s = rest_s
         self._abandon_s = abandon_s
         self._mark: int | None = None
@@ -289,7 +292,7 @@ class RankReplicator:
             pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
-            folds=AgentFolding(certified=job.folds == "certified") if job.folds != "no" else None,
+            folds=AgentFolding(job.folds == "certified", self._folds_on) if job.folds != "no" else None,
         )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)

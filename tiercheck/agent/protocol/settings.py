@@ -43,6 +43,10 @@ class AgentSettings(Struct, frozen=True, forbid_unknown_fields=True):
     node goes on with it."""
     drain_s: float = 60.0
     """How long a SIGTERM may take: everything captured goes to where it belongs before the agent ends."""
+    fold_threads: int | None = None
+    """Bases folded at a time. ``None``: one for each eight processors that folds may use, and at least one."""
+    fold_cpus: str = ""
+    """The processors that folds may use, such as ``0-3,8``. Empty: all that the agent may use."""
 
     def __post_init__(self) -> None:
         RunDirectory.of(self.node)

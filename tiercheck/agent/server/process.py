@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from tiercheck.agent.jobs.folding import agents_threads
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.protocol.settings import AgentSettings
 from tiercheck.agent.server.priority import stand_back
@@ -52,7 +51,6 @@ def run_agent(settings: AgentSettings, *, ready: Callable[[], None] | None = Non
     log.info("standing back: %s", stand_back())
     last_resort = LastResort()
     try:
-        agents_threads()  # refuse at the start what the environment says of them, or not at all
         asyncio.run(_live(settings, ready, last_resort))
     except TierCheckError as error:
         if not settings.detached:

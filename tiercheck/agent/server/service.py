@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from tiercheck.agent.client.client import connect_agent
 from tiercheck.agent.client.trainer_lock import trainers
+from tiercheck.agent.jobs.folding import FoldThreads
 from tiercheck.agent.jobs.registry import JobRegistry
 from tiercheck.agent.protocol.messages import (
     PROTOCOLS,
@@ -92,8 +93,10 @@ class Agent:
     def __init__(self, settings: AgentSettings, *, make_peer_server: MakePeerServer = make_peer_server) -> None:
         self.settings = settings
         self.run = RunDirectory.of(settings.node)
+        folds = FoldThreads.of(settings.fold_threads, settings.fold_cpus, os.sched_getaffinity(0))
         self.registry = JobRegistry(
             settings.node,
+            folds_on=folds.executor(),
             rest_s=settings.linger_s,
             # A platform's agent stays anyway, and goes on trying.
             abandon_s=settings.abandon_s if settings.detached else math.inf,

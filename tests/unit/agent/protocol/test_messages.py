@@ -229,7 +229,7 @@ def test_an_answer_is_read_strictly() -> None:
 
 
 def test_settings_come_across_strictly(node: Node) -> None:
-    settings = AgentSettings(node="n7", keys="/k", memory_bytes=1 << 30, detached=True, linger_s=5.0)
+    settings = AgentSettings(node="n7", keys="/k", memory_bytes=1 << 30, detached=True, linger_s=5.0, fold_threads=2)
     assert AgentSettings.from_json(settings.to_json()) == settings
     for text in ("{", "[]", '{"nodes": "x"}', '{"detached": 1}', '{"linger_s": "5"}'):
         with pytest.raises(ConfigurationError, match="no settings of an agent"):
