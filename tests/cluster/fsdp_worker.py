@@ -30,8 +30,6 @@ from tiercheck.integrations.fsdp.sharded_provider import ShardedProvider
 from tiercheck.integrations.torch import attach
 from tiercheck.streams.records import constants
 
-constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
-
 FAILED_AT, LAST = 5, 6
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -254,6 +252,7 @@ def on_other_ranks(directory: Path, name: str, case: Case) -> list[Any]:
 def main() -> None:
     what, directory, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
+    constants.NBYTES_MIN, constants.SHARE = 0, 1 << 30  # what does not change is referred to, however little it is
     join()
     report: Any = None
     if what == "fail":

@@ -65,8 +65,10 @@ class JobPolicies:
 
     def folding(self, *, agrees: bool) -> JobPolicies:
         """The policies of a job that folds. ``agrees``: it shares no tier, and what it needs is agreed on once an
-        interval. Then, and if versions alone do not say when a base is due, none are folded in between."""
-        if agrees or not isinstance(self.cadence, EveryVersions):
+        interval. Then, and if versions alone do not say when a base is due, none are folded in between. Nor are they if
+        a tier is not to hold everything: other ranks may have no way to the version of a base that is in memory alone.
+        """
+        if agrees or not isinstance(self.cadence, EveryVersions) or not isinstance(self.placing, Everywhere):
             return self
         return replace(self, fold_every=min(FOLD_EVERY, self.cadence.interval))
 

@@ -14,20 +14,21 @@ from collections.abc import Collection, Iterable
 
 from tiercheck.keys import Key, ShardKey, Stream
 from tiercheck.policy.observation import Contents, Copy, Observation
-from tiercheck.policy.placement import own_bases, own_snapshots
+from tiercheck.policy.placement import Placement, own_bases, own_snapshots
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 
 __all__ = ["base_needed_after", "lost", "outlived"]
 
 
-def lost(seen: Observation, damaged: Iterable[Copy]) -> list[Copy]:
+def lost(seen: Observation, damaged: Iterable[Copy], placement: Placement | None = None) -> list[Copy]:
     """The damaged copies whose content no tier holds, and which nothing newer supersedes. Constants may be of an older
-    generation than the bases that refer to them."""
+    generation than the bases that refer to them. ``placement``: by it, a base that stays in the first tier supersedes
+    nothing in the others."""
     return [
         copy
         for copy in damaged
         if (copy.key.generation == seen.generation or copy.key.stream is Stream.CONSTANT)
-        and not _is_made_up_for(seen, copy.key)
+        and not _is_made_up_for(seen, copy.key, placement)
     ]
 
 
@@ -68,10 +69,15 @@ def outlived(seen: Observation, retention: Retention, damaged: Collection[Copy])
     return gone
 
 
-def _is_made_up_for(seen: Observation, key: ShardKey) -> bool:
+def _is_made_up_for(seen: Observation, key: ShardKey, placement: Placement | None) -> bool:
     if any(_is_held(contents, key) for contents in seen.contents):
         return True
-    newest = max((base.first for contents in seen.contents for base in own_bases(seen, contents)), default=-1)
+    bases = [base for contents in seen.contents for base in own_bases(seen, contents)]
+    if placement is not None:
+        bases = [
+            base for base in bases if not placement.is_between(base.first) or placement.wants(seen, base, seen.durable)
+        ]
+    newest = max((base.first for base in bases), default=-1)
     if key.stream is Stream.CONSTANT:  # a newer base refers to others, or to none
         return _newest_referring(seen, key) < newest
     if key.stream is Stream.BASE:

@@ -34,6 +34,10 @@ RECORDS_BESIDE = 3
 while the tiers are told."""
 
 
+FOLD_EVERY_MIN = 2
+"""So that a base which is captured in between can be told from a folded one by its version."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of what one rank brings into the first tier."""
@@ -99,11 +103,13 @@ def holding(
         return Holding(sizes, 0, records_lagging, records_lagging)
     every = fold_every
     while True:
-        least = max(every or interval, batch) + RECORDS_BESIDE
+        apart = every or interval
+        # A batch that a base lies in the middle of goes to the other tiers when its last version is there.
+        least = max(apart, batch) + RECORDS_BESIDE + (batch - 1 if apart % batch else 0)
         found = Holding(sizes, every, least, max(least, records_lagging))
         if room_nbytes is None:
             return found
-        if found.nbytes_least <= room_nbytes or every <= max(1, batch):
+        if found.nbytes_least <= room_nbytes or every <= max(FOLD_EVERY_MIN, batch):
             more = max(0, room_nbytes - found.nbytes_least) // max(1, sizes.record_nbytes)
             most = least + more
             return replace(found, records_lagging=min(found.records_lagging, most), records_max=most)

@@ -190,15 +190,19 @@ class Placement:
             return True
         return self._replaces_differential(seen, key, target)
 
+    def is_between(self, version: int) -> bool:
+        """Whether a base of this version is taken for one that was folded between the intervals."""
+        return self.fold_every > 0 and version % self.interval > 0 and version % self.fold_every == 0
+
     def _stays_in_first_tier(self, seen: Observation, key: ShardKey, target: Role) -> bool:
         """Whether the base was folded between the intervals. One that replaces a differential or a base that differed,
         and the first one of a generation, goes to the other tiers as well."""
-        if not self.fold_every or key.stream is not Stream.BASE or not key.first % self.interval:
+        if key.stream is not Stream.BASE or not self.is_between(key.first):
             return False
         if seen.differing is not None and key.first >= seen.differing:
             return False
         others = (*own_bases(seen, seen.contents[0]), *own_bases(seen, seen.contents[target.index]))
-        if key.first % self.fold_every or not any(base.first < key.first for base in others):
+        if not any(base.first < key.first for base in others):
             return False
         return not self._replaces_differential(seen, key, target)
 

@@ -144,7 +144,12 @@ class Retention:
         if len(kept) < BASES_IN_VOLATILE_TIERS and not settled:
             return superseded
         folded = role.index == 0 and self.placement.fold_every > 0
-        if settled and _is_enough(seen, contents, kept[-1], mark, folded=folded):
+        left = [key for key in own_differentials(seen, contents) if key.last <= kept[-1].last]
+        if (
+            settled
+            and _is_enough(seen, contents, kept[-1], mark, folded=folded)
+            and (folded or all(self._has_gone_on(seen, key, role) for key in (*kept[:-1], *left)))
+        ):
             kept = kept[-1:]
         oldest, durable = kept[0], seen.contents[seen.durable.index]
         newest = max(durable.bases(seen.rank), default=None)
@@ -171,7 +176,7 @@ class Retention:
             if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
         ]
         if folded:
-            passed = self._not_awaited_by_other_tiers(seen, passed)
+            passed = [key for key in passed if self._has_gone_on(seen, key, role)]
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
     def _unshared(self, seen: Observation, role: Role, way: RecoveryPoint | None) -> list[Key]:
@@ -187,7 +192,7 @@ class Retention:
         oldest = min([(way.generation, way.anchor), *((base.generation, base.first) for base in bases)])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
         if folded:
-            older = self._not_awaited_by_other_tiers(seen, older)
+            older = [key for key in older if key.stream is Stream.BASE or self._has_gone_on(seen, key, role)]
         led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else None
         anchors = {oldest} if way.by_snapshot else {oldest, (way.generation, way.anchor)}
         passed = [
@@ -199,15 +204,25 @@ class Retention:
         gone = [key for key in (*passed, *superseded) if key != led]
         return list(dict.fromkeys(gone))
 
-    def _not_awaited_by_other_tiers(self, seen: Observation, keys: Sequence[ShardKey]) -> list[ShardKey]:
-        """These without the differentials that another tier is to hold and lacks. The base that makes them superfluous
-        in the first tier does not go there."""
-        lacking = self.placement.lacking
-        return [
-            key
-            for key in keys
-            if key.stream is not Stream.DIFFERENTIAL or not any(lacking(seen, key, role) for role in seen.roles[1:])
-        ]
+    def _has_gone_on(self, seen: Observation, key: ShardKey, role: Role) -> bool:
+        """Whether each tier behind ``role`` has the shard, or is not to have it, or has what is as good there. A newer
+        base is as good as a base, and inside the nodes as a differential. In a shared tier it is not: whoever goes back
+        to a version of their choice looks for it there."""
+        for target in seen.roles[role.index + 1 :]:
+            if not self.placement.wants(seen, key, target):
+                continue
+            held = seen.contents[target.index]
+            if key.stream is Stream.BASE:
+                if not any(base.first >= key.first for base in own_bases(seen, held)):
+                    return False
+            elif not target.shared:
+                if self.placement.lacking(seen, key, target):
+                    return False
+            elif not {*key.versions} <= {
+                version for each in own_differentials(seen, held) for version in each.versions
+            }:
+                return False
+        return True
 
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
         """Snapshots in a volatile tier that newer ones supersede."""

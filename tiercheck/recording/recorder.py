@@ -20,7 +20,7 @@ from tiercheck.policy.placement import Placement
 from tiercheck.recording.backlog import Backlog
 from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
-from tiercheck.recording.modes import Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
+from tiercheck.recording.modes import BaseEvent, Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
 from tiercheck.recording.stats import Stats
@@ -224,6 +224,7 @@ class Recorder:
                 self._modes.copying.on(CopyingEvent.WRITTEN)
                 self._stream.mark_stepped()
                 await self._bases.begin(version)
+                self._let_next_go_everywhere(version)
                 await self._bases.finish()
         return True
 
@@ -335,9 +336,16 @@ class Recorder:
                     self._saves.failure = None
                     return
                 await self._bases.begin(version)
+                self._let_next_go_everywhere(version)
             if self._modes.chain.state is not Chain.WHOLE:
                 await self._bases.finish()
         self._saves.failure = None
+
+    def _let_next_go_everywhere(self, version: int) -> None:
+        """A base was captured for what no differential holds. If its version makes it look like a folded one, which
+        stays in the first tier, the next version gets a base as well."""
+        if self._placement.is_between(version):
+            self._modes.base.on(BaseEvent.NEEDED)
 
     async def _give_up(self, version: int) -> None:
         self._modes.record.on(RecordEvent.GIVEN_UP)

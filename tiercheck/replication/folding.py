@@ -130,6 +130,8 @@ class Folder:
             self._give_up(doubt)
         except TierError as error:  # the first fold does it, or finds it damaged
             log.info("folding is not prepared ahead of the first fold: %s", error)
+        except Exception as error:  # noqa: BLE001  (bases can be captured; what cannot be folded must not end the mover)
+            self._give_up(NotExact(f"what folds could not be made ready: {type(error).__name__}: {error}"))
         self._prepared = True
 
     def _give_up(self, doubt: NotExact) -> None:

@@ -406,7 +406,7 @@ class Mover:
         await self._until(
             done, deadline_s, lambda: "not everything captured has reached its tiers", self._hierarchy.tiers
         )
-        if without_copy := lost(self._observer.seen(), self._observer.damaged):
+        if without_copy := lost(self._observer.seen(), self._observer.damaged, self._placement):
             first = min(without_copy)
             raise Corruption(
                 f"{len(without_copy)} captured objects were damaged before they could be copied on; versions from "
@@ -471,7 +471,7 @@ class Mover:
             self._noted = noted
             mark, undrained = watermark(seen), self._placement.undrained(seen)
             self._refusals.note("policies", self._retention.refusals(seen))
-            without_copy = lost(seen, self._observer.damaged)
+            without_copy = lost(seen, self._observer.damaged, self._placement)
             self._observer.remember(without_copy)
             known = {
                 "watermark": mark.version if mark else None,

@@ -93,7 +93,7 @@ def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path, l
         durable = Tier(f"nvme://{tmp_path}/{name}?survives=rack", wrap=lambda driver: Lagging(driver, training, behind))
         return Hierarchy.of(f"memory://{name}-{tmp_path.name}?size={size}", durable)
 
-    wanted = r"the first tier must hold 3 bases of .* and 11 differentials of .* bytes a trained parameter"
+    wanted = r"the first tier must hold 3 bases of .* and 15 differentials of .* bytes a trained parameter"
     with pytest.raises(CapacityExceeded, match=wanted) as small:
         training.attach(hierarchy(1000, "small"), base_every=base_every)
     assert "give it more (size=), or lower base_every (now 8)" in str(small.value)
@@ -194,7 +194,7 @@ def test_nobody_waits_for_memory_that_is_made_ready(tmp_path: Path) -> None:
 
 def test_bases_are_made_ready_before_anything_else_if_room_is_short() -> None:
     demand = Demand(holding(SIZES, interval=17, batch=5, fold_every=0, each_commits=True))
-    assert demand.reservations(1000, 5) == [(10, 5), (100, 1), (10, 15)]
+    assert demand.reservations(1000, 5) == [(10, 5), (100, 1), (10, 19)]
     assert demand.reservations(130, 5) == [(10, 3), (100, 1), (10, 0)]
     assert demand.reservations(50, 5) == [(10, 5), (100, 0), (10, 0)]
     assert demand.reservations(0, 5) == [(10, 0), (100, 0), (10, 0)]
@@ -237,7 +237,7 @@ def test_folding_adapts_to_the_room() -> None:
     halves = holding(Sizes(12, 2, 2), batch=5, **told)
     assert (halves.nbytes_usual, halves.nbytes_least) == (40, 52)
     narrow = holding(sizes, batch=2, room_nbytes=60, **told)
-    assert (narrow.fold_every, narrow.records_usual, narrow.records_max) == (3, 6, 6)
+    assert (narrow.fold_every, narrow.records_usual, narrow.records_max) == (2, 5, 6)
     assert holding(sizes, batch=2, room_nbytes=100, **told).records_max == 8 + 8, "more may wait for a tier that lags"
     assert holding(sizes, batch=5, room_nbytes=60, **told).nbytes_least == 68, "a batch is as long: that is refused"
     captured = holding(sizes, interval=50, batch=5, fold_every=0, each_commits=True)

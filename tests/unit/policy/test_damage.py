@@ -11,6 +11,7 @@ from tests.unit.policy.test_placement import base, batch, committed, seen, singl
 from tiercheck.keys import Key, ShardKey
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.observation import Copy
+from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepLast
 from tiercheck.policy.watermark import Retention
 
@@ -44,6 +45,14 @@ def test_what_another_copy_or_something_newer_makes_up_for_is_not_lost(
     assert lost(seen(memory, durable), [Copy(0, damaged)]) == ([Copy(0, damaged)] if is_lost else [])
 
 
+def test_a_base_that_stays_in_the_first_tier_makes_up_for_nothing_in_the_others() -> None:
+    folding = Placement(5, interval=20, fold_every=5)
+    here = seen([base(0), base(10), *(single(version) for version in (6, 8, 9, 10))], [*committed(0), batch(1, 5)])
+    rotten = [Copy(0, single(7))]
+    assert lost(here, rotten, folding) == rotten
+    assert lost(here, rotten, Placement(5, interval=10)) == []
+
+
 def test_the_next_base_comes_after_all_that_is_lost() -> None:
     here = seen([], [])
     assert base_needed_after(here, []) is None
@@ -64,9 +73,9 @@ def test_lost_constants_need_a_base_after_all_that_refer_to_them() -> None:
 
 def test_a_damaged_differential_goes_with_its_neighbours() -> None:
     memory = [base(0), base(10), single(2), single(11)]
-    assert going(memory, [*committed(0), batch(1, 5)], single(3)) == [], "a sound copy would still lead on"
-    assert going(memory, committed(10), single(3)) == [single(3)]
-    assert going([*memory, base(20)], committed(10), single(3), single(13)) == [single(3)]
+    assert going(memory, committed(10), single(3)) == [], "a sound copy would still lead on from the older base"
+    assert going([*memory, base(20)], committed(20), single(3)) == [single(3)]
+    assert going([*memory, base(20)], committed(20), single(3), single(13)) == [single(3)]
 
 
 def test_of_bases_in_memory_no_more_than_two_stay_and_the_sound_ones_do() -> None:

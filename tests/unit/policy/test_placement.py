@@ -178,8 +178,11 @@ def test_what_would_be_deleted_at_once_is_not_copied() -> None:
 
 def test_memory_keeps_one_base_when_it_is_committed() -> None:
     memory = [base(10), base(20), *(single(version) for version in range(11, 24))]
-    gone = Retention().reclaimable(seen(memory, [*committed(10), *committed(20)]))
-    assert gone[0] == [base(10), *(single(version) for version in range(11, 21))]
+    durable = [*committed(10), *committed(20), batch(11, 15)]
+    lagging = Retention().reclaimable(seen(memory, durable))[0]
+    assert lagging == [], "the durable tier has not got all versions yet to which a user may go back"
+    gone = Retention().reclaimable(seen(memory, [*durable, batch(16, 20)]))[0]
+    assert gone == [base(10), *(single(version) for version in range(11, 21))]
 
 
 def folding(batch_size: int = 5) -> Retention:

@@ -125,11 +125,11 @@ async def test_a_damaged_copy_goes_when_a_sound_one_would(plain: OpenHierarchy) 
     await capture(plain, base(0), record(1))
     await capture_damaged(plain, record(2))
     mover = mover_of(plain)
-    await mover.cycle()
-    assert str(record(2)) in await held(plain, 0), "a sound one would stay, too"
-    await capture(plain, base(3))
-    await mover.cycle()
-    assert await held(plain, 0) == [str(base(3))]
+    for version in (3, 6):
+        await capture(plain, base(version))
+        assert str(record(2)) in await held(plain, 0), "one base after it would not let a sound one go"
+        await mover.cycle()
+    assert await held(plain, 0) == [str(base(6))]
 
 
 @pytest.mark.parametrize("failures", [0, 1], ids=["the older one has gone", "the older one is there still"])

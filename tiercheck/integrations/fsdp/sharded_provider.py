@@ -148,6 +148,11 @@ class ShardedProvider(ModuleProvider):
             return tensor  # such as the count of steps
         if any(isinstance(each, Partial) for each in tensor.placements):
             # A gradient that the step sums over the slices, which each rank's step then takes (``SequenceParallel``).
+            if self.trains_on_compressed:
+                raise UnsupportedSetup(
+                    f"train_on_compressed does not go with {what}, which the optimizer's step sums over the slices of "
+                    "the model: the step would take what was never encoded"
+                )
             tensor = tensor.redistribute(placements=parameter.placements)
         if tensor is not parameter and not laid_out_alike(tensor, parameter):
             raise UnsupportedSetup(

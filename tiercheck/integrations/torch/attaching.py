@@ -102,6 +102,7 @@ def attach(
         beside = Beside({**own, **(after_step or {}), **order.stateful}, stateful)
         refuse_forgotten_scheduler((bare, optimizer), scheduler, beside)
         provider = provider_for(model)(model, bare, beside=beside)
+        provider.trains_on_compressed = config is not None and config.train_on_compressed
         made.append(_Hooks(provider, model, bare, order, scheduler))
         return made[0]
 

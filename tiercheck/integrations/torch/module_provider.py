@@ -40,6 +40,8 @@ class ModuleProvider:
 
     gathers = False
     """Whether a forward pass begins with a hook that gathers parameters: the iteration before ends ahead of that."""
+    trains_on_compressed = False
+    """Whether what was encoded is written into the gradients, for the optimizer's step to take."""
 
     def __init__(
         self,

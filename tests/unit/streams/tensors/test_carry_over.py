@@ -68,6 +68,8 @@ class Job:
 
         def act(group: SimulatedGroup) -> Any:
             model = torch.nn.Linear(2, 1)
+            for parameter in model.parameters():  # threads share torch's generator, and ranks are alike
+                torch.nn.init.ones_(parameter)
             optimizer = torch.optim.AdamW(model.parameters())
             tiers = Hierarchy.of(f"memory://{self.name}-{{rank}}", f"nvme://{self.directory}/run?survives=rack")
             sampler = Sampler(torch.arange(SAMPLES)[group.rank :: group.world_size])
