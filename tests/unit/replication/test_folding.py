@@ -99,6 +99,18 @@ def test_after_a_write_that_no_version_holds_bases_are_captured(tmp_path: Path) 
     assert resumed(tmp_path) == (LAST, training.states[LAST])
 
 
+def test_a_write_outlives_the_node_though_its_base_looks_like_a_folded_one(tmp_path: Path) -> None:
+    """Bases of every fifth version stay in memory, and this one holds what no differential does."""
+    training = Training()
+    checkpointer = attached(training, memory(), durable(tmp_path), base_every=50)
+    for version in range(1, 13):
+        training.step(version)
+        if version == 5:
+            halve(training)
+    checkpointer.close()
+    assert resumed(tmp_path) == (12, training.states[12])
+
+
 def test_a_doubt_ends_folding_and_the_bases_are_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
