@@ -218,11 +218,17 @@ class Retention:
             elif not target.shared:
                 if self.placement.lacking(seen, key, target):
                     return False
-            elif not {*key.versions} <= {
-                version for each in own_differentials(seen, held) for version in each.versions
-            }:
+            elif self._can_come(seen, target, key) and not _holds(seen, held, key):
                 return False
         return True
+
+    def _can_come(self, seen: Observation, role: Role, key: ShardKey) -> bool:
+        """Whether the differential would be replayed from this shared tier, and stay there."""
+        if key.last <= min((base.first for base in own_bases(seen, seen.contents[role.index])), default=-1):
+            return False
+        kept, _ = self._kept(seen, role)
+        passed = (key.generation, key.last) <= (kept.oldest.generation, kept.oldest.version)
+        return not passed or kept.leads_through(key)
 
     def _superseded(self, seen: Observation, contents: Contents) -> list[Key]:
         """Snapshots in a volatile tier that newer ones supersede."""
@@ -346,6 +352,11 @@ def _is_enough(
     if mark is not None and (newest.generation, newest.last) <= (mark.generation, mark.version):
         return True
     return folded and any(key.last > newest.last for key in own_differentials(seen, contents))
+
+
+def _holds(seen: Observation, contents: Contents, key: ShardKey) -> bool:
+    """Whether the contents have each version of this rank's differential."""
+    return {*key.versions} <= {version for each in own_differentials(seen, contents) for version in each.versions}
 
 
 def _is_kept(seen: Observation, key: Key) -> bool:
