@@ -13,6 +13,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SERVERS := .venv/servers/.installed
 COMPILED := .venv/.compiled
+# What is imported is compiled by whoever imports it first; much of what is installed never is.
+PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --no-compile
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 # Tests that were chosen may all be of one kind; pytest exits with 5 where it finds none.
 NONE_IS_FINE := $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
@@ -25,7 +27,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types imports whole pytest cluster together alone servers bench bench-kernels fidelity soak format hooks clean
+.PHONY: help install demo test lint types imports whole pytest cluster servers bench bench-kernels fidelity soak format hooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,9 +39,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "error: TierCheck needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
 	    "name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	@# pip compiles with one core; what cannot be compiled, such as a template, is never imported.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" || true
+	@# All versions are pinned: two pips share the work, and the third has nothing to look for and little to install.
+	@grep '^[^#]' constraints.txt | awk '{ print > (".venv/pins" NR % 2) }'
+	@$(PIP) --no-deps -r .venv/pins0 & $(PIP) --no-deps -r .venv/pins1; code=$$?; wait $$! && exit $$code
+	$(PIP) --no-build-isolation -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip check
 	@touch $@
 
@@ -51,7 +54,6 @@ test: ## everything that must pass: lint, types, import contracts, all tests
 	@$(MAKE) --no-print-directory --jobs=2 install servers
 	@$(MAKE) --no-print-directory --jobs=2 lint imports types $(COMPILED)
 	@$(MAKE) --no-print-directory whole
-	@$(MAKE) --no-print-directory alone
 
 lint: $(INSTALLED) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -78,21 +80,14 @@ $(COMPILED): $(INSTALLED) tests/warm_up.py $(wildcard tiercheck/kernels/cpu/*.py
 	@touch $@
 
 whole: $(COMPILED) $(SERVERS)
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(PYTEST_WORKERS) -m "not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(PYTEST_WORKERS) $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 pytest: $(COMPILED) ## the tests that need no server and no whole job (PYTEST_ARGS="-k shm -x")
 	@# Ranks are threads there: each would have torch compute on two threads, which wait for each other.
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(PYTEST_WORKERS) --ignore=tests/cluster -m "not cluster" $(PYTEST_ARGS) $(NONE_IS_FINE)
 
-cluster: ## the other tests: whole jobs, real servers, plug-ins installed from wheels
-	@$(MAKE) --no-print-directory together
-	@$(MAKE) --no-print-directory alone
-
-together: $(COMPILED) $(SERVERS)
-	$(PYTEST) -n $(PYTEST_WORKERS) -o testpaths="tests/cluster tests/plugins" -m "cluster and not alone" $(PYTEST_ARGS) $(NONE_IS_FINE)
-
-alone: $(COMPILED)
-	$(BIN)/pytest -o testpaths=tests/cluster -m alone $(PYTEST_ARGS) $(NONE_IS_FINE)
+cluster: $(COMPILED) $(SERVERS) ## the other tests: whole jobs, real servers, plug-ins installed from wheels
+	$(PYTEST) -n $(PYTEST_WORKERS) -o testpaths="tests/cluster tests/plugins" -m cluster $(PYTEST_ARGS) $(NONE_IS_FINE)
 
 bench: $(INSTALLED) ## the tiers against this machine's ceilings (BENCH_ARGS="--only 'shm.*' --json")
 	$(BIN)/python -m benchmarks tiers $(BENCH_ARGS)

@@ -8,23 +8,23 @@ An integration drives it through these calls an iteration, of which the user see
     begin_iteration()          the next one begins: whether something was written to after complete(v)
     skip(v)                    instead of all that, where the step was skipped for an overflow
     close()                    at the end: everything is where policy wants it
-
-Training stalls while gradients are copied into the first tier, and if it overtakes the lazy copy of a base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
 
 import torch
 
 from tiercheck.agent.client.session import AgentSession
-from tiercheck.config import CheckpointConfig
+from tiercheck.config import CheckpointConfig, refuse_other_kind
 from tiercheck.errors import ConfigurationError
+from tiercheck.folding.launch import trainers_process
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.kernels.threads import processors_of_rank
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
@@ -39,7 +39,7 @@ from tiercheck.streams.tensors.tensor_state import TensorState
 __all__ = ["Checkpointer", "Stats"]
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores one rank's training state through a hierarchy of tiers.
 
     Making one is a collective: it opens the tiers, restores the newest version every rank can reach
@@ -66,28 +66,28 @@ class Checkpointer:
     ) -> None:
         if not isinstance(hierarchy, Hierarchy):
             raise ConfigurationError(f"hierarchy= must be a Hierarchy, such as Hierarchy.of({hierarchy!r})")
-        if config is not None and not isinstance(config, CheckpointConfig):
-            raise ConfigurationError(f"config= must be a CheckpointConfig, not {type(config).__name__}")
-        if request is not None and not isinstance(request, Request):
-            raise ConfigurationError(f"request= must be a Request, not {type(request).__name__}")
-        if loading is not None and not isinstance(loading, Loading):
-            raise ConfigurationError(f"loading= must be a Loading, not {type(loading).__name__}")
+        refuse_other_kind("config", config, CheckpointConfig)
+        refuse_other_kind("request", request, Request)
+        refuse_other_kind("loading", loading, Loading)
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
-        opening = open_job(
-            TensorState(provider, self.config, loading),
-            hierarchy,
-            group=BlockingGroup(group or SingleProcess()),
-            runtime=of_this_process(),
-            find_agent=AgentSession.of,
-            config=self.config,
-            policies=policies,
-            request=request,
-            caveats=caveats,
-            before_bases=before_bases,
+        threads = self.config.recovery_threads or processors_of_rank()
+        self._job = run(
+            open_job(
+                TensorState(provider, self.config, loading, threads=threads),
+                hierarchy,
+                group=BlockingGroup(group or SingleProcess()),
+                runtime=of_this_process(),
+                find_agent=AgentSession.of,
+                fold_process=trainers_process,
+                config=self.config,
+                policies=policies,
+                request=request,
+                caveats=caveats,
+                before_bases=before_bases,
+            )
         )
-        self._job = run(opening)
 
     # What a user asks
 
@@ -116,8 +116,7 @@ class Checkpointer:
         counters), and before the next batch is drawn. If the optimizer has not stepped since, it does nothing.
 
         A loop that does not call it has its versions saved when the next forward pass begins. Errors: as
-        :meth:`capture`.
-        """
+        :meth:`capture`."""
         for action in self._on_end_iteration:
             action()
 
@@ -148,21 +147,15 @@ class Checkpointer:
         self.abort()
 
     def abort(self) -> None:
-        """Give everything back without flushing. What was captured stays in the first tier. Idempotent.
-
-        Errors: what the first action of :meth:`on_end` that fails raises, when everything is given back.
-        """
+        """Give everything back without flushing. What was captured stays in the first tier. Idempotent. Errors: what
+        the first action of :meth:`on_end` that fails raises, when everything is given back."""
         if (error := run(self._job.resources.give_back())) is not None:
             raise error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:
-            # Other ranks may be anywhere. What was captured stays in the first tier and is found at the restart.
+        else:  # other ranks may be anywhere; what was captured stays in the first tier, and is found at the restart
             run(self._job.resources.give_back(error))
 
     # What an integration calls
@@ -175,14 +168,12 @@ class Checkpointer:
         run(self._job.live().capture(version, gradients))
 
     def stepped(self, version: int) -> None:
-        """The optimizer has stepped, and :meth:`complete` follows: what else is written to the parameters from here on
-        is no part of the step."""
+        """The optimizer has stepped: what is written from here to :meth:`complete` is no part of the step."""
         self._job.recorder.stepped(version)
 
     def complete(self, version: int) -> None:
-        """The iteration is over: publish the differential, and begin a base where one is due. Returns once the version
-        can be recovered: the first one waits for the base that its generation opens with. Errors: as :meth:`capture`.
-        """
+        """The iteration is over: publish the differential, and begin a base if one is due. Returns when the version can
+        be recovered: the first one waits for the base that its generation opens with. Errors: as :meth:`capture`."""
         run(self._job.recorder.complete(version))
 
     def begin_iteration(self) -> None:
@@ -204,8 +195,7 @@ class Checkpointer:
         self._on_end_iteration.append(action)
 
     def on_close(self, action: Callable[[], None]) -> None:
-        """Run ``action`` when :meth:`close` is called, before anything is flushed: the integration ends an
-        iteration that is still open."""
+        """Run ``action`` when :meth:`close` is called, before anything is flushed: it ends an open iteration."""
         self._on_close.append(action)
 
     def on_end(self, action: Callable[[], None]) -> None:

@@ -40,6 +40,9 @@ class CheckpointConfig:
     what is trained. What ``+feedback`` keeps is then part of the state, and bases hold it, too."""
     encode_threads: int = 1
     """The most threads that encode a gradient, the training's own among them."""
+    recovery_threads: int = 0
+    """The most threads that verify, copy, decode and replay in a recovery. 0: this rank's share of the processors that
+    its process may use, if the ranks of its node (``LOCAL_WORLD_SIZE``) share them."""
     exact_replay: bool = True
     """Recover with the very bits of the optimizer's steps. If ``False``, Adam's steps over sparse gradients may be
     replayed in closed form: several times faster, within 2e-5 of the movement. The recovery says that it is
@@ -55,12 +58,16 @@ class CheckpointConfig:
     retention: str = ""
     """Which bases stay, instead of ``keep_last`` and ``keep_every``: ``keep_last; keep_best?metric=eval_loss&n=3``."""
     pacing: str = ""
-    """How fast each rank copies: ``bytes_per_second?tier=s3&rate=2e8``. Empty: as fast as the tiers take it."""
+    """How fast each rank copies: ``spread``, or ``bytes_per_second?tier=s3&rate=2e8``. Empty: as fast as the tiers take
+    it."""
     replicas: str = "auto"
     """What ranks hold alike, such as a model under DDP. ``owner``: each tensor is stored by one rank, evenly, and a
     recovery brings it to all; a job that cannot have that is refused. ``each``: every rank stores all of it. ``auto``:
     as ``owner`` if the ranks are known to stay alike, and the tiers outlive what a copy on every rank would; the log
     says which, and why."""
+    lag_max: int = 0
+    """The most versions that a slower tier may lack; before there are more, training waits, and says for which tier. 0:
+    as many as the first tier has room for. Else at least two batches."""
     on_save_error: str = "fail"
     """What to do if a version cannot be saved.
 
@@ -79,12 +86,13 @@ class CheckpointConfig:
     base."""
     bases: str = "capture"
     """Who makes the bases that are due. ``capture``: the trainer copies its state. ``fold``: the mover replays the
-    differentials onto the base before, off the training's path, and gets the same bytes; it takes the memory of a
-    base in the mover's process. What cannot be folded exactly is refused at the start. While the state holds a write
-    that no version does, bases are captured; if folding turns out not to be exact, they are captured from then on. The
-    log says why. Training waits for a fold that does not keep up. ``auto``: the node's agent folds if it moves the
-    data, and a kernel is certified there for the optimizer. Whatever stands in the way, also a fold that does not keep
-    up, the base is captured, and ``Stats.not_folded`` and the log say why."""
+    differentials onto the base before, off the training's path, and gets the same bytes. A process of its own does
+    that, and takes the memory of a base; if no other process can open the first tier, it is the mover's. What cannot be
+    folded exactly is refused at the start. While the state holds a write that no version does, bases are captured; if
+    folding turns out not to be exact, they are captured from then on. The log says why. Training waits for a fold that
+    does not keep up. ``auto``: bases are folded if another process can open the first tier, a kernel is certified there
+    for the optimizer and, if the mover is the trainer's, the node has more processors than ranks. Whatever stands in
+    the way, also a fold that does not keep up, the base is captured, and ``Stats.not_folded`` and the log say why."""
     audit_every: int = 4
     """Of the folded bases that are due by the cadence, the first one and each n-th one after it is compared with what
     training had, by a checksum of each tensor that is taken at the end of that iteration (0: none is). If they differ,
@@ -141,7 +149,9 @@ BOUNDS = (
     ("keep_last", 1, VERSION_MAX),
     ("keep_every", 0, VERSION_MAX),
     ("audit_every", 0, VERSION_MAX),
+    ("lag_max", 0, VERSION_MAX),
     ("encode_threads", 1, THREADS_MAX),
+    ("recovery_threads", 0, THREADS_MAX),
 )
 
 
@@ -152,6 +162,12 @@ def refuse_unknown(options: Mapping[str, Any], known: Sequence[str]) -> None:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
             raise ConfigurationError(f"unknown key {key!r} in the TierCheck configuration: {hint}")
+
+
+def refuse_other_kind(name: str, given: object, kind: type) -> None:
+    """Errors: ``ConfigurationError`` if the argument is neither left out nor of its kind."""
+    if given is not None and not isinstance(given, kind):
+        raise ConfigurationError(f"{name}= must be a {kind.__name__}, not {type(given).__name__}")
 
 
 def shown(value: object) -> str:

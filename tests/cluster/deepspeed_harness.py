@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from tiercheck.demo.training.deepspeed_cpu import prepare_cpu
+from tiercheck.format.container import ShardWriter
 from tiercheck.streams.records import constants
+from tiercheck.streams.records.differential import DifferentialStream
 from tiercheck.streams.tensors.provider import extras_of
 
 prepare_cpu()
@@ -46,6 +48,7 @@ class Case:
     fused: bool = False
     fp16: bool = False
     tensor_parallel: bool = False
+    decay_in_gradient: bool = False
 
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -65,6 +68,8 @@ class Case:
         if not self.fused:
             parameters = {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}
             config["optimizer"] = {"type": "AdamW", "params": parameters}
+            if self.decay_in_gradient:
+                config["optimizer"] = {"type": "Adam", "params": {**parameters, "adam_w_mode": False}}
         if self.bf16:
             config["bf16"] = {"enabled": True}
         if self.fp16:
@@ -94,13 +99,13 @@ class Case:
 CASES = {
     "zero0-fp32": Case(0, False, accumulation=2, clipping=0.3, scheduler="cosine"),
     "zero1-fp32": Case(1, False, accumulation=2, clipping=0.3),
-    "zero2-fp32": Case(2, False, scheduler="cosine"),
+    "zero2-fp32": Case(2, False, scheduler="cosine", decay_in_gradient=True),
     "zero3-fp32": Case(3, False, accumulation=2, clipping=0.3),
     "zero0-bf16": Case(0, True, clipping=0.3),
     "zero1-bf16": Case(1, True, accumulation=2),
     "zero1-bf16-accumulate-fp32": Case(1, True, accumulation=2, clipping=0.3, accumulate_fp32=True),
     "zero2-bf16": Case(2, True, accumulation=2, clipping=0.3, scheduler="cosine"),
-    "zero3-bf16": Case(3, True, clipping=0.3, scheduler=None),
+    "zero3-bf16": Case(3, True, clipping=0.3, scheduler=None, decay_in_gradient=True),
     "zero3-bf16-unclipped": Case(3, True, accumulation=2),
     "zero2-bf16-unmanaged": Case(2, True, accumulation=3, managed=False),
     "zero2-bf16-communicate-fp32": Case(2, True, accumulation=2, communicate_fp32=True),
@@ -292,7 +297,8 @@ class Recorder:
     host: dict[int, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
-    hints: list[tuple[torch.dtype, float]] = field(default_factory=list)
+    stored: set[str] = field(default_factory=set)
+    """The dtypes in which records would store the gradients."""
     calls: int = 0
     _visited: set[str] = field(default_factory=set)
 
@@ -307,13 +313,11 @@ class Recorder:
         self._visited |= self.provider.visited_in_hook(optimizer)
         gradients = self.provider.gradients_in_hook(optimizer)
         self.gradients.setdefault(self.provider.version, {}).update(cloned(gradients))
-        dtype, scale = self.provider.gradient_dtype_hint(), self.provider.gradient_scale()
-        self.hints.append((dtype, scale))
-        for name, gradient in gradients.items():
-            assert torch.equal(gradient.to(dtype).float(), gradient), f"{name} is not exact in the hinted {dtype}"
-            if dtype is torch.float32 and self.provider._accumulation_dtype() is torch.bfloat16:
-                packed = (gradient / scale).bfloat16()
-                assert torch.equal(packed.float() * scale, gradient), f"{name} is no bf16 gradient times {scale}"
+        gathering = DifferentialStream(self.provider, "exact", 1).gathered
+        assert gathering is not None
+        put = gathering.put(gradients, ShardWriter(memoryview(bytearray(1 << 20)), 1 << 16), self.provider.version)
+        assert put is not None
+        self.stored |= {put.stored[name] for name, gradient in gradients.items() if gradient.count_nonzero()}
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.provider.replaying or self._visited != self.provider.expected():

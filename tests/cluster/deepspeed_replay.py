@@ -22,16 +22,18 @@ from tests.cluster.deepspeed_harness import (
 )
 from tests.cluster.deepspeed_index import built_failures, index_failures
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
+from tiercheck.streams.tensors.as_bytes import NAMES
 
 
 def replay_in_place(provider: DeepSpeedProvider, gradients: dict[str, torch.Tensor], options: list[Any]) -> None:
-    """What a kernel does: AdamW on the live tensors, past the engine's optimizer."""
+    """What a kernel does: Adam or AdamW on the live tensors, past the engine's optimizer."""
     states, groups = provider.optimizer_state(), provider.group_of()
     masters = provider.masters()
     for name, gradient in gradients.items():
         master = masters[name]
         chosen = {k: options[groups[name]][k] for k in ("lr", "betas", "eps", "weight_decay")}
-        kernel = torch.optim.AdamW([master], **chosen)
+        kind = torch.optim.AdamW if options[groups[name]]["decoupled_weight_decay"] else torch.optim.Adam
+        kernel = kind([master], **chosen)
         kernel.state[master] = dict(states[name])
         master.grad = gradient
         kernel.step()
@@ -54,7 +56,7 @@ def check_case(case: Case) -> list[str]:
     }  # in fp32 at stage 0 the optimizer holds it, without a gradient
     if not all(set(recorder.gradients[version]) == trained for version in range(1, END + 1)):
         failures.append("some gradients were not seen")
-    failures += hint_failures(case, recorder)
+    failures += dtype_failures(case, recorder)
     failures += index_failures(engine, provider)
     engine.destroy()
 
@@ -98,14 +100,14 @@ def recorder_tail(host: dict[str, Any]) -> dict[str, Any]:
     return {key: host[key] for key in ("counters", "random", "sampler_epoch")}
 
 
-def hint_failures(case: Case, recorder: Recorder) -> Iterable[str]:
-    """The hints were checked against the gradients as they came; here, that they say what the set-up implies."""
-    dtypes = {dtype for dtype, _ in recorder.hints}
-    clipped = any(scale != 1.0 for _, scale in recorder.hints)
-    if clipped != (case.clipping > 0 and not case.accumulate_fp32 and (case.bf16 or case.fp16 or case.stage > 0)):
-        yield f"clipping was reported {'active' if clipped else 'inactive'}"
-    if (torch.bfloat16 in dtypes) != (case.bf16 and not case.accumulate_fp32 and not clipped):
-        yield f"the hints were {dtypes}"
+def dtype_failures(case: Case, recorder: Recorder) -> Iterable[str]:
+    """Half-precision gradients are stored as such, whatever DeepSpeed has multiplied them by."""
+    half = "BF16" if case.bf16 and not case.accumulate_fp32 else "F16" if case.fp16 else "F32"
+    if half != "F32" and (half not in recorder.stored or "F32" in recorder.stored):
+        yield f"the gradients were stored as {recorder.stored}"
+    foreseen = {NAMES[dtype] for dtype in recorder.provider.gradient_dtypes().values()} or {"F32"}
+    if foreseen != {half}:
+        yield f"the gradients were foreseen as {foreseen}"
 
 
 def link_failures(engine: Any, provider: DeepSpeedProvider) -> Iterable[str]:

@@ -1,22 +1,30 @@
 """Demos, one after the other, in a process that has everything imported. The arguments: a directory, and their names.
 
-Writes ``DIRECTORY/NAME.json`` for each: the result, as the command line prints it.
+Writes ``DIRECTORY/NAME.json`` for each: the result, as the command line prints it. With ``command`` and words in the
+place of names, the command line runs with these words; its ranks that recover are started by torchrun, as a user's are.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from tests.cluster.forked_ranks import fork_ranks
+from tests.servers.agents import EAGER
+from tiercheck import cli
+from tiercheck.demo import launch
 from tiercheck.demo.failure import Failure
 from tiercheck.demo.run import DemoOptions, run_demo
 
 __all__ = ["SMALL"]
+
+torchrun = launch.torchrun
 
 SMALL = {"steps": 44, "width": 64, "heads": 2, "layers": 2, "sequence": 64, "batch": 5}
 
@@ -25,11 +33,27 @@ DEMOS = {
     "software": DemoOptions(Failure.SOFTWARE, seed=11, **SMALL),
     "node": DemoOptions(Failure.NODE, seed=12, zero=3, dtype="bf16", **SMALL),
     "other-ranks": DemoOptions(Failure.SOFTWARE, seed=14, zero=2, resume_on=3, **SMALL),
+    "fewer-ranks": DemoOptions(Failure.SOFTWARE, seed=15, zero=1, resume_on=1, **{**SMALL, "steps": 24}),
 }
 
 
 def main() -> None:
+    if sys.argv[1] == "command":
+        sys.argv[1:] = sys.argv[2:]
+        launch.torchrun = last_by_torchrun
+        cli.main()
+    else:
+        run_demos()
+
+
+def last_by_torchrun(ranks: int, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> psutil.Process:
+    """Two of the three starts of a demo are forked: an interpreter needs seconds to import DeepSpeed."""
+    return (torchrun if log.parent.name == "second" else fork_ranks)(ranks, arguments, log, variables)
+
+
+def run_demos() -> None:
     directory = Path(sys.argv[1])
+    sys.path.insert(0, str(EAGER))  # what is to be in a neighbour's memory is brought there by an agent
     for name in sys.argv[2:]:
         options = replace(DEMOS[name], output=directory / name)
         result = run_demo(options, Console(stderr=True), start=fork_ranks)

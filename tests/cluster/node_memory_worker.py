@@ -1,5 +1,7 @@
 """What each rank of ``test_node_memory`` runs. Arguments: the job's name, a directory, the host of each rank as
-``2,0,3``, and the version to train to. A host is an agent and memory of its own; ranks that end are killed."""
+``2,0,3``, the version to train to, and ``each`` or ``owner``: whether each rank trains a model of its own, or all of
+them the same one under DDP, of which each stores a part. A host is an agent and memory of its own; ranks that end are
+killed."""
 
 from __future__ import annotations
 
@@ -11,37 +13,51 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.forks import join
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 
-CONFIG = CheckpointConfig(base_every=4, batch=2, deadline_s=60, replicas="each")
+
+def build(rank: int, replicas: str) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    if replicas == "each":
+        return torch.nn.Linear(3, 4)
+    return DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3))))
+
+
+def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The weights, and what the optimizer has for them."""
+    moments = (each for held in optimizer.state_dict()["state"].values() for each in held.values())
+    return torch.cat([each.detach().flatten() for each in (*model.parameters(), *moments)]).tolist()
 
 
 def main() -> None:
     name, directory, hosts, last = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
+    replicas = sys.argv[5]
     join()
     rank = dist.get_rank()
     host = f"{name}-{hosts[rank]}"
     os.environ |= {"TIERCHECK_AGENT_NODE": host, "TIERCHECK_NODE": hosts[rank]}
-    torch.manual_seed(rank)
-    model = torch.nn.Linear(3, 4)
+    model = build(rank, replicas)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    checkpointer = attach(model, optimizer, Hierarchy.of(f"shm://{host}?size=32MiB", f"peer://{name}"), config=CONFIG)
+    config = CheckpointConfig(base_every=4, batch=2, deadline_s=60, replicas=replicas)
+    checkpointer = attach(model, optimizer, Hierarchy.of(f"shm://{host}?size=32MiB", f"peer://{name}"), config=config)
     recovery = checkpointer.recovery
-    weights = {checkpointer.version: model.weight.flatten().tolist()}
+    weights = {checkpointer.version: state(model, optimizer)}
     while checkpointer.version < last:
         optimizer.zero_grad()
         model(torch.full((2, 3), float(checkpointer.version + 1 + rank))).pow(2).sum().backward()
         optimizer.step()
         checkpointer.end_iteration()
-        weights[checkpointer.version] = model.weight.flatten().tolist()
+        weights[checkpointer.version] = state(model, optimizer)
     checkpointer.flush()
     told = {
         "weights": weights,
         "version": recovery.version if recovery else 0,
+        "fidelity": str(recovery.fidelity) if recovery else "",
         "sources": sorted({tier for _, tier in recovery.sources}) if recovery else [],
         "matrix": sorted({row.tier for row in recovery.matrix}) if recovery else [],
     }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -33,6 +33,7 @@ from tests.forks import join
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
+from tiercheck.integrations.fsdp.sharded_provider import sums_first
 from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.attaching import provider_for
 
@@ -80,7 +81,7 @@ class Job:
         self.model = model = Model()
         rank, world = dist.get_rank(), dist.get_world_size()
         self.schedule: Any = None
-        self.slices = {"tp": world, "fsdp-tp": 2}.get(kind, 1)
+        self.slices = {"tp": world, "tp-adam": world, "fsdp-tp": 2}.get(kind, 1)
         if kind == "pp":
             each = BLOCKS // world
             for index in range(BLOCKS):
@@ -88,8 +89,8 @@ class Job:
                     del model.blocks[str(index)]
             stage = PipelineStage(model, rank, world, torch.device("cpu"))
             self.schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
-        elif kind in ("tp", "fsdp-tp"):
-            sizes = (world,) if kind == "tp" else (world // 2, 2)
+        elif kind in ("tp", "tp-adam", "fsdp-tp"):
+            sizes = (world // 2, 2) if kind == "fsdp-tp" else (world,)
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
             for block in model.blocks.values():
                 parallelize_module(block, mesh["tp"], SEQUENCE)
@@ -101,7 +102,9 @@ class Job:
             block.norm.bias.requires_grad_(False)  # SequenceParallel makes a new one
         if kind == "fsdp":
             fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-        self.optimizer = torch.optim.AdamW(groups_of(model), lr=3e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups_of(model), lr=3e-2)
+        if kind == "tp-adam":
+            self.optimizer = torch.optim.Adam(groups_of(model), lr=3e-2)
         self.scheduler = scheduler_of(self.optimizer)
         self.provider = provider_for(model)(model, self.optimizer)
 
@@ -121,6 +124,10 @@ class Job:
                 if (slices := self.slices) > 1:
                     batch = batch.chunk(slices, dim=1)[dist.get_rank() % slices]
                 loss_of(self.model(batch), batch).backward()
+            if self.kind == "tp-adam":  # its decay would be added to the summands
+                for each in self.model.parameters():
+                    if isinstance(each.grad, DTensor) and isinstance(each, DTensor):
+                        each.grad = each.grad.redistribute(placements=each.placements)
             self.optimizer.step()
             self.scheduler.step()
             self.checkpointer.end_iteration()
@@ -142,6 +149,48 @@ class Job:
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target.flip(-1)).pow(2).mean()
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "foreach": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"weight_decay": 0.1}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"weight_decay": 0.1}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+]
+
+
+def summing() -> list[list[Any]]:
+    """By optimizer, whether ``sums_first`` says that a step on summands is a step on their sum; and whether it is."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def trained(kind: Any, options: dict[str, Any], *, early: bool) -> tuple[torch.Tensor, bool]:
+        whole = torch.randn(257, generator=torch.Generator().manual_seed(1))
+        parameter = torch.nn.Parameter(DTensor.from_local(whole, mesh, [Replicate()], run_check=False))
+        optimizer = kind([parameter], lr=3e-2, **options)
+        for step in range(4):
+            own = torch.randn(257, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            summand = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+            parameter.grad = summand.redistribute(placements=[Replicate()]) if early else summand
+            optimizer.step()
+        return parameter.to_local().detach(), sums_first(optimizer, optimizer.param_groups[0])
+
+    found = []
+    for kind, options in OPTIMIZERS:
+        (early, said), (late, _) = (trained(kind, options, early=early) for early in (True, False))
+        found.append([f"{kind.__name__} {options}", said, torch.equal(early, late)])
+    return found
 
 
 def save(directory: Path, kinds: list[str]) -> None:
@@ -203,7 +252,7 @@ def main() -> None:
     join(timeout=timedelta(seconds=60))
     if what == "save":
         save(directory, sys.argv[3:])
-    reports = resume(directory, sys.argv[3:])
+    reports = {**resume(directory, sys.argv[3:]), "summing": summing()}
     (directory / f"{dist.get_world_size()}-r{dist.get_rank()}.json").write_text(json.dumps(reports))
     dist.barrier()
     dist.destroy_process_group()

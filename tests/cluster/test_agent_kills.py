@@ -103,7 +103,7 @@ async def logged(node: Node, words: str, deadline_s: float = 20.0) -> None:
 
 def test_killed_before_every_call(node: Node) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.agent_victim", str(node.folder), "79"],
+        [sys.executable, "-m", "tests.cluster.agent_victim", str(node.folder), "67"],
         capture_output=True,
         text=True,
         timeout=240,

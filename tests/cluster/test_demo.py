@@ -47,8 +47,7 @@ def run_forked(forks: Forks, directory: Path, *names: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Agents stand back: on a busy machine a neighbour would have less than what is recovered from its memory."""
+def demos(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_forked(forks, tmp_path_factory.mktemp("demos"), "software", "node")
 
 
@@ -83,9 +82,8 @@ def leftovers() -> list[Path]:
     ]
 
 
-@pytest.mark.alone
-def test_a_software_failure_loses_nothing(alone: Path) -> None:
-    result = of_forked(alone, "software")
+def test_a_software_failure_loses_nothing(demos: Path) -> None:
+    result = of_forked(demos, "software")
     assert result["seed"] == 11
     assert result["steps_lost"] == 0
     assert set(result["sources"]) == {"shm"}
@@ -93,29 +91,35 @@ def test_a_software_failure_loses_nothing(alone: Path) -> None:
     held = result["bytes_per_parameter"]
     assert set(held) == {"shm", "peer", "nvme"}
     assert min(held.values()) > 12, "a base, at least"
+    assert result["bases_captured"] >= 4, "each rank captures one at each start"
+    assert result["bases_folded"] > 0
 
 
-@pytest.mark.alone
-def test_a_lost_node_recovers_from_its_neighbours_memory(alone: Path) -> None:
-    result = of_forked(alone, "node")
+def test_a_lost_node_recovers_from_its_neighbours_memory(demos: Path) -> None:
+    result = of_forked(demos, "node")
     assert len(result["nodes_lost"]) == 1
     # The very last version may not have left the node yet: then what both have is older, and still next door.
     assert {"shm", "peer"} <= set(result["sources"])
 
 
 def test_other_ranks_go_on_with_the_same_bits(forks: Forks, tmp_path: Path) -> None:
-    result = of_forked(run_forked(forks, tmp_path, "other-ranks"), "other-ranks")
-    assert (result["ranks"], result["resumed_on"]) == (2, 3)
-    assert "Then it goes on with 3 ranks." in (tmp_path / "log").read_text()
+    directory = run_forked(forks, tmp_path, "other-ranks", "fewer-ranks")
+    for name, ranks in (("other-ranks", 3), ("fewer-ranks", 1)):
+        result = of_forked(directory, name)
+        assert (result["ranks"], result["resumed_on"]) == (2, ranks)
+    said = (tmp_path / "log").read_text()
+    assert "Then it goes on with 3 ranks." in said
+    assert "Then it goes on with 1 rank." in said
 
 
-def test_a_lost_rack_recovers_from_the_durable_tier(tmp_path: Path) -> None:
-    """From the command line, with torchrun."""
-    output = tmp_path / "out"
+def test_a_lost_rack_recovers_from_the_durable_tier(forks: Forks, tmp_path: Path) -> None:
+    """From the command line, and by torchrun."""
+    output, log = tmp_path / "out", tmp_path / "log"
     options = ["--output", str(output), "--seed", "13", "--failure", "rack", "--zero", "0"]
-    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    result = checked(json.loads(done.stdout.splitlines()[-1]), output, done.stderr)
+    codes = forks.run("tests.cluster.forked_demo", "command", *COMMAND[3:], *options, log=log)
+    told = log.read_text()
+    assert codes == [0], told
+    result = checked(json.loads(told.splitlines()[-1]), output, told)
     assert result["nodes_lost"] == [0, 1]
     assert set(result["sources"]) == {"nvme"}
 
@@ -161,7 +165,7 @@ def test_what_cannot_be_shown_is_one_line_and_no_traceback(
     printed = capfd.readouterr()
     assert printed.err.startswith(f"error: {message}")
     assert len(printed.err.splitlines()) == 1
-    assert printed.out == ""
+    assert json.loads(printed.out)["error"]["message"].startswith(message)
     assert not (tmp_path / "out").exists()
 
 

@@ -44,13 +44,15 @@ def fail(name: str, host: int) -> None:
             remove_when_released(namespace)
 
 
-def life(forks: Forks, name: str, directory: Path, hosts: str, last: int) -> list[dict[str, Any]]:
-    log = directory / f"{hosts}.log"
+def life(
+    forks: Forks, name: str, directory: Path, hosts: str, last: int, replicas: str = "each"
+) -> list[dict[str, Any]]:
+    log, ranks = directory / f"{hosts}.log", len(hosts.split(","))
     environment = {"TIERCHECK_RUN_DIR": os.environ["TIERCHECK_RUN_DIR"]}
-    arguments = (name, directory, hosts, str(last))
-    codes = forks.run("tests.cluster.node_memory_worker", *arguments, ranks=RANKS, log=log, environment=environment)
+    arguments = (name, directory, hosts, str(last), replicas)
+    codes = forks.run("tests.cluster.node_memory_worker", *arguments, ranks=ranks, log=log, environment=environment)
     assert set(codes) <= {-signal.SIGKILL}, log.read_text()[-4000:]
-    found = [directory / f"{hosts.replace(',', '-')}-r{rank}.json" for rank in range(RANKS)]
+    found = [directory / f"{hosts.replace(',', '-')}-r{rank}.json" for rank in range(ranks)]
     assert all(each.exists() for each in found), log.read_text()[-4000:]
     return [json.loads(each.read_text()) for each in found]
 
@@ -69,3 +71,19 @@ def test_hosts_in_another_order_and_one_replaced_lose_nothing(forks: Forks, tmp_
     assert {memory[0], memory[2], f"{memory[2]} for its neighbours"} <= set(after[0]["matrix"])
     again = life(forks, job, tmp_path, "2,0,3", 10)
     assert [each["sources"] for each in again] == [["shm"]] * RANKS, "what is in its place is read there"
+
+
+def test_what_each_rank_stores_for_all_outlives_its_host(forks: Forks, tmp_path: Path, job: str) -> None:
+    """No tier is shared: what a lost host stored is in its neighbour's memory alone. Then a host is not replaced."""
+    before = life(forks, job, tmp_path, "0,1,2", 7, "owner")
+    assert before[0]["weights"]["7"] == before[1]["weights"]["7"]
+    fail(job, 1)
+    replaced = life(forks, job, tmp_path, "2,0,3", 9, "owner")
+    assert {(each["version"], each["fidelity"]) for each in replaced} == {(7, "exact")}
+    assert all(each["weights"]["7"] == before[0]["weights"]["7"] for each in replaced)
+    assert replaced[1]["sources"] == [f"memory of {socket.gethostname()}/2 for its neighbours"]
+    fail(job, 3)
+    fewer = life(forks, job, tmp_path, "2,0", 10, "owner")
+    assert {each["version"] for each in fewer} == {9}
+    assert all(each["weights"]["9"] == replaced[0]["weights"]["9"] for each in fewer)
+    assert fewer[0]["weights"]["10"] == fewer[1]["weights"]["10"]

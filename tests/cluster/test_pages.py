@@ -56,6 +56,8 @@ class Place:
 
     def run(self, command: list[str]) -> tuple[int, str]:
         """The exit status, and what was printed."""
+        if command[0] == "torchrun":
+            return self.launch(*command[1:])
         if any(TORCH.search(text) for text in self.sources_of(command)):
             script, *arguments = command[1:] if command[0] == "python" else [str(self.pytest()), *command[1:]]
             log = self.logs / f"{len(list(self.logs.iterdir()))}.log"
@@ -76,6 +78,14 @@ class Place:
             check=False,
         )
         return done.returncode, done.stdout
+
+    def launch(self, option: str, ranks: str, script: str, *arguments: str) -> tuple[int, str]:
+        """What torchrun does."""
+        assert option == "--nproc-per-node"
+        log, directory = self.logs / f"{len(list(self.logs.iterdir()))}.log", self.directory
+        worker, count = "tests.cluster.torchrun", int(ranks)
+        codes = self.forks().run(worker, script, *arguments, ranks=count, log=log, directory=directory)
+        return max(codes, key=abs), log.read_text()
 
     def sources_of(self, command: list[str]) -> list[str]:
         """The file that the command runs; for pytest also those beside it, which tests import."""
@@ -148,5 +158,7 @@ def check_command(block: Block, command: str, shown: list[str], place: Place) ->
     code, printed = place.run(shlex.split(command))
     assert code == (-signal.SIGKILL if killed else 0), f"{block.where}: $ {command}\n{printed}"
     expected = [line for line in shown if line != "Killed"]
-    if expected or shlex.split(command)[0] == "diff":
+    if command.startswith("torchrun"):  # all ranks print at a time
+        assert all(line in printed for line in expected), f"{block.where}: $ {command}\n{printed}"
+    elif expected or shlex.split(command)[0] == "diff":
         assert printed.splitlines() == expected, f"{block.where}: $ {command}"

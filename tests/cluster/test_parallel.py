@@ -15,9 +15,9 @@ from tests.forks import Forks
 pytestmark = pytest.mark.cluster
 
 WORKER = "tests.cluster.parallel_worker"
-KINDS = ("tp", "fsdp-tp", "pp")
+KINDS = ("tp", "tp-adam", "fsdp-tp", "pp")
 PAIRS = {
-    4: ("4-tp:tp", "4-fsdp-tp:fsdp-tp", "4-pp:pp"),
+    4: ("4-tp:tp", "4-tp-adam:tp-adam", "4-fsdp-tp:fsdp-tp", "4-pp:pp"),
     2: ("4-tp:tp", "4-pp:pp", "4-fsdp-tp:pp", "4-pp:tp", "4-tp:fsdp"),
 }
 """By number of ranks that resume, what was saved and what goes on."""
@@ -56,6 +56,13 @@ def test_every_bit_is_resumed(reports: dict[int, list[dict[str, Any]]], ranks: i
         assert (report["version"], report["fidelity"]) == (SAVED_AT, "exact"), report["notes"]
         assert report["differing"] == []
         assert report["after"] == []
+
+
+def test_a_step_on_summands_is_refused_if_it_is_no_step_on_their_sum(reports: dict[int, list[dict[str, Any]]]) -> None:
+    """``SequenceParallel`` leaves the sum over the slices to the optimizer's step; what is captured is the sum."""
+    found = reports[4][0]["summing"]
+    assert {bool(same) for _, _, same in found} == {True, False}
+    assert [what for what, said, same in found if said != same] == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

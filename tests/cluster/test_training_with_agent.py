@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import alive, children, maps_torch, until
+from tests.servers.agents import eager_agents
 from tests.training import Training, memory
 from tiercheck.agent.client.client import connect_agent
 from tiercheck.agent.protocol.rundir import RunDirectory
@@ -25,6 +27,8 @@ from tiercheck.keys import CommitKey, JobKey
 from tiercheck.streams.records.differential import read_differentials
 from tiercheck.tiers.registry import make_driver
 from tiercheck.types import Fidelity
+
+__all__ = ["eager_agents"]
 
 pytestmark = pytest.mark.cluster
 
@@ -96,9 +100,10 @@ def test_what_a_dead_trainer_left_goes_on_its_way_and_a_killed_agent_comes_back(
     assert str(CommitKey(2, 6)) in asyncio.run(held(f"nvme://{tmp_path}/durable"))
 
 
-@pytest.mark.alone
+@pytest.mark.usefixtures("eager_agents")  # one that stands back may need minutes to import torch
 def test_the_agent_folds_the_bases_that_are_due(name: str, tmp_path: Path) -> None:
-    """With auto, if a kernel is certified there. For that the agent imports torch, and it gives way to everybody."""
+    """With auto, if a kernel is certified. A process of its own does it, which imports torch, and ends with the agent,
+    however that ends: the next agent starts another."""
     training = Training()
     settings = {"mover": "agent", "base_every": 4, "batch": 2, "bases": "auto", "deadline_s": 120.0}
     with training.attach(tiers(name, tmp_path), **settings) as checkpointer:
@@ -114,11 +119,25 @@ def test_the_agent_folds_the_bases_that_are_due(name: str, tmp_path: Path) -> No
         assert stats.not_folded == ""
         assert (stats.bases, stats.mover.watermark, stats.mover.not_folded) == (1, 12, "")
         assert stats.mover.folded_bases == 3
+        agent = agent_pid(name)
+        (folds,) = children(agent)
+        assert [maps_torch(each) for each in (agent, folds)] == [False, True]
+        os.kill(agent, signal.SIGKILL)
+        until(lambda: not alive(folds), "the end of the process that folds")
+        for version in range(16, 24):
+            training.step(version)
+            checkpointer.flush()
+        assert agent_pid(name) != agent
+        until(lambda: checkpointer.stats.mover.folds, "another process that folds")
+        for version in range(24, 28):
+            training.step(version)
+            checkpointer.flush()
+        assert (checkpointer.stats.mover.folded_bases, checkpointer.stats.mover.watermark) == (1, 24)
     remove_when_released(name)
     again = Training()
     with again.attach(tiers(name, tmp_path), mover="trainer", base_every=4, batch=2) as checkpointer:
-        assert (checkpointer.version, checkpointer.recovery.fidelity) == (15, Fidelity.EXACT)
-        assert again.parameters() == training.states[15]
+        assert (checkpointer.version, checkpointer.recovery.fidelity) == (27, Fidelity.EXACT)
+        assert again.parameters() == training.states[27]
 
 
 def test_the_agent_encodes_for_a_tier_with_a_codec_of_its_own(name: str, tmp_path: Path) -> None:
@@ -151,7 +170,7 @@ def test_tiers_of_this_process_alone_are_refused(name: str, tmp_path: Path) -> N
         Training().attach(Hierarchy.of(f"shm://{name}", f"peer://{name}"), mover="trainer")
 
 
-@pytest.mark.alone
+@pytest.mark.usefixtures("eager_agents")
 def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path: Path) -> None:
     (tmp_path / "durable").write_text("in the way")  # the durable tier cannot be opened: a file stands there
     hierarchy = tiers(name, tmp_path)
@@ -159,7 +178,7 @@ def test_what_could_not_be_drained_stays_the_agents_to_move(name: str, tmp_path:
         Training().attach(hierarchy, mover="agent")
     (tmp_path / "durable").unlink()
     training = Training()
-    checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn", deadline_s=2.0)
+    checkpointer = training.attach(hierarchy, mover="agent", on_save_error="warn", deadline_s=8.0)
     training.step(1)
     checkpointer.flush()
     (tmp_path / "durable").rename(tmp_path / "aside")

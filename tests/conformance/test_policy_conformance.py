@@ -27,6 +27,7 @@ from tiercheck.policy.policies import (
     Policy,
     Progress,
     RetentionPolicy,
+    Spread,
     Unpaced,
 )
 from tiercheck.replication.named_policies import installed_policies
@@ -44,6 +45,7 @@ BUILT_IN: dict[str, Policy] = {
     "keep_best": KeepLast(1) | KeepBest("eval_loss", 2),
     "unpaced": Unpaced(),
     "bytes_per_second": BytesPerSecond("s3", 1e6) & BytesPerSecond("peer", 2e6),
+    "spread": Spread(margin=0.5, chunk=1 << 20),
 }
 
 

@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=f
 SETUP = re.compile(r"^<!-- setup:\n(?P<text>.*?)^-->$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# file: (\S+)\n")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
-RUN = ("python", "pytest", "diff")
+RUN = ("python", "pytest", "diff", "torchrun")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from tests.gpu.machine import Machine, need_cupy
 from tiercheck.errors import ConfigurationError
 from tiercheck.kernels.adam import AdamStep
 from tiercheck.kernels.gradients import SparseGradient
-from tiercheck.kernels.reference import adam, bfloat16, blocks, compaction, fp16, nf4, onebit, planes
+from tiercheck.kernels.reference import adam, bfloat16, blocks, compaction, fp16, nf4, onebit, planes, scaled
 from tiercheck.kernels.reference.scatter import scatter, scatter_add, settle
 
 need_cupy()
@@ -287,6 +287,26 @@ class CudaKernelTests(CudaExponentTests):
                 exact.view(np.uint32)[size // 2] |= 1
                 cuda.find_low_halves(machine.put(exact), low, stream=machine.stream)
                 assert machine.get(low)[0] != 0
+
+    @pytest.mark.parametrize("dtype", [np.uint16, np.float16])
+    @pytest.mark.parametrize("scale", [0.5, float(np.float32(0.7)), float(np.float32(1 / 3)) * 2.0**-20])
+    def test_scaled(self, machine: Machine, dtype: type, scale: float) -> None:
+        for size in machine.sizes:
+            halves = np.random.default_rng(size).integers(0, 2**16, size, dtype=np.uint16).view(dtype)
+            products = scaled.widen_scaled(halves, scale)
+            widened = machine.put(np.zeros(size, np.float32))
+            cuda.widen_scaled_into(machine.put(halves), scale, widened, stream=machine.stream)
+            assert same(machine.get(widened), products)
+            assert machine.intact(widened)
+            regular = scaled.are_regular(products) & scaled.are_regular(scaled.numbers_of(halves))
+            for values in (products, products[regular], gradient(size)):
+                expected = np.zeros(values.size, dtype)
+                exact = scaled.narrow_scaled_into(values, scale, expected)
+                out, lost = machine.put(np.ones(values.size, dtype)), machine.put(np.full(1, 7, np.uint32))
+                cuda.narrow_scaled_into(machine.put(values), scale, out, lost, stream=machine.stream)
+                assert identical(machine.get(out).view(np.uint16), expected.view(np.uint16))
+                assert (machine.get(lost)[0] == 0) == exact
+                assert machine.intact(out) and machine.intact(lost)
 
     @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
     def test_planes(self, machine: Machine, dtype: type) -> None:

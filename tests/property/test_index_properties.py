@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck.format.checksums import checksum_of
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.index.assemble import Holdings, assemble
 from tiercheck.format.index.boxes import Copy, as_range, boxes_of, copy_elements, copy_of, meet, without
 from tiercheck.format.index.logical import Block, LogicalIndex, LogicalTensor, Padding, Range, Role
 from tiercheck.format.index.message import plain_index, read_index
+from tiercheck.format.index.outline import area_of, outline_of
+from tiercheck.recovery.layouts.holders import Holders, lacking
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -232,3 +237,71 @@ def test_an_index_reads_as_it_was_written(drawn):
 def test_a_copy_of_rows_of_a_matrix_cut_by_columns_is_one_strided_copy():
     (copy,) = overlap(Block("t", (0, 2), (4, 2)), Range("t", 0, 24), (4, 6))
     assert copy == Copy((4, 2), 2, (6, 1), 0, (2, 1))
+
+
+@given(two_pieces())
+def test_pieces_that_share_elements_have_areas_that_meet(drawn):
+    shape, one, other = drawn
+    tensor = LogicalTensor("t", "F32", shape)
+    shared = set(cut(numbered(shape), one).tolist()) & set(cut(numbered(shape), other).tolist())
+    assert area_of(one, tensor).meets(area_of(other, tensor)) or not shared
+
+
+def test_the_area_of_a_shard_is_the_shard_however_it_is_cut():
+    """So that nobody else's index is read for it."""
+    tensor = LogicalTensor("t", "F32", (12, 4, 3))
+    for axis, parts in ((0, 4), (1, 4), (2, 3)):
+        cuts = [[0, 0, 0] for _ in range(parts)]
+        lengths = [*tensor.shape]
+        lengths[axis] //= parts
+        for rank, each in enumerate(cuts):
+            each[axis] = rank * lengths[axis]
+        areas = [area_of(Block("t", tuple(each), tuple(lengths)), tensor) for each in cuts]
+        if axis < 2:
+            assert sum(one.meets(other) for one in areas for other in areas) == parts
+
+
+class Old:
+    """Ranks that saved, as Holders asks for them; what was read is counted."""
+
+    def __init__(self, indexes):
+        made = {rank: outline_of(index) for rank, index in indexes.items()}
+        self.outlines = {rank: outline for rank, (outline, _) in made.items()}
+        self.lists = {
+            each.tensors: msgspec.msgpack.decode(told, type=list[LogicalTensor]) for each, told in made.values()
+        }
+        self.unread, self.was_read, self._indexes = set(), set(), indexes
+
+    def digest(self, old):
+        return checksum_of(pack(plain_index(self._indexes[old])))
+
+    def index(self, old):
+        return self._indexes[old] if self.digest(old) in map(self.digest, self.was_read) else None
+
+    async def find_shared(self, olds):
+        return False
+
+    async def read(self, olds):
+        self.was_read |= set(olds)
+
+
+@given(reshapes())
+def test_what_is_chosen_by_outlines_is_all_that_somebody_has(drawn):
+    _, old, new, gone = drawn
+    kept = {rank: index for rank, index in old.indexes.items() if rank not in gone}
+    for rank, wanted in new.indexes.items():
+        whole = assemble(wanted, Holdings(kept), rank=rank)
+        holders = Holders(Old(kept), wanted, rank, {})
+        plan = asyncio.run(holders.cover(kept.keys()))
+        assert elements(plan.missing) == elements(whole.missing)
+        assert sum(each.copy.elements for each in plan.transfers) == sum(e.copy.elements for e in whole.transfers)
+        assert holders.plan(kept.keys()) == plan
+        assert not any(map(holders.may_have, lacking(plan)))
+
+
+def elements(missing):
+    found = {}
+    for each in missing:
+        if each.piece.elements:
+            found[each.target] = found.get(each.target, 0) + each.piece.elements
+    return found

@@ -24,7 +24,10 @@ from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.objects.records import seal
 from tiercheck.tiers.shm.namespaces import remove_namespace
 
-__all__ = ["FakePeer", "Node", "fake_peer", "node", "shard"]
+__all__ = ["EAGER", "FakePeer", "Node", "eager_agents", "fake_peer", "node", "shard"]
+
+EAGER = Path(__file__).parent / "eager"
+"""On the path of a trainer, the agent that it starts does not stand back."""
 
 
 TOKEN = "ab" * 8
@@ -172,3 +175,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     made = Node(folder)
     yield made
     made.clear()
+
+
+@pytest.fixture
+def eager_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents that this process starts compete like anybody else: the other tests cannot starve them."""
+    monkeypatch.syspath_prepend(EAGER)

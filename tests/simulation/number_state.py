@@ -147,7 +147,8 @@ class NumberStream:
         size = state.weight.size
         record, self.base_specs = specs_of(gradient_name(0, "weight", ""), size=size), specs_of(*STORED, size=size)
         self.trained_parameters = SIZE
-        self.nbytes_max = self.nbytes_expected = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
+        self.nbytes_max = shard_nbytes(record, {host_name(0): HOST_BYTES_MAX})
+        self.nbytes_unexpected = self.nbytes_expected = self.nbytes_max
         self.base_nbytes = shard_nbytes(self.base_specs, {"host": HOST_BYTES_MAX, REFERENCES: REFERENCES_BYTES_MAX})
         self.constants_unsettled = False
         self.constants_nbytes = shard_nbytes(specs_of("frozen"), {"host": HOST_BYTES_MAX})
@@ -213,6 +214,9 @@ class NumberRecord:
     def add(self, gradients: Mapping[str, Any]) -> None:
         self._writing.add(self._name, gradients["weight"])
 
+    def move(self, memory: memoryview) -> None:
+        self._writing.writer.move(memory)
+
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
         assert not skipped
         return self._writing.finish(self._stream.metadata(self._key), self._stream.state.host_state())
@@ -239,7 +243,7 @@ class NumberConstants:
 
 class NumberBase:
     disturbed = audited = False
-    unexpected = ()
+    unexpected: tuple[str, ...] = ()
 
     def __init__(self, stream: NumberStream, key: ShardKey) -> None:
         self._stream = stream
@@ -346,9 +350,11 @@ class NumberReader:
 
 
 class NumberFolding:
-    """See :class:`tiercheck.streams.state.FoldShards`."""
+    """See :class:`tiercheck.streams.state.FoldShards`. ``differs``: what it makes of that version has other bits than
+    training had."""
 
-    executor = None
+    def __init__(self, differs: int | None = None) -> None:
+        self._differs = differs
 
     def prepare(self, base: Shard) -> None:
         pass
@@ -356,7 +362,9 @@ class NumberFolding:
     def __call__(
         self, base: Shard, differentials: Sequence[Shard], *, tier: str, check: Callable[[], None]
     ) -> NumberBase:
-        return fold(base, differentials)
+        made = fold(base, differentials)
+        made.unexpected = ("weight",) if made.key.last == self._differs else ()
+        return made
 
 
 def fold(base: Shard, differentials: Sequence[Shard]) -> NumberBase:

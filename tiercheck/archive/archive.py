@@ -47,7 +47,7 @@ def open(url: str, *more_urls: str, deadline_s: float = DEADLINE_S) -> Archive: 
     """A read-only view of what jobs have left at these tier URLs. Close it, or use it as a context manager.
 
     ``deadline_s``: how long a tier may keep silent while it is opened or listed, or while a version is read.
-    Errors: ``ConfigurationError`` for a URL that is none; ``TierError`` if no tier can be opened.
+    Errors: ``ConfigurationError`` for a URL that is none; ``TierError`` if no tier can be opened and listed.
     """
     return Archive(url, *more_urls, deadline_s=deadline_s)
 
@@ -74,6 +74,9 @@ class Archive:
         try:
             self._hierarchy, self._away = self._call(self._opened(urls))
             self.inventory = self._call(self._looked())
+            tiers = self.inventory.tiers
+            if all(tier.away for tier in tiers) and (error := next((each.error for each in tiers if each.error), None)):
+                raise error
         except BaseException:
             self.close()
             raise

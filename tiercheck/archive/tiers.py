@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ class TierContents:
     role: Role
     url: str
     away: str | None = None
+    error: TierError | None = None
+    """Why it could not be listed."""
     objects: Mapping[Key, ObjectInfo] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
     """What its lineage records say."""
@@ -90,8 +92,9 @@ async def opened_to_read(urls: Sequence[str], deadline_s: float) -> AsyncIterato
         yield hierarchy, away
     finally:
         for tier in hierarchy.tiers:
-            async with asyncio.timeout(CLOSE_S):
-                await tier.driver.close()
+            with suppress(TimeoutError):  # nothing was written: the process may end without
+                async with asyncio.timeout(CLOSE_S):
+                    await tier.driver.close()
 
 
 async def open_tier(tier: OpenTier, deadline_s: float) -> None:
@@ -101,7 +104,9 @@ async def open_tier(tier: OpenTier, deadline_s: float) -> None:
             await tier.driver.open()
     except TimeoutError:
         trouble = tier.driver.facts().get("trouble", "it does not answer")
-        raise Transient(f"it could not be opened within {deadline_s:g} s: {trouble}", tier=tier.driver.url) from None
+        advice = "check its address, or give it longer (deadline_s, or --deadline-s)"
+        said = f"it could not be opened within {deadline_s:g} s: {trouble}; {advice}"
+        raise Transient(said, tier=tier.driver.url) from None
 
 
 async def within(tier: OpenTier, deadline_s: float, work: Awaitable[T], what: str = "it has not answered") -> T:
@@ -124,10 +129,10 @@ async def look_into(tier: OpenTier, away: str | None, deadline_s: float) -> Tier
         async with asyncio.timeout(deadline_s):
             return await _listed(tier)
     except TimeoutError:
-        why = f"it was not listed within {deadline_s:g} s"
+        why: TierError = Transient(f"it was not listed within {deadline_s:g} s", tier=tier.driver.url)
     except TierError as error:
-        why = str(error)
-    return TierContents(tier.role, tier.driver.url, away=why)
+        why = error
+    return TierContents(tier.role, tier.driver.url, away=str(why), error=why)
 
 
 async def _listed(tier: OpenTier) -> TierContents:
@@ -145,5 +150,11 @@ async def _listed(tier: OpenTier) -> TierContents:
     records = {key: info.nbytes for key, info in objects.items() if isinstance(key, LineageKey)}
     branches, set_aside = await read_branches(tier, records)
     return TierContents(
-        tier.role, tier.driver.url, None, objects, tuple(branches), tuple(set_aside), count, tuple(foreign)
+        tier.role,
+        tier.driver.url,
+        objects=objects,
+        branches=tuple(branches),
+        set_aside=tuple(set_aside),
+        foreign=count,
+        foreign_named=tuple(foreign),
     )

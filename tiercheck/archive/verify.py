@@ -51,11 +51,13 @@ class Verified:
     """Versions that could be read if nothing were damaged, and cannot."""
     newest: int | None
     """The newest version that can be read by what is whole."""
+    away: tuple[str, ...] = ()
+    """Tiers that were not read, since they could not be opened or listed."""
 
     @property
     def healthy(self) -> bool:
-        """Whether every version that the listings promise can be read."""
-        return not self.lost
+        """Whether every tier was read, and every version that the listings promise can be read."""
+        return not self.lost and not self.away
 
 
 async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progress) -> Verified:
@@ -72,6 +74,7 @@ async def verify(hierarchy: OpenHierarchy, inventory: Inventory, progress: Progr
         gone=work.gone,
         lost=spans_of(before.keys() - after.keys()),
         newest=max(after, default=None),
+        away=tuple(tier.name for tier in inventory.tiers if tier.away is not None),
     )
 
 

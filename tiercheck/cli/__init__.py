@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+
+from tiercheck.cli.ending import end_interrupted
 
 __all__ = ["main"]
 
@@ -11,6 +14,8 @@ def main() -> None:
     """Run the command line. If the extra ``cli`` is not installed, one line says so, and the exit code is 2."""
     try:
         from tiercheck.cli.commands import run
+    except KeyboardInterrupt:
+        end_interrupted(128 + signal.SIGINT, sys.argv[1:])
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("rich", "typer"):

@@ -38,6 +38,9 @@ def agent(
     fold_cpus: Annotated[
         str, typer.Option(help="The processors that folds may use, such as 0-3,8.", envvar="TIERCHECK_FOLD_CPUS")
     ] = "",
+    fold_nice: Annotated[
+        int | None, typer.Option(help="The niceness of the process that folds.", envvar="TIERCHECK_FOLD_NICE")
+    ] = None,
     status: Annotated[bool, typer.Option("--status", help="Print what the running agent says, as JSON.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Have the running agent drain and end.")] = False,
 ) -> None:
@@ -64,6 +67,7 @@ def agent(
         drain_s=drain_s,
         fold_threads=fold_threads,
         fold_cpus=fold_cpus,
+        fold_nice=fold_nice,
     )
     run_agent(settings)
 

@@ -174,6 +174,7 @@ def verified_object(found: Verified) -> dict[str, Any]:
         "gone": found.gone,
         "lost": [list(span) for span in found.lost],
         "newest": found.newest,
+        "away": list(found.away),
         "healthy": found.healthy,
     }
 

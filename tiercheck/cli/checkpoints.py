@@ -38,9 +38,25 @@ if TYPE_CHECKING:
     from tiercheck.archive.verify import Verified
     from tiercheck.recovery.duration import Duration
 
-__all__ = ["DEADLINE", "GENERATION", "VERSION", "export", "ls", "opened", "plan", "show", "verify"]
+__all__ = [
+    "DEADLINE",
+    "GENERATION",
+    "URLS_AND_VERSION",
+    "VERSION",
+    "export",
+    "ls",
+    "one_version",
+    "opened",
+    "plan",
+    "show",
+    "verify",
+    "with_version",
+]
 
 VERSION = Annotated[int | None, typer.Option(help="The version; by default the newest that can be read.", min=0)]
+URLS_AND_VERSION = Annotated[
+    list[str], typer.Argument(help="Tier URLs, then optionally a version.", metavar="URL... [VERSION]")
+]
 GENERATION = Annotated[int | None, typer.Option(help="As of this generation, whatever came later.", min=1)]
 DEADLINE = Annotated[float, typer.Option(help="Seconds that a tier may keep silent.", min=0.001)]
 DEADLINE_S = 60.0
@@ -62,7 +78,7 @@ def ls(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> 
 
 
 def plan(
-    urls: URLS,
+    urls: URLS_AND_VERSION,
     version: VERSION = None,
     generation: GENERATION = None,
     deadline_s: DEADLINE = DEADLINE_S,
@@ -75,6 +91,7 @@ def plan(
 
     The time is a range: from all ranks reading at the rate that this machine measured, to all of them sharing it.
     """
+    urls, version = with_version(urls, version)
     with opened(urls, deadline_s) as archive:
         chosen = archive.plan(version, generation=generation)
         expected = archive.duration(chosen) if measured else None
@@ -88,10 +105,7 @@ def plan(
 
 
 def show(
-    urls: Annotated[
-        list[str],
-        typer.Argument(help="Tier URLs, then optionally a version.", show_default=False),
-    ],
+    urls: URLS_AND_VERSION,
     version: VERSION = None,
     generation: GENERATION = None,
     rank: Annotated[int, typer.Option(help="Whose part is shown.", min=0)] = 0,
@@ -111,8 +125,8 @@ def show(
 def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False) -> None:
     """Read every byte in all tiers, compare it with its checksum, and say what would be lost.
 
-    Exits with 1 if a version that the tiers list cannot be read any more, or if no job has an object there. Damage of
-    which another tier holds a whole copy is told, and loses nothing.
+    Exits with 1 if a version that the tiers list cannot be read any more, if a tier cannot be read, or if no job has an
+    object there. Damage of which another tier holds a whole copy is told, and loses nothing.
     """
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with opened(urls, deadline_s) as archive:
@@ -131,7 +145,7 @@ def verify(urls: URLS, deadline_s: DEADLINE = DEADLINE_S, as_json: JSON = False)
 
 
 def export(
-    urls: URLS,
+    urls: URLS_AND_VERSION,
     to: Annotated[Path, typer.Option(help="A new file, or a new directory for huggingface, dcp and deepspeed.")],
     format: Annotated[
         str, typer.Option("--format", help="safetensors, torch, huggingface, dcp or deepspeed.", show_default=True)
@@ -151,6 +165,7 @@ def export(
     The target gets its name when it is whole. Differentials are replayed bit for bit; what is printed says how true the
     result is.
     """
+    urls, version = with_version(urls, version)
     with opened(urls, deadline_s) as archive:
         with progress_bar("exporting", BarColumn(), TimeRemainingColumn()) as update:
             made = archive.export(
@@ -182,11 +197,16 @@ def with_version(words: list[str], version: int | None) -> tuple[list[str], int 
     *urls, last = words
     if not last.isascii() or not last.isdigit():
         return words, version
-    if version is not None:
-        raise typer.BadParameter(f"the version is given twice: {last}, and {version} by --version")
     if not urls:
         raise typer.BadParameter(f"version {last} of what? Name a tier before it")
-    return urls, int(last)
+    return urls, one_version(int(last), version)
+
+
+def one_version(given: int | None, by_option: int | None) -> int | None:
+    """What was given as a word, or by ``--version``."""
+    if None not in (given, by_option):
+        raise typer.BadParameter(f"the version is given twice: {given}, and {by_option} by --version")
+    return by_option if given is None else given
 
 
 def opened(urls: Sequence[str], deadline_s: float) -> Archive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import Annotated, Any
 
@@ -14,10 +15,10 @@ from tiercheck.cli.checkpoints import export, ls, plan, show, verify
 from tiercheck.cli.copy import copy
 from tiercheck.cli.demo import demo
 from tiercheck.cli.diff import diff
+from tiercheck.cli.ending import INTERRUPTED, end, end_interrupted, end_with
 from tiercheck.cli.gc import gc
 from tiercheck.cli.removal import prune, rm
 from tiercheck.cli.tiers import bench, doctor, plugins
-from tiercheck.errors import ConfigurationError, TierCheckError
 
 __all__ = ["app", "run"]
 
@@ -38,6 +39,7 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=lambda asked: show_version(asked))
     ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     """Storage tiers for LLM training checkpoints."""
 
@@ -55,23 +57,34 @@ for command in (demo, agent, keys, plugins, doctor, bench, ls, show, diff, verif
 
 
 def run() -> None:
-    """Run the command line: an expected error is one line on stderr, exit code 1 (2: wrong usage), no traceback."""
+    """Run the command line: an error is one line on stderr (:mod:`tiercheck.cli.ending`), and no traceback."""
     # A polite kill, or a terminal that is closed, must clean up like Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end_politely)
+    # A call of which nothing had begun when the command was interrupted.
+    warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+    words = sys.argv[1:]
     try:
-        sys.exit(app(prog_name="tiercheck", standalone_mode=False) or 0)
+        code = app(prog_name="tiercheck", standalone_mode=False) or 0
+        sys.stdout.flush()  # else a full disk is found only when the interpreter ends
     except UsageError as error:
-        if said := error.format_message().rstrip("."):  # without any argument the help was printed
-            command = error.ctx.command_path if error.ctx else "tiercheck"
-            print(f"error: {said} (see: {command} --help)", file=sys.stderr)
-        sys.exit(2)
+        if not (said := error.format_message().rstrip(".")):  # without any argument the help was printed
+            sys.exit(2)
+        command = error.ctx.command_path if error.ctx else "tiercheck"
+        end("Usage", f"{said} (see: {command} --help)", words, 2)
     except typer.Abort:
-        print("error: nobody answered: nothing was done", file=sys.stderr)
-        sys.exit(1)
-    except TierCheckError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+        end("Unanswered", "nobody answered: nothing was done", words, 1)
+    except Exception as error:
+        if "--traceback" in words:
+            raise
+        end_with(error, words)
+    except SystemExit as ended:
+        if ended.code in INTERRUPTED:
+            end_interrupted(ended.code, words)
+        raise
+    if code in INTERRUPTED:
+        end_interrupted(code, words)
+    sys.exit(code)
 
 
 def end_politely(number: int, frame: FrameType | None) -> None:

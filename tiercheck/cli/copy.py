@@ -11,7 +11,16 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 from rich.text import Text
 
 from tiercheck.cli.as_json import copied_object
-from tiercheck.cli.checkpoints import DEADLINE, DEADLINE_S, GENERATION, VERSION, opened, progress_bar, show_problems
+from tiercheck.cli.checkpoints import (
+    DEADLINE,
+    DEADLINE_S,
+    GENERATION,
+    VERSION,
+    one_version,
+    opened,
+    progress_bar,
+    show_problems,
+)
 from tiercheck.cli.tiers import JSON
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.types import bytes_text
@@ -25,6 +34,9 @@ __all__ = ["copy"]
 def copy(
     source: Annotated[str, typer.Argument(help="The tier that is read.", show_default=False)],
     target: Annotated[str, typer.Argument(help="The tier that is written to.", show_default=False)],
+    number: Annotated[
+        int | None, typer.Argument(help="The version; --version says the same.", metavar="[VERSION]", min=0)
+    ] = None,
     version: VERSION = None,
     generation: GENERATION = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything that is there, not one version.")] = False,
@@ -39,6 +51,7 @@ def copy(
     Every object is verified as it is read. What is there already is not sent again: after an interruption give the same
     command. Exits with 1 if something is damaged and was left out.
     """
+    version = one_version(number, version)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with opened([source, *(tier or ())], deadline_s) as archive, progress_bar("copying", *columns) as update:
         found = archive.copy(target, version, generation=generation, everything=everything, progress=update)

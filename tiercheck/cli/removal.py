@@ -13,7 +13,14 @@ from rich.progress import BarColumn
 from rich.text import Text
 
 from tiercheck.cli.as_json import removal_object
-from tiercheck.cli.checkpoints import DEADLINE, DEADLINE_S, progress_bar, show_problems
+from tiercheck.cli.checkpoints import (
+    DEADLINE,
+    DEADLINE_S,
+    URLS_AND_VERSION,
+    progress_bar,
+    show_problems,
+    with_version,
+)
 from tiercheck.cli.tiers import JSON, URLS, shown
 from tiercheck.errors import ConfigurationError
 from tiercheck.policy.recovery.spans import spans_text
@@ -55,7 +62,7 @@ def prune(
 
 
 def rm(
-    urls: URLS,
+    urls: URLS_AND_VERSION,
     version: Annotated[int | None, typer.Option(help="This base, and what leads nowhere without it.", min=0)] = None,
     generation: Annotated[int | None, typer.Option(help="A generation; with --version: whose base.", min=1)] = None,
     job: Annotated[bool, typer.Option("--job", help="All that TierCheck has in these tiers.")] = False,
@@ -70,6 +77,7 @@ def rm(
 
     What a job may go back to is refused, unless --job-is-dead says that none runs.
     """
+    urls, version = with_version(urls, version)
     with opened_to_change(urls, deadline_s) as archive, progress_bar("removing", BarColumn()) as update:
 
         def removed(*, dry_run: bool) -> Removal:

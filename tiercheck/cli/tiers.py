@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tiercheck.config import CheckpointConfig
 from tiercheck.diagnostics.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
+from tiercheck.diagnostics.fit import JobSize, fit
 from tiercheck.diagnostics.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.errors import ConfigurationError
+from tiercheck.opening.room import rooms_text
 from tiercheck.replication.named_policies import installed_policies
 from tiercheck.tiers.registry import TierURL, parse_size
 from tiercheck.types import Capabilities, bytes_text
@@ -71,11 +74,20 @@ def abilities(capabilities: Capabilities | None) -> str:
 def doctor(
     urls: URLS,
     measure_s: Annotated[float, typer.Option(help="Seconds spent on measuring each; 0: none.", min=0)] = 5.0,
+    parameters: Annotated[float, typer.Option(help="Say what each tier will hold of a job: a rank's.", min=0)] = 0,
+    ranks: Annotated[int, typer.Option(help="Its ranks on a node.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="Its nodes.", min=1)] = 1,
+    gradient_bytes: Annotated[int, typer.Option(help="Of a parameter's gradient.", min=1)] = 4,
+    base_every: Annotated[int, typer.Option(help="Versions between its bases.", min=1)] = CheckpointConfig.base_every,
+    folds: Annotated[bool, typer.Option("--folds/--captures", help="Whether its bases are folded.")] = True,
     as_json: JSON = False,
 ) -> None:
     """Open each tier, check that it keeps its word, and measure it. What it holds is left alone.
 
-    Exits with 1 if a tier cannot be used, or does not do what it claims.
+    With --parameters (of a rank, with Adam in fp32) the tiers are taken for a job's, fastest first: it says what each
+    of them will hold, and what it has room for.
+
+    Exits with 1 if a tier cannot be used, does not do what it claims, or has no room for the least that it must hold.
     """
     console = Console(stderr=as_json)
     diagnoses = []
@@ -84,9 +96,18 @@ def doctor(
             diagnoses.append(asyncio.run(examine(url, measure_s=measure_s)))
         if not as_json:
             show(console, diagnoses[-1])
+    job = JobSize(int(parameters), ranks, nodes, gradient_bytes, base_every, folds)
+    rooms = fit(job, diagnoses) if parameters and all(each.capabilities for each in diagnoses) else []
     if as_json:
-        typer.echo(json.dumps([diagnosis.to_object() for diagnosis in diagnoses]))
-    if not all(diagnosis.healthy for diagnosis in diagnoses):
+        objects = [diagnosis.to_object() for diagnosis in diagnoses]
+        for found, room in zip(objects, rooms, strict=False):
+            found["holds"] = {"least": room.least_nbytes, "usual": room.usual_nbytes, "ranks": room.ranks}
+        typer.echo(json.dumps(objects))
+    elif rooms:
+        console.print(Text(rooms_text(rooms)))
+    for room in (full := [each for each in rooms if not each.holds_least]):
+        console.print(Text(f"{room.url} has no room for the least that it must hold", style="red"))
+    if full or not all(diagnosis.healthy for diagnosis in diagnoses):
         raise typer.Exit(1)
 
 

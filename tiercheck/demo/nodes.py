@@ -179,11 +179,13 @@ def memory_bytes(settings: TrainingSettings) -> int:
 
 
 def file_bytes(root: Path) -> int:
-    """Bytes of the objects in a directory."""
+    """Bytes of the objects in a directory. Files and folders may be deleted meanwhile."""
     total = 0
-    for file in root.rglob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-            total += file.stat().st_size
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name.endswith(".safetensors"):
+                with contextlib.suppress(FileNotFoundError):
+                    total += Path(folder, name).stat().st_size
     return total
 
 

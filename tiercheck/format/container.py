@@ -16,7 +16,7 @@ Three ways in and out:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,13 @@ from tiercheck.format.header import (
     TensorSpec,
     decode_header,
     encode_header,
+    encode_header_into,
     round_up,
     worst_case_nbytes,
 )
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
+from tiercheck.format.parts import Digests, Part, parts_of
 from tiercheck.format.recurring import Recurring
 from tiercheck.types import Buffer
 
@@ -57,6 +59,7 @@ __all__ = [
     "ShardWriter",
     "TensorEntry",
     "TensorSpec",
+    "Verification",
     "checksum_of",
     "copy_with_checksum",
     "header_length",
@@ -181,6 +184,15 @@ class ShardWriter:
         """Bytes of the file so far, header room included."""
         return self._header_nbytes + self._layout.nbytes
 
+    def move(self, buffer: memoryview) -> None:
+        """Go on in other memory, of the same kind: what is filled so far is copied. Errors: ``CapacityExceeded`` if
+        that is too short."""
+        self._check_open()
+        if self.nbytes > len(buffer):
+            raise CapacityExceeded(f"the shard has {self.nbytes} bytes so far, and {len(buffer)} are reserved")
+        buffer[: self.nbytes] = self._buffer[: self.nbytes]
+        self._buffer = buffer
+
     def slot(self, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
         """The writable bytes of the next tensor; fill them before ``finish``.
 
@@ -201,9 +213,7 @@ class ShardWriter:
         self._check_room(self._header_nbytes + tensors.nbytes, "the tensors that recur")
         self._layout = ShardLayout(tensors, stamp)
         memory = self._buffer[self._header_nbytes : self.nbytes]
-        for stop, start in zip(tensors.stops, tensors.starts[1:], strict=False):
-            if start > stop:
-                memory[stop:start] = _ZEROS[: start - stop]
+        tensors.clear_gaps(memory)
         return memory
 
     def add_object(self, name: str, value: object) -> None:
@@ -237,9 +247,7 @@ class ShardWriter:
         leading = self._layout.leading
         texts = (b"", b"") if leading is None else leading.texts(self._layout.stamp, recurring)
         extents = self._layout.with_checksums(known)
-        header = memoryview(encode_header(metadata, extents, nbytes=self._header_nbytes, recurring=texts))
-        self._buffer[LENGTH_NBYTES : len(header)] = header[LENGTH_NBYTES:]
-        self._buffer[:LENGTH_NBYTES] = header[:LENGTH_NBYTES]
+        encode_header_into(self._buffer[: self._header_nbytes], metadata, extents, recurring=texts)
         self._finished = True
         return self.nbytes
 
@@ -270,6 +278,9 @@ class ShardWriter:
 class Shard:
     """A shard whose header was verified by :func:`parse`. Its tensors are views of the buffer that was parsed."""
 
+    is_given = False
+    """Whether the memory of the tensors is nobody else's, so that whoever reads them may keep it."""
+
     def __init__(self, header: ShardHeader, buffer: memoryview, *, key: str | None, tier: str | None) -> None:
         self.metadata = header.metadata
         self.key = key
@@ -296,7 +307,12 @@ class Shard:
     def digest(self) -> str:
         """The checksum of the header: the header holds the checksum of every tensor, so two
         shards of one digest are the same."""
-        return checksum_of(self._buffer[: self._header.nbytes])
+        return checksum_of(self.beginning)
+
+    @property
+    def beginning(self) -> memoryview:
+        """The bytes of the header."""
+        return self._buffer[: self._header.nbytes]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -353,19 +369,28 @@ class Shard:
 
     def verify(self) -> None:
         """Check every byte, padding included; raise ``Corruption`` naming the first tensor that fails."""
-        for name, extent in self._tensors.items():
-            self._verify(extent, f"the tensor {name!r}")
-        for name, extent in self._objects.items():
-            self._verify(extent, f"the packed object {name!r}")
+        verification = Verification(self)
+        for part in verification.parts:
+            verification.hash(part)
+        verification.finish()
+
+    def accept(self, found: Callable[[Extent], str]) -> None:
+        """Take every tensor for verified. ``found``: the checksum of the bytes of each that was not. Errors:
+        ``Corruption`` naming the first one that fails."""
+        for told, extents in (("the tensor", self._tensors), ("the packed object", self._objects)):
+            for name, extent in extents.items():
+                if extent.spec.name not in self._verified:
+                    self._check(extent, found(extent), f"{told} {name!r}")
         for extent in self._header.extents:
             if extent.is_padding and self._view(extent) != _ZEROS[: extent.spec.nbytes]:
                 message = f"the padding {extent.spec.name!r} is not zeros"
                 raise Corruption(message, tier=self.tier, key=self.key)
 
     def _verify(self, extent: Extent, what: str) -> None:
-        if extent.spec.name in self._verified:
-            return
-        found = checksum_of(self._view(extent))
+        if extent.spec.name not in self._verified:
+            self._check(extent, checksum_of(self._view(extent)), what)
+
+    def _check(self, extent: Extent, found: str, what: str) -> None:
         if found != extent.checksum:
             message = (
                 f"{what} fails its checksum (its bytes have {found}, the header says {extent.checksum}): "
@@ -380,6 +405,27 @@ class Shard:
     def _entry(self, extent: Extent) -> TensorEntry:
         spec = extent.spec
         return TensorEntry(spec.name, spec.dtype, spec.shape, self._view(extent), extent.checksum)
+
+
+class Verification:
+    """Every byte of a shard checked in parts, which several threads may take: :meth:`hash` each of :attr:`parts` once,
+    in any order, then :meth:`finish`."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        kept = shard._verified
+        held = [extent for extent in shard.header.extents if not extent.is_padding and extent.spec.name not in kept]
+        self.parts = parts_of(held)
+        self._digests = Digests(held)
+
+    def hash(self, part: Part) -> None:
+        """In any thread."""
+        for extent, block in part:
+            self._digests.take(extent, block, self._shard._view(extent))
+
+    def finish(self) -> None:
+        """Errors: ``Corruption`` naming the first tensor that fails."""
+        self._shard.accept(self._digests.checksum)
 
 
 def parse(buffer: Buffer, *, key: str | None = None, tier: str | None = None) -> Shard:

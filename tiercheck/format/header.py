@@ -241,22 +241,32 @@ class HeaderTooLarge(ValueError):
     """A shard has more tensors, or longer names, than a header may describe: split it."""
 
 
-def encode_header(
+def encode_header(metadata: ShardMetadata, extents: Sequence[Extent]) -> bytearray:
+    """The header for tensors that lie contiguously at ``extents``: length bytes, JSON, spaces, checksum; as long as it
+    needs to be, rounded up. Errors: ``ValueError`` if it passes a limit that readers set."""
+    texts = header_texts(metadata, extents)
+    header = bytearray(round_up(LENGTH_NBYTES + sum(map(len, texts))))
+    write_header(memoryview(header), texts)
+    return header
+
+
+def encode_header_into(
+    memory: memoryview,
     metadata: ShardMetadata,
     extents: Sequence[Extent],
     *,
-    nbytes: int | None = None,
     recurring: tuple[Buffer, Buffer] = (b"", b""),
-) -> bytearray:
-    """The header for tensors that lie contiguously at ``extents``: length bytes, JSON, spaces, checksum.
+) -> None:
+    """The same, as long as ``memory``, and there. The length bytes, without which nothing parses, are written last.
 
-    It takes ``nbytes`` (default: the next multiple of ``ALIGNMENT``). ``recurring``: of tensors that lie ahead of them
-    (:meth:`tiercheck.format.recurring.Recurring.texts`). Errors: ``ValueError`` if that is too
-    little, or if the header passes a limit that readers set.
+    ``recurring``: of tensors that lie ahead of the others (:meth:`tiercheck.format.recurring.Recurring.texts`). Errors:
+    ``ValueError`` also if there is too little memory; then nothing is written.
     """
-    texts = header_texts(metadata, extents, recurring)
-    needed = LENGTH_NBYTES + sum(map(len, texts))
-    nbytes = round_up(needed) if nbytes is None else nbytes
+    write_header(memory, header_texts(metadata, extents, recurring))
+
+
+def write_header(memory: memoryview, texts: Sequence[Buffer]) -> None:
+    needed, nbytes = LENGTH_NBYTES + sum(map(len, texts)), len(memory)
     if needed > nbytes:
         raise ValueError(
             f"the header takes {needed} bytes and its room has {nbytes}: "
@@ -264,10 +274,16 @@ def encode_header(
         )
     if nbytes > HEADER_NBYTES_MAX:
         raise HeaderTooLarge(f"the header takes {nbytes} bytes, over the limit of {HEADER_NBYTES_MAX}: split the shard")
-    header = bytearray().join([(nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little"), *texts])
-    header += b" " * (nbytes - needed)
-    header[_DIGEST] = xxhash.xxh3_64_hexdigest(header).encode("ascii")
-    return header
+    start = LENGTH_NBYTES
+    for text in texts:
+        memory[start : start + len(text)] = text
+        start += len(text)
+    memory[needed:] = b" " * (nbytes - needed)
+    length = (nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little")
+    digest = xxhash.xxh3_64(length)
+    digest.update(memory[LENGTH_NBYTES:])
+    memory[_DIGEST] = digest.hexdigest().encode("ascii")
+    memory[:LENGTH_NBYTES] = length
 
 
 COMPACT = json.JSONEncoder(separators=(",", ":"))

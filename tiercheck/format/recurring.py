@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tiercheck.format.header import COMPACT, STORED_AS, Extent, TensorSpec, description_of, round_up
+from tiercheck.format.header import ALIGNMENT, COMPACT, STORED_AS, Extent, TensorSpec, description_of, round_up
 
 __all__ = ["Recurring"]
 
 CHECKSUM_DIGITS = 16
-HEXADECIMAL = np.frombuffer(b"".join(b"%02x" % value for value in range(256)), np.uint8).reshape(256, 2)
-"""The digits of each byte."""
+DIGITS = f"V{CHECKSUM_DIGITS}"
+HEXADECIMAL = np.frombuffer(b"".join(b"%02x" % value for value in range(256)), np.uint16)
+"""The two digits of each byte, as they lie."""
 
 
 class Recurring:
@@ -53,11 +54,22 @@ class Recurring:
             entries += b"," + name + b":" + COMPACT.encode(description_of(extent)).encode("ascii")
         self._texts = np.frombuffer(checksums, np.uint8), np.frombuffer(entries, np.uint8)
         self._stamps = np.array(stamps[0], np.int64), np.array(stamps[1], np.int64)
-        self._digests = np.array(digests, np.int64)[:, np.newaxis] + np.arange(CHECKSUM_DIGITS)
+        self._digests = np.array(digests, np.int64)
+        places = max(0, len(checksums) - CHECKSUM_DIGITS + 1)
+        self._digits = np.ndarray((places,), DIGITS, checksums, strides=(1,))
+        """So many digits from each byte of the first text on: those of a checksum are written at once."""
+        gaps = zip(self.stops, self.starts[1:], strict=False)
+        self._lines = np.array([stop // ALIGNMENT for stop, start in gaps if start > stop], np.int64)
+        """Those that hold a gap: each ends with one, since the next tensor begins a line."""
 
     def holds(self, name: str, stamp: str) -> bool:
         """Whether ``name`` is one of them, in the record of this version."""
         return name.startswith(stamp) and name[self._stamp_digits :] in self._names
+
+    def clear_gaps(self, memory: memoryview) -> None:
+        """Make zeros of what lies between the tensors in this memory of theirs; they are written afterwards."""
+        whole = memory[: self.nbytes // ALIGNMENT * ALIGNMENT]
+        np.frombuffer(whole, np.uint8).reshape(-1, ALIGNMENT)[self._lines] = 0
 
     def texts(self, stamp: str, checksums: Sequence[int]) -> tuple[memoryview, memoryview]:
         """What a header says of them: their checksums, and where they lie. Each text begins with a comma, and holds
@@ -70,7 +82,7 @@ class Recurring:
                     text[stamps + position] = ord(now)
         self._stamp = stamp
         octets = np.array(checksums, np.uint64).astype(">u8").view(np.uint8)
-        self._texts[0][self._digests] = HEXADECIMAL[octets].reshape(-1, CHECKSUM_DIGITS)
+        self._digits[self._digests] = HEXADECIMAL[octets].view(DIGITS)
         return self._texts[0].data, self._texts[1].data
 
     def _laid_out(self, tensors: Iterable[TensorSpec]) -> Iterable[Extent]:

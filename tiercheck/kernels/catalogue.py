@@ -26,6 +26,7 @@ from tiercheck.kernels.reference import (
     nf4,
     onebit,
     planes,
+    scaled,
     sgd,
 )
 from tiercheck.kernels.reference import (
@@ -35,6 +36,7 @@ from tiercheck.kernels.registry import Call, CudaForm, declare
 
 __all__ = [
     "are_bfloat16",
+    "are_scaled",
     "compact",
     "compact_into",
     "dequantise",
@@ -42,10 +44,12 @@ __all__ = [
     "dequantise_onebit",
     "from_half",
     "gather_into",
+    "gather_scaled_into",
     "is_bfloat16",
     "join_exponents",
     "lose_bfloat16",
     "narrow_into",
+    "narrow_scaled_into",
     "pack_exponents",
     "quantise_into",
     "quantise_nf4_into",
@@ -62,6 +66,7 @@ __all__ = [
     "to_half",
     "unpack_exponents",
     "widen",
+    "widen_scaled",
 ]
 
 Calls = Iterator[Call]
@@ -278,6 +283,29 @@ def widening_calls(size: int, seed: int) -> Calls:
     yield (bytes_of(2 * size, seed).view(np.uint16),), {}
 
 
+SCALE = float(np.float32(0.7))
+
+
+def products_of(size: int, seed: int) -> Iterator[tuple[NDArray[np.float32], scaled.Halves]]:
+    """Half-precision numbers times :data:`SCALE`, with a few values that are no product; and memory for the numbers."""
+    patterns = bytes_of(2 * size, seed).view(np.uint16)
+    for halves in (patterns, patterns.view(np.float16)):
+        values = scaled.widen_scaled(halves, SCALE)
+        values[:3] = floats_of(3, seed)[: values[:3].size]
+        yield values, np.zeros_like(halves)
+
+
+def narrowing_scaled_calls(size: int, seed: int) -> Calls:
+    for values, out in products_of(size, seed):
+        yield (values, SCALE, out), {}
+        yield (values[3:], SCALE, out[3:]), {}
+
+
+def widening_scaled_calls(size: int, seed: int) -> Calls:
+    for patterns in (bytes_of(2 * size, seed).view(np.uint16), bytes_of(2 * size, seed).view(np.float16)):
+        yield (patterns, SCALE), {}
+
+
 def losing_calls(size: int, seed: int) -> Calls:
     yield (floats_of(size, seed), floats_of(size, seed + 1)), {}
 
@@ -333,6 +361,23 @@ widen = declare(
     cpu="bfloat16",
     cuda=(CudaForm("patterns:widen_into", {"patterns": ("widen",)}),),
     examples=widening_calls,
+)
+narrow_scaled_into = declare(
+    scaled.narrow_scaled_into,
+    cpu="scaled",
+    cuda=(
+        CudaForm(
+            "patterns:narrow_scaled_into",
+            {"patterns": ("narrow_scaled_bfloat16", "narrow_scaled_float16"), "survivors": ("clear",)},
+        ),
+    ),
+    examples=narrowing_scaled_calls,
+)
+widen_scaled = declare(
+    scaled.widen_scaled,
+    cpu="scaled",
+    cuda=(CudaForm("patterns:widen_scaled_into", {"patterns": ("widen_scaled_bfloat16", "widen_scaled_float16")}),),
+    examples=widening_scaled_calls,
 )
 round_bfloat16_into = declare(bfloat16.round_bfloat16_into, cpu="bfloat16", examples=narrowing_calls)
 lose_bfloat16 = declare(bfloat16.lose_bfloat16, cpu="bfloat16", examples=losing_calls)
@@ -404,5 +449,21 @@ def gathering_calls(size: int, seed: int) -> Calls:
     del memory
 
 
+def looking_scaled_calls(size: int, seed: int) -> Calls:
+    for values, out in products_of(size, seed):
+        addresses = np.array([values.ctypes.data, values[3:].ctypes.data, 0], np.int64)
+        yield (addresses, np.array([size, max(0, size - 3), 0], np.int64), SCALE, out.dtype == np.float16), {}
+
+
+def gathering_scaled_calls(size: int, seed: int) -> Calls:
+    for _, out in products_of(size, seed):
+        values = scaled.widen_scaled((np.arange(size) % 512 + 0x3C00).astype(np.uint16).view(out.dtype), SCALE)
+        addresses, sizes = np.array([values.ctypes.data, 0], np.int64), np.array([size, 0], np.int64)
+        starts, room = np.array([64, 0], np.int64), np.zeros(64 + 2 * size, np.uint8)
+        yield (addresses, sizes, SCALE, out.dtype == np.float16, starts, room), {}
+
+
+are_scaled = declare(scaled.are_scaled, cpu="scaled", examples=looking_scaled_calls)
+gather_scaled_into = declare(scaled.gather_scaled_into, cpu="scaled", examples=gathering_scaled_calls)
 are_bfloat16 = declare(gathering.are_bfloat16, cpu="gathering", examples=looking_calls)
 gather_into = declare(gathering.gather_into, cpu="gathering", examples=gathering_calls)

@@ -5,17 +5,26 @@ Compiled kernels release the GIL and start no threads, so that no more threads r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TypeVar
 
-__all__ = ["PIECE_MIN", "run", "split"]
+from tiercheck.config import int_of
+
+__all__ = ["PIECE_MIN", "processors_of_rank", "run", "split"]
 
 Result = TypeVar("Result")
 
 PIECE_MIN = 1 << 16
 """Elements of a piece, at least: for fewer, starting a thread costs more than it saves."""
+
+
+def processors_of_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """The processors of this process, if the ranks of its node share them alike, as the launcher tells. Errors:
+    ``ConfigurationError``."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, int_of("LOCAL_WORLD_SIZE", 1, environment)))
 
 
 def split(size: int, threads: int, *, unit: int = 64) -> list[slice]:

@@ -6,26 +6,22 @@ import logging
 from dataclasses import dataclass
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import CapacityExceeded, ConfigurationError, TierCheckError, TierError
-from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.errors import CapacityExceeded, ConfigurationError, TierError
+from tiercheck.hierarchy import OpenTier
 from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, Holding, Sizes, holding
 from tiercheck.policy.policies import CadencePolicy, EveryVersions
-from tiercheck.recovery.ranks import Ranks
 from tiercheck.streams.state import StateStream
-from tiercheck.types import Usage, bytes_text
+from tiercheck.types import bytes_text
 
 __all__ = [
     "Demand",
     "demand_of",
     "prepare_memory",
     "refuse_gaps",
-    "room_at_the_end",
+    "sizes_of",
 ]
 
 log = logging.getLogger(__name__)
-
-USAGE_S_MAX = 5.0
-"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +124,13 @@ class Demand:
         return ways
 
 
+def sizes_of(stream: StateStream) -> Sizes:
+    """Of what this rank brings into the first tier."""
+    return Sizes(
+        stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max, stream.constants_nbytes, stream.supersedes
+    )
+
+
 def demand_of(
     stream: StateStream,
     config: CheckpointConfig,
@@ -139,11 +142,8 @@ def demand_of(
 ) -> Demand:
     """``ranks``: that share the first tier, which has ``limit_bytes``. The rest as of
     :func:`~tiercheck.policy.first_tier.holding`."""
-    sizes = Sizes(
-        stream.base_nbytes, stream.nbytes_expected, stream.nbytes_max, stream.constants_nbytes, stream.supersedes
-    )
     held = holding(
-        sizes,
+        sizes_of(stream),
         interval=config.base_every,
         batch=min(config.batch, config.base_every),
         fold_every=fold_every,
@@ -179,16 +179,3 @@ async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int) -> Non
             await driver.prepare_reservations(demand.reservations(room, base_every))
     except TierError as error:
         log.warning("not all memory is prepared, so that some captures take longer: %s", error)
-
-
-async def room_at_the_end(ranks: Ranks, tiers: OpenHierarchy) -> Usage | None:
-    """What the last tier holds and may hold, where all ranks share it and it says so soon."""
-    last = tiers.tiers[-1]
-    if not last.role.shared:
-        return None
-    try:
-        asking = last.driver.usage()
-        return await ranks.scheduler.call(asking, what=f"the usage of {last.name}", deadline_s=USAGE_S_MAX)
-    except TierCheckError as error:
-        log.debug("%s", error)
-        return None

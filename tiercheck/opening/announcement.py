@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.policies import KeepLast, RetentionPolicy
 from tiercheck.policy.recovery.request import Request, Turn
 from tiercheck.policy.recovery.spans import spans_text
 from tiercheck.recovery.report import Recovery
-from tiercheck.types import Fidelity, Survives, Usage, bytes_text
+from tiercheck.types import Fidelity, Survives, bytes_text
 
 __all__ = [
     "begun",
@@ -22,7 +21,6 @@ __all__ = [
     "overruled_options",
     "repeated",
     "retention_without_effect",
-    "too_little_room",
     "turned",
 ]
 
@@ -160,24 +158,4 @@ def retention_without_effect(tiers: OpenHierarchy, retention: RetentionPolicy) -
     return (
         f"the retention policy {retention} has nothing to decide: no tier is shared by all ranks, so what leads to the "
         "version that they agree on stays, and nothing else; add one that is, such as nvme:///shared/path?survives=rack"
-    )
-
-
-def too_little_room(
-    tiers: OpenHierarchy,
-    usage: Usage,
-    base_nbytes: int,
-    world_size: int,
-    config: CheckpointConfig,
-    constants_nbytes: int = 0,
-) -> str | None:
-    """``usage``: of the last tier. One base is written before the oldest goes. What does not change is there once."""
-    if usage.limit_bytes is None:
-        return None
-    needed = ((config.keep_last + 1) * base_nbytes + constants_nbytes) * world_size
-    if needed <= usage.limit_bytes:
-        return None
-    return (
-        f"{tiers.tiers[-1].name} has room for {bytes_text(usage.limit_bytes)}, but to keep the last {config.keep_last} "
-        f"bases takes {bytes_text(needed)}: give it more, or lower keep_last"
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tiercheck.agent.client.node_agent import NodeAgent
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import SaveError, TierCheckError
+from tiercheck.folding.owner import FoldProcess
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.recording.metrics import Metrics
 from tiercheck.recording.recorder import Recorder
@@ -58,6 +59,7 @@ class Resources:
     preparing: Future[None] | None = None
     """Makes memory ready, while there is any to make."""
     mover_life: MoverLife | None = None
+    fold_process: FoldProcess | None = None
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Run before anything else is given back."""
     given_back: bool = False
@@ -90,6 +92,8 @@ class Resources:
             try:
                 if self.mover_life is not None:
                     await self._stop(self.mover_life)
+                if self.fold_process is not None:
+                    await self.ranks.call(self.fold_process.close(), "ending the process that folds")
                 if self.agent is not None:
                     await self.agent.end()
                 if self.tiers is not None:

@@ -108,4 +108,9 @@ def settle_policies(config: CheckpointConfig, given: Policies | None) -> tuple[C
         pacing=given.pacing or named.pacing or Unpaced(),
         batch=min(config.batch, cadence.interval),
     )
+    if 0 < config.lag_max < 2 * policies.batch:
+        raise ConfigurationError(
+            f"lag_max={config.lag_max} is less than two batches of {policies.batch}: a tier that takes batches lacks "
+            "one while it is being made; raise lag_max, or lower batch"
+        )
     return replace(config, base_every=cadence.interval), policies

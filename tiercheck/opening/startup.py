@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any
 
 from tiercheck import schema
 from tiercheck.agent.client.endpoint import RankEndpoint, peer_address
 from tiercheck.agent.client.node_agent import FindAgent, NodeAgent
+from tiercheck.agent.jobs.job_store import as_agent_opens
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, GroupError
+from tiercheck.folding.messages import Place
+from tiercheck.folding.owner import FoldProcess
 from tiercheck.format.container import checksum_of
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
-from tiercheck.opening.admission import Demand, demand_of, prepare_memory, refuse_gaps, room_at_the_end
+from tiercheck.opening.admission import Demand, demand_of, prepare_memory, refuse_gaps, sizes_of
 from tiercheck.opening.agreement import Agreement, clear_tiers
 from tiercheck.opening.announcement import (
     begun,
@@ -31,13 +34,15 @@ from tiercheck.opening.announcement import (
     overruled_options,
     repeated,
     retention_without_effect,
-    too_little_room,
     turned,
 )
 from tiercheck.opening.constants import brought
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
+from tiercheck.opening.room import TierRoom, check_rooms, tell_rooms, tier_rooms, too_little_room
+from tiercheck.policy.first_tier import Sizes
+from tiercheck.policy.folding import no_processor_to_fold
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
 from tiercheck.policy.recovery.request import Request
@@ -48,6 +53,7 @@ from tiercheck.recovery.finding.node_memory import NodeMemories, NodeMemory
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restorer import Restored, Restorer
+from tiercheck.replication.folds import Folds, FoldsHere
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import AsyncGroup
@@ -59,9 +65,9 @@ __all__ = ["open_job"]
 
 log = logging.getLogger(__name__)
 
-AUTO_NEEDS_AGENT = (
-    "the mover runs in the training process, and a fold reads more than the copy of a base does: every differential "
-    'since the last one (bases="fold" folds there, too)'
+NOT_SHARED = (
+    "no other process can open the first tier, and in the training process a fold would take more from training than "
+    'the copy of a base does (bases="fold" folds there, too)'
 )
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
@@ -74,6 +80,7 @@ async def open_job(
     group: AsyncGroup,
     runtime: Runtime,
     find_agent: FindAgent,
+    fold_process: Callable[[Mapping[str, str]], FoldProcess] | None = None,
     config: CheckpointConfig,
     policies: Policies | None = None,
     request: Request | None = None,
@@ -84,14 +91,16 @@ async def open_job(
     follows it. Collective.
 
     If a step fails, the tiers hold what they held before, and nothing stays open, ``group`` and the runtime's scheduler
-    included. ``find_agent`` is called if the node's agent moves the data. Other arguments and errors: as of
+    included. ``find_agent`` is called if the node's agent moves the data. ``fold_process`` gives the process that folds
+    otherwise, as the environment says (``None``: the job's own). Other arguments and errors: as of
     :class:`tiercheck.checkpointer.Checkpointer`.
     """
     ranks = Ranks(group, runtime.scheduler, config.deadline_s)
     held = Resources(ranks)
     try:
         config, settled = settle_policies(config, policies)
-        startup = _Startup(state, config, settled, request or Request(), ranks, runtime, find_agent, held, before_bases)
+        asked = request or Request()
+        startup = _Startup(state, config, settled, asked, ranks, runtime, find_agent, fold_process, held, before_bases)
         return await startup.open(hierarchy, caveats)
     except BaseException:
         await held.give_back()
@@ -115,6 +124,8 @@ class _OpenTiers:
     """As this rank sees it: every field of its URLs is filled in."""
     tiers: OpenHierarchy
     demand: Demand
+    rooms: Sequence[TierRoom]
+    """What each tier will hold, and has room for."""
     policies: JobPolicies
     """Those of a job with these tiers."""
     agent: NodeAgent | None
@@ -122,6 +133,8 @@ class _OpenTiers:
     """``None``: bases are captured."""
     not_folded: str
     """Why, if folding was wanted."""
+    apart: bool
+    """Another process folds: it can open the first tier."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +172,7 @@ class _Startup:
     ranks: Ranks
     runtime: Runtime
     find_agent: FindAgent
+    fold_process: Callable[[Mapping[str, str]], FoldProcess] | None
     held: Resources
     before_bases: Callable[[], None] | None
 
@@ -166,12 +180,13 @@ class _Startup:
         """All steps, in their order."""
         ranks, config = self.ranks, self.config
         state, told = await ranks.exchange("looking at what is to be saved", self.look)
-        refuse_different([asked for _, asked in told])
-        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _ in told).encode()))
+        refuse_different([asked for _, asked, _ in told])
+        layout = Layout(ranks.world_size, checksum_of("\n".join(holding for holding, _, _ in told).encode()))
+        sizes = [Sizes(*each) for _, _, each in told]
         (placed, agent), nodes = await ranks.exchange("finding the agents of the nodes", lambda: self.find(hierarchy))
         sharing = ranks_sharing(hierarchy.tiers[0].url, self.runtime.environment, ranks.world_size)
         opened = await ranks.together(
-            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing)
+            "opening the tiers", lambda: self.open_tiers(state, placed, agent, nodes, sharing, sizes)
         )
         restart, keeps, asked = config.on_nothing_left == "restart", config.keep_left_behind, self.request
         memories = self.node_memories(hierarchy, opened.tiers, agent, nodes)
@@ -203,6 +218,7 @@ class _Startup:
             nbytes = opened.demand.base_nbytes + opened.demand.constants_nbytes
             log.info("%s", begun(recovery, read, opened.tiers, branch.generation, nbytes))
             opened.demand.tell(opened.tiers.first.driver.url)
+            tell_rooms(opened.rooms)
             if (said := turned(turn, opened.tiers) if turn else repeated(self.request, recovery)) is not None:
                 log.warning("%s", said)
             if keeps and restored.dropped:
@@ -225,25 +241,28 @@ class _Startup:
             metrics=Metrics(branch.generation),
         )
 
-    async def look(self) -> tuple[_State, tuple[str, str]]:
+    async def look(self) -> tuple[_State, tuple[str, str, tuple[int, ...]]]:
         """All that may refuse without a tier: the codec, and the state's being storable. The other ranks are told what
         this one holds, and what it asks for."""
         given = self.trained.hyperparameters()
         stream = self.trained.stream(self.ranks.world_size)
         if self.config.bases == "fold":
             self.trained.folding(certified=False)
-        return _State(stream, given), (self.trained.layout(), str(self.request))
+        return _State(stream, given), (self.trained.layout(), str(self.request), astuple(sizes_of(stream)))
 
-    def folding(self, agent: NodeAgent | None) -> tuple[FoldShards | None, str]:
-        """What folds the bases that are due; ``None`` if they are captured, and why, if folding was wanted. Errors:
-        ``ConfigurationError`` if they must be folded, and cannot."""
+    def folding(self, agent: NodeAgent | None, *, apart: bool) -> tuple[FoldShards | None, str]:
+        """What folds the bases that are due; ``None`` if they are captured, and why, if folding was wanted. ``apart``:
+        another process can. Errors: ``ConfigurationError`` if they must be folded, and cannot."""
         if self.config.bases == "capture":
             return None, ""
         if self.config.bases == "fold":
             return self.trained.folding(certified=False), ""
         try:
-            if agent is None:
-                raise ConfigurationError(AUTO_NEEDS_AGENT)
+            if not apart:
+                raise ConfigurationError(NOT_SHARED)
+            ranks = int_of("LOCAL_WORLD_SIZE", self.ranks.world_size, self.runtime.environment)
+            if agent is None and (lacking := no_processor_to_fold(self.runtime.processors, ranks)):
+                raise ConfigurationError(lacking)
             return self.trained.folding(certified=True), ""
         except ConfigurationError as error:
             if self.ranks.rank == 0:
@@ -291,9 +310,16 @@ class _Startup:
         return NodeMemories(tiers, ranks, tell, own.host, place and f"{own.host} {place}", always)
 
     async def open_tiers(
-        self, state: _State, placed: Hierarchy, agent: NodeAgent | None, nodes: Sequence[Any], sharing: int
+        self,
+        state: _State,
+        placed: Hierarchy,
+        agent: NodeAgent | None,
+        nodes: Sequence[Any],
+        sharing: int,
+        sizes: Sequence[Sizes],
     ) -> _OpenTiers:
-        """``nodes``: what each rank's :meth:`find` tells the others. ``sharing``: the ranks that share the tier."""
+        """``nodes``: what each rank's :meth:`find` tells the others. ``sharing``: the ranks that share the tier.
+        ``sizes``: of every rank."""
         ranks, config = self.ranks, self.config
         if placed.needs_peer:
             endpoints = [schema.read(RankEndpoint, each) for each in nodes]
@@ -308,7 +334,9 @@ class _Startup:
         refuse_gaps(config, ranks.world_size, shared=any(tier.role.shared for tier in tiers.tiers))
         self.policies.check(placed, tiers)
         policies = self.policies
-        folds, not_folded = self.folding(agent)
+        shown = placed.tiers[0].wrap is None and tiers.first.capabilities.survives >= Survives.PROCESS
+        apart = agent is not None or (shown and self.fold_process is not None)
+        folds, not_folded = self.folding(agent, apart=apart)
         if folds is not None:
             policies = policies.folding(agrees=Agreement.needed(tiers, ranks.group))
         usage = await ranks.call(tiers.first.driver.usage(), f"the usage of {tiers.first.name}")
@@ -323,7 +351,9 @@ class _Startup:
         policies = replace(policies, fold_every=demand.holding.fold_every)
         if usage.limit_bytes is not None:
             demand.check(usage.limit_bytes, config, policies.cadence, tier=tiers.first.driver.url)
-        return _OpenTiers(placed, tiers, demand, policies, agent, folds, not_folded)
+        rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes)
+        check_rooms(rooms, config)
+        return _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)
 
     async def begin(
         self, state: _State, opened: _OpenTiers, start: _Start, restored: Restored
@@ -376,6 +406,16 @@ class _Startup:
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 
+    def folds_of(self, opened: _OpenTiers) -> Folds | None:
+        """What folds for the mover in this process: a process of its own, if that can open the first tier."""
+        if opened.folds is None:
+            return None
+        first = opened.hierarchy.tiers[0]
+        if not opened.apart or self.fold_process is None:
+            return FoldsHere(opened.folds, opened.tiers.first)
+        process = self.held.fold_process = self.fold_process(self.runtime.environment)
+        return process.at(Place(as_agent_opens(first.url), first.name, self.config.bases == "auto"))
+
     def make_mover(self, opened: _OpenTiers, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""
         rank, world_size, generation = self.ranks.rank, self.ranks.world_size, start.branch.generation
@@ -389,7 +429,7 @@ class _Startup:
                 retention=opened.policies.retention,
                 pacing=self.policies.pacing,
                 lineage=start.lineage,
-                folds=opened.folds,
+                folds=self.folds_of(opened),
             )
         job = ReplicationJob(
             tuple(JobTier(tier.name, tier.url, tier.codec) for tier in opened.hierarchy.tiers),
@@ -415,10 +455,7 @@ class _Startup:
         if recovery is not None:
             scheduled = self.trained.host_state().get("scheduler") is not None
             found.append(overruled_options(state.given, self.trained.hyperparameters(), scheduled=scheduled))
-        if (usage := await room_at_the_end(self.ranks, tiers)) is not None:
-            demand = opened.demand
-            nbytes, once = demand.base_nbytes, demand.constants_nbytes
-            found.append(too_little_room(tiers, usage, nbytes, world_size, self.config, once))
+        found.append(too_little_room(opened.rooms, self.config))
         return [each for each in found if each is not None]
 
     async def hand_over(self, agent: NodeAgent | None, agreement: Agreement | None, mark: int) -> None:

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from tiercheck.keys import Key, ShardKey, Stream
-from tiercheck.policy.observation import Contents, Copy, Observation
+from tiercheck.policy.observation import Copy, Observation
 from tiercheck.policy.placement import Placement, own_bases, own_snapshots
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 
 __all__ = ["base_needed_after", "lost", "outlived"]
 
 
-def lost(seen: Observation, damaged: Iterable[Copy], placement: Placement | None = None) -> list[Copy]:
+def lost(seen: Observation, damaged: Iterable[Copy], placement: Placement) -> list[Copy]:
     """The damaged copies whose content no tier holds, and which nothing newer supersedes. Constants may be of an older
-    generation than the bases that refer to them. ``placement``: by it, a base that stays in the first tier supersedes
+    generation than the bases that refer to them. By ``placement`` a base may stay in the first tier: it supersedes
     nothing in the others."""
     return [
         copy
@@ -69,15 +69,12 @@ def outlived(seen: Observation, retention: Retention, damaged: Collection[Copy])
     return gone
 
 
-def _is_made_up_for(seen: Observation, key: ShardKey, placement: Placement | None) -> bool:
-    if any(_is_held(contents, key) for contents in seen.contents):
+def _is_made_up_for(seen: Observation, key: ShardKey, placement: Placement) -> bool:
+    differential = key.stream is Stream.DIFFERENTIAL
+    if any(contents.covers(key) if differential else key in contents for contents in seen.contents):
         return True
-    bases = [base for contents in seen.contents for base in own_bases(seen, contents)]
-    if placement is not None:
-        bases = [
-            base for base in bases if not placement.is_between(base.first) or placement.wants(seen, base, seen.durable)
-        ]
-    newest = max((base.first for base in bases), default=-1)
+    bases = (base for contents in seen.contents for base in own_bases(seen, contents))
+    newest = max((base.first for base in bases if not placement.stays(seen, base, seen.durable)), default=-1)
     if key.stream is Stream.CONSTANT:  # a newer base refers to others, or to none
         return _newest_referring(seen, key) < newest
     if key.stream is Stream.BASE:
@@ -86,12 +83,3 @@ def _is_made_up_for(seen: Observation, key: ShardKey, placement: Placement | Non
         newer = (each.last for contents in seen.contents for each in own_snapshots(seen, contents))
         return max(newest, *newer, -1) >= key.last
     return newest >= key.last
-
-
-def _is_held(contents: Contents, key: ShardKey) -> bool:
-    """Whether ``contents`` hold every version that the shard holds."""
-    if key.stream is not Stream.DIFFERENTIAL:
-        return key in contents
-    batches = contents.differentials(key.rank)
-    covered = {version for batch in batches if batch.generation == key.generation for version in batch.versions}
-    return covered.issuperset(key.versions)

@@ -32,10 +32,8 @@ CONSTANTS_MAX = 2
 RECORDS_BESIDE = 3
 """Beside those that a base or a batch is made of: one is being captured, one comes while the base is made, and one
 while the tiers are told."""
-
-
 FOLD_EVERY_MIN = 2
-"""So that a base which is captured in between can be told from a folded one by its version."""
+"""Of two versions in a row, one is never that of a folded base: a base that is captured there goes to all tiers."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import own_bases, own_differentials
 
-__all__ = ["DUE_MAX", "FOLD_EVERY", "Fold", "gap_after", "lag", "next_fold", "waiting"]
+__all__ = ["DUE_MAX", "FOLD_EVERY", "Fold", "gap_after", "lag", "next_fold", "no_processor_to_fold", "waiting"]
 
 DUE_MAX = 4
 """So many versions the trainer tells the mover at a time. The newest one is left to be folded; those before it are told
@@ -35,6 +35,17 @@ class Fold:
     base: ShardKey
     differentials: tuple[ShardKey, ...]
     version: int
+
+
+def no_processor_to_fold(processors: int, ranks: int) -> str:
+    """Why the folds of ``ranks`` that share so many processors would take one from training; empty if one is free."""
+    if processors > ranks:
+        return ""
+    return (
+        f"no processor is free for folds: this node's ranks are {ranks}, and the processors that they may use "
+        f"{processors} "
+        '(bases="fold" folds all the same; with mover="agent" one process folds for all of them)'
+    )
 
 
 def next_fold(seen: Observation, due: Collection[int], every: int = 0, interval: int = 1) -> Fold | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -68,6 +68,11 @@ class _Held:
             for key in keys:
                 grouped.setdefault((stream, key.generation), []).append(key)
         return {group: tuple(keys) for group, keys in grouped.items()}
+
+    @cached_property
+    def covered(self) -> Set[tuple[int, int]]:
+        """The generation and version of each gradient in the differentials."""
+        return {(key.generation, version) for key in self.shards[Stream.DIFFERENTIAL] for version in key.versions}
 
     @cached_property
     def base_at(self) -> Mapping[tuple[int, int], ShardKey]:
@@ -212,6 +217,11 @@ class Contents:
     def differentials(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's batches, oldest first."""
         return self._held.get(rank, _NOTHING).shards[Stream.DIFFERENTIAL]
+
+    def covers(self, key: ShardKey) -> bool:
+        """Whether every version of the differential is here, whatever batches it is in."""
+        covered = self._held.get(key.rank, _NOTHING).covered
+        return all((key.generation, version) in covered for version in key.versions)
 
     def snapshots(self, rank: int) -> tuple[ShardKey, ...]:
         """The rank's snapshots, oldest first. Of several for one version, the newest base's comes last."""

@@ -112,7 +112,6 @@ class Placement:
         anchors = [base.first for base in own_bases(seen, held)]
         # Differentials before the target's oldest base cannot be replayed there.
         floor = min(anchors, default=-1)
-        covered = {version for key in own_differentials(seen, held) for version in key.versions}
         run: list[ShardKey] = []
         for key in own_differentials(seen, seen.contents[source.index]):
             if key.last <= floor:
@@ -122,7 +121,7 @@ class Placement:
                 # A later batch has begun, so the run gets no more versions.
                 yield self._merge(source, target, run)
                 run = []
-            if not covered.issuperset(key.versions) and self.wants(seen, key, target):
+            if not held.covers(key) and self.wants(seen, key, target):
                 run.append(key)
         if run and (closing or run[-1].last >= self.window(run[-1].first, target)[-1]):
             yield self._merge(source, target, run)
@@ -148,7 +147,7 @@ class Placement:
 
     def wants(self, seen: Observation, key: ShardKey, target: Role) -> bool:
         """Whether this rank's shard of the present generation is to go to the tier."""
-        if self._stays_in_first_tier(seen, key, target):
+        if self.stays(seen, key, target):
             return False
         return self.asked(key, target)[0] or self._needs_base(seen, key, target)
 
@@ -157,7 +156,27 @@ class Placement:
         held = seen.contents[target.index]
         if any(base.first >= key.last for base in own_bases(seen, held)) or not self.wants(seen, key, target):
             return False
-        return not {*key.versions} <= {version for each in own_differentials(seen, held) for version in each.versions}
+        return not held.covers(key)
+
+    def reached(self, seen: Observation) -> dict[str, int]:
+        """By the name of each tier, the version up to which it has what it is to hold of what this rank has captured:
+        differentials or snapshots; bases, if it gets neither."""
+        first = seen.contents[0]
+        bases = own_bases(seen, first)
+        records = own_differentials(seen, first) or own_snapshots(seen, first)
+        newest = max((key.last for key in (*bases, *records)), default=-1)
+        found = {seen.roles[0].name: newest}
+        for role in seen.roles[1:]:
+            if not records or not self.asked(records[-1], role)[0]:
+                lacking = (base.first - 1 for base in bases if self._lacks(seen, base, role))
+            elif records[0].stream is Stream.DIFFERENTIAL:
+                lacking = (key.first - 1 for key in records if self.lacking(seen, key, role))
+            else:
+                held = seen.contents[role.index]
+                there = max((key.last for key in (*own_snapshots(seen, held), *own_bases(seen, held))), default=-1)
+                lacking = (there for key in records[-1:] if key.last > there)
+            found[role.name] = next(lacking, newest)
+        return found
 
     def undrained(self, seen: Observation) -> int:
         """The number of this rank's bases in the first tier that the durable tier still lacks."""
@@ -194,9 +213,9 @@ class Placement:
         """Whether a base of this version is taken for one that was folded between the intervals."""
         return self.fold_every > 0 and version % self.interval > 0 and version % self.fold_every == 0
 
-    def _stays_in_first_tier(self, seen: Observation, key: ShardKey, target: Role) -> bool:
-        """Whether the base was folded between the intervals. One that replaces a differential or a base that differed,
-        and the first one of a generation, goes to the other tiers as well."""
+    def stays(self, seen: Observation, key: ShardKey, target: Role) -> bool:
+        """Whether the base was folded between the intervals, and stays in the first tier. One that replaces a
+        differential or a base that differed, and the first one of a generation, goes to the other tiers as well."""
         if key.stream is not Stream.BASE or not self.is_between(key.first):
             return False
         if seen.differing is not None and key.first >= seen.differing:

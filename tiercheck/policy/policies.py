@@ -26,7 +26,7 @@ from tiercheck.policy.compose.cadence import (
     Progress,
     When,
 )
-from tiercheck.policy.compose.pacing import BytesPerSecond, Copying, PacingPolicy, SlowestOf, Unpaced
+from tiercheck.policy.compose.pacing import BytesPerSecond, Copying, PacingPolicy, SlowestOf, Spread, Unpaced
 from tiercheck.policy.compose.placement import AllWant, BasesOnly, Candidate, EveryNth, Everywhere, PlacementPolicy
 from tiercheck.policy.compose.retention import (
     AnyKeep,
@@ -68,6 +68,7 @@ __all__ = [
     "Progress",
     "RetentionPolicy",
     "SlowestOf",
+    "Spread",
     "Unpaced",
     "When",
     "kept_by",

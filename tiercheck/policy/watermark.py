@@ -7,7 +7,8 @@ The watermark is the newest base committed in the tier that survives most. It ma
   whole base, and ranks that train in lock step are never more than one base apart. So the newest one is enough as soon
   as it is known that no rank needs to go back behind it: when it is committed and the shared tiers have what leads to
   each version before it; or, if bases are folded, when there is a differential after it, for which every rank must have
-  had that version. A first tier that folds also keeps the differentials that another tier is to hold and lacks;
+  had that version. A first tier that folds also keeps the differentials that another tier is to hold and lacks, and
+  the newest base of that kind;
 - in a shared tier: what the retention policy (:mod:`tiercheck.policy.compose.retention`) does not keep. By default the
   last two committed bases stay, and the differentials from the older one on: one interval longer than a recovery needs;
 - what another future of the job left behind (versions outside its lineage), when the present generation has a base of
@@ -153,7 +154,6 @@ class Retention:
             kept = kept[-1:]
         oldest, durable = kept[0], seen.contents[seen.durable.index]
         newest = max(durable.bases(seen.rank), default=None)
-        covered = {(key.generation, version) for key in durable.differentials(seen.rank) for version in key.versions}
 
         def drained(key: ShardKey) -> bool:
             """Whether the durable tier does not need this copy any more. When the generation has a committed base,
@@ -166,7 +166,7 @@ class Retention:
             if not self.placement.wants(seen, key, seen.durable):
                 return True
             if key.stream is Stream.DIFFERENTIAL:
-                return all((key.generation, version) in covered for version in key.versions)
+                return durable.covers(key)
             return newest is not None and (key.generation, key.last) <= (newest.generation, newest.last)
 
         older = [base for base in bases if base < oldest and drained(base)]
@@ -176,6 +176,8 @@ class Retention:
             if (key.generation, key.last) <= (oldest.generation, oldest.last) and drained(key)
         ]
         if folded:
+            waiting = self._waiting_base(seen, role)
+            older = [base for base in older if base != waiting]
             passed = [key for key in passed if self._has_gone_on(seen, key, role)]
         return [*older, *passed, *(key for key in superseded if key not in passed)]
 
@@ -192,7 +194,9 @@ class Retention:
         oldest = min([(way.generation, way.anchor), *((base.generation, base.first) for base in bases)])
         older = [key for key in seen.own(role) if (key.generation, key.last) <= oldest]
         if folded:
+            waiting = self._waiting_base(seen, role)
             older = [key for key in older if key.stream is Stream.BASE or self._has_gone_on(seen, key, role)]
+            older = [key for key in older if key != waiting]
         led = ShardKey.snapshot(way.generation, way.anchor, way.last, seen.rank) if way.by_snapshot else None
         anchors = {oldest} if way.by_snapshot else {oldest, (way.generation, way.anchor)}
         passed = [
@@ -203,6 +207,12 @@ class Retention:
         ]
         gone = [key for key in (*passed, *superseded) if key != led]
         return list(dict.fromkeys(gone))
+
+    def _waiting_base(self, seen: Observation, role: Role) -> ShardKey | None:
+        """The newest base that another tier is to hold and lacks. It takes the place of those before it there, so that
+        one at most waits for a tier that lags, however long."""
+        bases = own_bases(seen, seen.contents[role.index])
+        return next((base for base in reversed(bases) if not self._has_gone_on(seen, base, role)), None)
 
     def _has_gone_on(self, seen: Observation, key: ShardKey, role: Role) -> bool:
         """Whether each tier behind ``role`` has the shard, or is not to have it, or has what is as good there. A newer
@@ -218,7 +228,7 @@ class Retention:
             elif not target.shared:
                 if self.placement.lacking(seen, key, target):
                     return False
-            elif self._can_come(seen, target, key) and not _holds(seen, held, key):
+            elif self._can_come(seen, target, key) and not held.covers(key):
                 return False
         return True
 
@@ -352,11 +362,6 @@ def _is_enough(
     if mark is not None and (newest.generation, newest.last) <= (mark.generation, mark.version):
         return True
     return folded and any(key.last > newest.last for key in own_differentials(seen, contents))
-
-
-def _holds(seen: Observation, contents: Contents, key: ShardKey) -> bool:
-    """Whether the contents have each version of this rank's differential."""
-    return {*key.versions} <= {version for each in own_differentials(seen, contents) for version in each.versions}
 
 
 def _is_kept(seen: Observation, key: Key) -> bool:

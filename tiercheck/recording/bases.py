@@ -161,7 +161,8 @@ class Bases:
         elif not obstacle:
             obstacle = "the node's agent is of a release that does not fold"
         if obstacle != self._saves.stats.not_folded:
-            log.warning("base %d is captured, and not folded: %s", version, obstacle)
+            level = logging.INFO if self._config.bases == "auto" else logging.WARNING
+            log.log(level, "base %d is captured, and not folded: %s", version, obstacle)
         self._saves.note_not_folded(obstacle)
         return False
 

@@ -137,11 +137,11 @@ COPYING = {
 
 
 class Room(StrEnum):
-    """The durable tier's room for bases, or the first tier's for records."""
+    """The durable tier's room for bases, the first tier's for records, or what other tiers may lack."""
 
     EXPECTED = "the tier keeps up"
-    IN_DOUBT = "a base waits, or has waited in vain, for the bases before it"
-    """Until those have drained, no other base waits again."""
+    IN_DOUBT = "a base or a record waits for room, or has waited in vain"
+    """Until there is room, nothing else waits for it again."""
 
 
 class RoomEvent(StrEnum):
@@ -166,3 +166,4 @@ class Modes:
         self.copying = Machine(COPYING, Copying.LAZY)
         self.room = Machine(ROOM, Room.EXPECTED)
         self.record_room = Machine(ROOM, Room.EXPECTED)
+        self.lag_room = Machine(ROOM, Room.EXPECTED)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.config import CheckpointConfig
-from tiercheck.errors import GroupError, SaveError, TierError
+from tiercheck.errors import CapacityExceeded, GroupError, SaveError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import MetricKey
 from tiercheck.policy.placement import Placement
 from tiercheck.recording.backlog import Backlog
 from tiercheck.recording.bases import Bases
 from tiercheck.recording.cadence import Cadence
+from tiercheck.recording.lag import LagBound
 from tiercheck.recording.modes import BaseEvent, Chain, Copying, CopyingEvent, Modes, Record, RecordEvent
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
@@ -134,6 +135,18 @@ class Recorder:
             folds=folds,
         )
 
+        self._lag = LagBound(
+            hierarchy,
+            mover,
+            scheduler,
+            self._nudge,
+            saves=self._saves,
+            modes=self._modes,
+            rank=rank,
+            versions_max=config.lag_max,
+            deadline_s=config.deadline_s,
+        )
+
     @property
     def stats(self) -> Stats:
         """What recording has done and cost so far."""
@@ -162,6 +175,7 @@ class Recorder:
         await self._bases.finish_copy()
         async with _Recording(self, version):
             if self._modes.record.state is Record.NONE:
+                await self._lag.admit(version)
                 await self._backlog.admit()
         began = self._scheduler.time()
         async with _Recording(self, version):
@@ -172,7 +186,7 @@ class Recorder:
                     await self._begin_differential(version)
         async with _Recording(self, version):
             if self._open_record is not None:
-                self._open_record.capture.add(gradients)
+                await self._add(version, self._open_record, gradients)
             else:  # the whole version is recorded, or nothing of it
                 self._stream.leave_out(gradients, version)
         self._saves.count(differential_stall_s=self._scheduler.time() - began)
@@ -242,6 +256,7 @@ class Recorder:
         await self._bases.finish_copy()
         async with _Recording(self, version):
             if self._modes.record.state is Record.NONE:
+                await self._lag.admit(version)
                 await self._backlog.admit()
                 await self._begin_differential(version)
         self.trained = version
@@ -294,6 +309,21 @@ class Recorder:
         self._open_record = _OpenRecord(self._stream.begin(key, reservation.buffer), reservation, nbytes)
         self._modes.record.on(RecordEvent.BEGUN)
 
+    async def _add(self, version: int, opened: _OpenRecord, gradients: Mapping[str, Any]) -> None:
+        """If gradients take more room than those of the last version, their record goes on in longer memory."""
+        try:
+            opened.capture.add(gradients)
+            return
+        except CapacityExceeded:
+            if opened.nbytes >= (nbytes := self._stream.nbytes_unexpected):
+                raise
+        key = self._stream.key(self._generation, version, self._rank)
+        short, longer = opened.reservation, await self._memory.reserve(key, nbytes)
+        opened.reservation, opened.nbytes = longer, nbytes
+        opened.capture.move(longer.buffer)
+        await self._memory.drop(short, f"giving back the shorter memory for {key}")
+        opened.capture.add(gradients)
+
     async def _publish_differential(self, version: int, began: float, *, skipped: bool, written: bool) -> None:
         """``written``: whether something other than the optimizer has written to a master since the step."""
         record = self._modes.record
@@ -323,10 +353,10 @@ class Recorder:
         if self._modes.chain.state is not Chain.WHOLE:
             await self._bases.finish()  # until then nothing leads to this version, and that base may be given up
         due = False
-        with self._saves.saving(version):
+        with self._saves.saving(version, recorded=recorded):
             due = await self._bases.is_due(version)
         if due or self._bases.is_needed():
-            with self._saves.saving(version):
+            with self._saves.saving(version, recorded=recorded):
                 doubted = self._stream.doubts != Doubts()  # the differential says so, also if the doubt ends here
                 if due and self._before_bases is not None:
                     self._before_bases()

@@ -41,21 +41,23 @@ class Saves:
         self.stats = replace(self.stats, not_folded=why)
 
     @contextmanager
-    def saving(self, version: int) -> Iterator[None]:
-        """A context for a save of the version. Errors: ``SaveError``; what is no failure of a save."""
+    def saving(self, version: int, *, recorded: bool = False) -> Iterator[None]:
+        """A context for a save of the version. ``recorded``: its differential is there, and its base is made. Errors:
+        ``SaveError``; what is no failure of a save."""
         try:
             yield
         except Exception as error:
-            if not self.failed(version, error):
+            if not self.failed(version, error, recorded=recorded):
                 raise
 
-    def failed(self, version: int, error: BaseException) -> bool:
+    def failed(self, version: int, error: BaseException, *, recorded: bool = False) -> bool:
         """A save has failed. Returns whether training goes on. Errors: ``SaveError``."""
         if not isinstance(error, TierError | GroupError | SaveError):
             return False
         self._modes.base.on(BaseEvent.NEEDED)
         self.count(failed_saves=1)
-        message = f"version {version} could not be saved: {error}"
+        what = f"the base of version {version} could not be made, its differential is there" if recorded else ""
+        message = f"{what or f'version {version} could not be saved'}: {error}"
         if self._config.on_save_error == "fail":
             self.failure = message
             raise SaveError(message) from error

@@ -226,7 +226,10 @@ class Restorer:
                 return None  # it may have been saved under another layout
             if version is None:
                 if touched:
-                    raise AssertionError("the ranks hold a base, and agree on none")
+                    raise RecoveryError(
+                        "a base was loaded, and then no copy of it, or of what leads on from it, was left that every "
+                        f"rank can read; the state is of no version now: {'; '.join(reader.copies.told())}"
+                    )
                 self._unused = reader.copies.told()
                 return None
             best = version if best is None else best

@@ -29,16 +29,22 @@ from tiercheck.replication.pacing import Pacer
 from tiercheck.streams.records.merge import ShardContents, as_stored, merge
 from tiercheck.types import Payload, PutMode
 
-__all__ = ["COMMITTING", "COPYING", "DELETING", "MARKING", "REPORTING", "Actions"]
+__all__ = ["COMMITTING", "COPYING", "COPYING_BASES", "DELETING", "MARKING", "REPORTING", "Actions", "copying"]
 
 log = logging.getLogger(__name__)
 
 COPYING, MARKING, COMMITTING, DELETING = "copying", "marking", "committing", "deleting"
+COPYING_BASES = "copying base"
 REPORTING = "reporting"
 CHECKS_IN_FLIGHT = 128
 """So many ranks' shards the coordinator checks at a time."""
 DELETE_CALLS_MAX = 64
 MISSING_MAX = 1000
+
+
+def copying(shard: ShardKey) -> str:
+    """What it is called to copy the shard. A constant is a part of the bases that refer to it."""
+    return COPYING_BASES if shard.stream in (Stream.BASE, Stream.CONSTANT) else COPYING
 
 
 class _Foreign(Corruption):
@@ -67,9 +73,7 @@ class Actions:
         lineage: Lineage,
         fence: Callable[[OpenTier], Awaitable[None]],
         pacer: Pacer,
-        undrained: Callable[[], int],
     ) -> None:
-        """``undrained``: the number of bases that the durable tier lacks."""
         self.copied_bytes = 0
         self.copied_objects = 0
         self.deleted_objects = 0
@@ -80,7 +84,6 @@ class Actions:
         self._lineage = lineage
         self._fence = fence
         self._pacer = pacer
-        self._undrained = undrained
         self._missing: set[tuple[int, ShardKey]] = set()
         """Copies (tier index, key) that were listed once, and were not there."""
 
@@ -152,10 +155,8 @@ class Actions:
         await self._put(target, batch, payload)
 
     async def _put(self, target: OpenTier, key: ShardKey, payload: Payload) -> None:
-        if self._pacer.paces:
-            nbytes = sum(memoryview(each).nbytes for each in payload)
-            await self._pacer.turn(target, key.stream, nbytes, self._undrained())
-        info = await target.driver.put(str(key), payload)
+        async with self._pacer.copying(target, key, sum(memoryview(each).nbytes for each in payload)):
+            info = await target.driver.put(str(key), payload)
         self._observer.put(target.index, key, info.nbytes)
         self.copied_bytes += info.nbytes
         self.copied_objects += 1

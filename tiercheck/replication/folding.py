@@ -8,45 +8,34 @@ is given up for good, and the recorder captures the bases that are due.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
-from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierCheckError, TierError
-from tiercheck.format import container
-from tiercheck.format.container import Shard
+from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import ShardKey
+from tiercheck.keys import ShardKey, parse
+from tiercheck.policy.commit import superseded
 from tiercheck.policy.folding import Fold, gap_after, lag, next_fold, waiting
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
+from tiercheck.replication.folds import Damaged, Differs, Folds, Gone, Made, Outcome, Refused
+from tiercheck.replication.handle import MoverStatus
 from tiercheck.replication.observer import Observer
-from tiercheck.runtime.waiting import settled
-from tiercheck.streams.doubts import NAMES_MAX, listed
-from tiercheck.streams.state import FoldShards, InDoubt, NotExact, StateCapture
-from tiercheck.tiers.driver import Reservation
-from tiercheck.types import PutMode
+from tiercheck.streams.doubts import listed
 
 __all__ = ["FOLDING", "Folder"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 FOLDING = "folding"
 PREPARING = "folding is still being prepared (torch is imported, a kernel is certified)"
 
 
-class _BrokenOff(Exception):
-    """Nobody waits for the fold any more."""
-
-
 class Folder:
-    """Folds one rank's bases in ``tier``, the first one, by ``shards``."""
+    """Has one rank's bases folded in ``tier``, the first one."""
 
-    def __init__(self, shards: FoldShards, tier: OpenTier, observer: Observer, placement: Placement) -> None:
+    def __init__(self, folds: Folds, tier: OpenTier, observer: Observer, placement: Placement) -> None:
         self.folded_bases = 0
         self.taken = -1
         """The newest version whose base is left to be folded."""
@@ -54,7 +43,7 @@ class Folder:
         """Of those, how many were compared with what training had."""
         self._differing: tuple[int | None, tuple[str, ...]] = None, ()
         """The newest version that differed from it, and in what."""
-        self._shards = shards
+        self._folds = folds
         self._tier = tier
         self._observer = observer
         self._placement = placement
@@ -95,6 +84,15 @@ class Folder:
         gap = gap_after(seen)
         return "" if gap is None else f"the differential after version {gap} is not in the first tier"
 
+    def awaited(self, status: MoverStatus) -> str:
+        """What training waits for, in words; empty if it is no fold."""
+        if self.preparing:
+            return f"{PREPARING} in {self._folds.where}"
+        if not status.unfolded_bases:
+            return ""
+        lag = f"{status.fold_lag_versions} versions came after it"
+        return f"a base that is due is not folded: {lag}; {self._folds.where} folds"
+
     @property
     def preparing(self) -> bool:
         return not (self._prepared or self._given_up)
@@ -122,83 +120,54 @@ class Folder:
     async def prepare(self, seen: Observation) -> None:
         """Make ready what folds, ahead of the first fold, when the generation has a base. That is not waited for if the
         mover ends."""
-        key = self.base(seen)
-        try:
-            if key is not None and (base := await self._shard(key)) is not None:
-                await self._beside(partial(self._shards.prepare, base))
-        except NotExact as doubt:
-            self._give_up(doubt)
-        except TierError as error:  # the first fold does it, or finds it damaged
-            log.info("folding is not prepared ahead of the first fold: %s", error)
-        except Exception as error:  # noqa: BLE001  (bases can be captured; what cannot be folded must not end the mover)
-            self._give_up(NotExact(f"what folds could not be made ready: {type(error).__name__}: {error}"))
+        if (key := self.base(seen)) is not None:
+            try:
+                self._note(await self._folds.prepare(key))
+            except TierError as error:  # the first fold does it, or finds what is the matter
+                log.info("folding is not prepared ahead of the first fold: %s", error)
         self._prepared = True
-
-    def _give_up(self, doubt: NotExact) -> None:
-        self._given_up = str(doubt)
-        log.warning("bases are captured from here on, and not folded: %s", doubt)
 
     async def fold(self, fold: Fold) -> None:
         """Make the base. Errors: ``TierError``, such as for lack of room; it is tried again."""
-        shards: list[Shard] = []
-        for key in (fold.base, *fold.differentials):
-            shard = await self._verified(key)
-            if shard is None:
-                return  # the next look does without it
-            shards.append(shard)
-        broken_off = False
 
-        def check() -> None:
-            if broken_off:
-                raise _BrokenOff
+        async def wanted() -> bool:
+            await self._observer.refresh_nearby()
+            seen = self._observer.seen()
+            captured_meanwhile = self._newest_base(seen) >= fold.version
+            return superseded(seen) is None and not captured_meanwhile
 
-        def stop(task: asyncio.Future[StateCapture]) -> None:
-            nonlocal broken_off
-            broken_off = True
+        self._note(await self._folds.fold(fold, wanted), fold)
 
-        def replay() -> StateCapture:
-            return self._shards(shards[0], shards[1:], tier=self._tier.name, check=check)
-
-        try:
-            base = await settled(self._beside(replay), stop=stop)
-        except InDoubt as doubt:
-            self._in_doubt = fold.version, str(doubt)
-            return
-        except NotExact as doubt:
-            self._give_up(doubt)
-            return
-        await self._observer.refresh_nearby()
-        if self._newest_base(self._observer.seen()) >= fold.version:  # captured meanwhile, or a newer one
-            return
-        reservation = await self._tier.driver.reserve(str(base.key), base.nbytes_max)
-        try:
-            nbytes = await settled(self._beside(partial(_write, base, reservation)))
-            if base.unexpected:
-                self._differs(fold, base.unexpected)
-                return
-            info = await reservation.publish(nbytes, mode=PutMode.CREATE)
-        except AlreadyExists:
-            return
-        finally:
-            await _drop(reservation)
-        self._observer.put(self._tier.index, base.key, info.nbytes)
-        self.folded_bases += 1
-        self.audited_bases += base.audited
+    def _note(self, outcome: Outcome, fold: Fold | None = None) -> None:
+        match outcome:
+            case Gone(key):
+                self._observer.gone(self._tier.index, [_key(key)])
+            case Damaged(key, why):
+                self._observer.found_damaged(self._tier.index, _key(key))
+                log.error("%s; it is not folded", why)
+            case Refused(why, until_captured) if until_captured and fold is not None:
+                self._in_doubt = fold.version, why
+            case Refused(why):
+                self._given_up = why
+                level = logging.INFO if fold is None else logging.WARNING  # before the first one it is no surprise
+                log.log(level, "bases are captured from here on, and not folded: %s", why)
+            case Differs(names) if fold is not None:
+                self._differs(fold, names)
+            case Made(key, nbytes, audited):
+                self._observer.put(self._tier.index, _key(key), nbytes)
+                self.folded_bases += 1
+                self.audited_bases += audited
 
     def _differs(self, fold: Fold, names: tuple[str, ...]) -> None:
         """What differs from what training had is no base of it: one is captured."""
-        version, names = fold.version, names[:NAMES_MAX]
-        why = f"what was folded for version {version} differs from what training had in {listed(names)}"
-        self._differing, self._in_doubt = (version, names), (version, why)
-        self._observer.differing = version
+        why = f"what was folded for version {fold.version} differs from what training had in {listed(names)}"
+        self._differing, self._in_doubt = (fold.version, names), (fold.version, why)
+        self._observer.differing = fold.version
         log.error(
             "%s: something has written there in a way that torch does not count (through .data, perhaps), or memory or "
             "arithmetic has failed, in the job or here. A base is captured. Versions before it may lack the difference",
             why,
         )
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._shards.executor, work)
 
     def _refused(self, seen: Observation) -> str:
         version, why = self._in_doubt
@@ -209,33 +178,8 @@ class Folder:
         base = self.base(seen)
         return -1 if base is None else base.last
 
-    async def _verified(self, key: ShardKey) -> Shard | None:
-        """The shard, every byte of it verified; ``None`` if it is damaged or gone."""
-        return await self._shard(key, verified=True)
 
-    async def _shard(self, key: ShardKey, *, verified: bool = False) -> Shard | None:
-        try:
-            content = await self._tier.driver.get(str(key))
-            shard = container.parse(content, key=str(key), tier=self._tier.name)
-            if verified:
-                await settled(self._beside(shard.verify))
-            return shard
-        except NotFound:
-            self._observer.gone(self._tier.index, [key])
-        except Corruption as error:
-            self._observer.found_damaged(self._tier.index, key)
-            log.error("%s; it is not folded", error)
-        return None
-
-
-async def _drop(reservation: Reservation) -> None:
-    """A published one is none any more. An error here must not hide what has ended the fold."""
-    try:
-        await reservation.drop()
-    except TierCheckError as error:
-        log.warning("dropping the memory of a fold: %s", error)
-
-
-def _write(base: StateCapture, reservation: Reservation) -> int:
-    base.copy(reservation.buffer)
-    return base.finish()
+def _key(text: str) -> ShardKey:
+    key = parse(text)
+    assert isinstance(key, ShardKey), "a fold reads shards"
+    return key

@@ -55,10 +55,18 @@ class MoverStatus:
     base_needed_after: int | None = None
     """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
     this process's memory is lost, until a base newer than this version is captured."""
+    reached_versions: dict[str, int] = field(default_factory=dict)
+    """By the name of each tier, the version up to which it has all that it is to hold. The first tier comes first."""
     held_up_by: str = ""
     """What the oldest differential in the first tier waits for."""
     refused_decisions: int = 0
     """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
+
+    @property
+    def lag_versions(self) -> dict[str, int]:
+        """By tier, how many versions it lacked at the last look. A tier that takes batches lacks up to one of them."""
+        newest, *others = self.reached_versions.items() or [("", 0)]
+        return {tier: newest[1] - last for tier, last in others}
 
 
 class MoverHandle(Protocol):

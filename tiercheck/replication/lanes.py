@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tiercheck.hierarchy import OpenTier
-from tiercheck.replication.actions import COMMITTING, COPYING, DELETING, MARKING, REPORTING
+from tiercheck.replication.actions import COMMITTING, COPYING, COPYING_BASES, DELETING, MARKING, REPORTING
 
 __all__ = ["RECORDING", "Lane"]
 
@@ -14,6 +14,8 @@ RECORDING = "recording"
 COMMITS = (REPORTING, COMMITTING)
 """Reports come before a commit, so that a rank that sees a commit sees what was reported before."""
 MOVES = (RECORDING, MARKING, DELETING, COPYING)
+BASES = (COPYING_BASES,)
+"""A base may take long: differentials do not wait for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,4 +30,5 @@ class Lane:
     @classmethod
     def of(cls, tier: OpenTier, *, commits: bool) -> list[Lane]:
         """``commits``: this rank may have to commit what lies in the tier."""
-        return [cls(tier, MOVES), cls(tier, COMMITS)] if commits else [cls(tier, MOVES + COMMITS)]
+        moving = [cls(tier, MOVES), cls(tier, COMMITS)] if commits else [cls(tier, MOVES + COMMITS)]
+        return [*moving, cls(tier, BASES)] if tier.index else moving

@@ -24,7 +24,7 @@ from typing import Any
 
 from tiercheck.errors import Corruption, DeadlineExceeded, JobConflict, SaveError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
-from tiercheck.keys import Key, LineageKey, ShardKey, Stream, parse
+from tiercheck.keys import Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
 from tiercheck.policy.first_tier import held_up_by
@@ -35,9 +35,10 @@ from tiercheck.policy.policies import PacingPolicy, Unpaced
 from tiercheck.policy.recovery.agreement import needs_agreement, reach
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
-from tiercheck.replication.actions import COMMITTING, COPYING, MARKING, REPORTING, Actions
+from tiercheck.replication.actions import COMMITTING, COPYING_BASES, MARKING, REPORTING, Actions, copying
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
-from tiercheck.replication.folding import FOLDING, PREPARING, Folder
+from tiercheck.replication.folding import FOLDING, Folder
+from tiercheck.replication.folds import Folds
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
 from tiercheck.replication.objects.generation import record_generation
@@ -45,7 +46,6 @@ from tiercheck.replication.observer import Observer
 from tiercheck.replication.pacing import Pacer
 from tiercheck.replication.refusals import Refusals
 from tiercheck.runtime.backoff import Backoff
-from tiercheck.streams.state import FoldShards
 
 __all__ = ["Mover", "MoverHandle", "MoverStatus"]
 
@@ -84,7 +84,7 @@ class Mover:
         lineage: Lineage,
         pacing: PacingPolicy | None = None,
         mark: int | None = None,
-        folds: FoldShards | None = None,
+        folds: Folds | None = None,
     ) -> None:
         """``folds``: makes bases of what lies in the first tier; ``None``: all are captured."""
         self.status = MoverStatus()
@@ -99,6 +99,7 @@ class Mover:
             hierarchy, self._attempts, rank=rank, world_size=world_size, generation=generation, lineage=lineage
         )
         self._observer.mark = mark
+        self._pacer = Pacer(pacing or Unpaced(), self._refusals, placement, self._observer.seen)
         self._actions = Actions(
             hierarchy,
             self._observer,
@@ -106,8 +107,7 @@ class Mover:
             world_size=world_size,
             lineage=lineage,
             fence=self._check_generation,
-            pacer=Pacer(pacing or Unpaced(), self._refusals),
-            undrained=lambda: placement.undrained(self._observer.seen()),
+            pacer=self._pacer,
         )
         first = hierarchy.first
         self._folder = None if folds is None else Folder(folds, first, self._observer, placement)
@@ -181,19 +181,19 @@ class Mover:
         """
         asked_at = asyncio.get_running_loop().time()
         tiers = self._hierarchy.tiers
-        while True:
-            listed = all(self._observer.attempted_since(tier.index, asked_at) for tier in tiers)
-            outcomes = await asyncio.gather(
-                *(self._serve(*lanes, closing=closing, since=asked_at) for lanes in self._lanes), return_exceptions=True
-            )
-            served: list[_Outcome] = []
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                served.append(outcome)
-            # What one tier was given, or what was found in it, may make work for another.
-            if listed and not any(outcome.acted for outcome in served):
-                return all(outcome.done for outcome in served)
+        async with self._pacer.hurrying():
+            while True:
+                listed = all(self._observer.attempted_since(tier.index, asked_at) for tier in tiers)
+                serving = (self._serve(*lanes, closing=closing, since=asked_at) for lanes in self._lanes)
+                outcomes = await asyncio.gather(*serving, return_exceptions=True)
+                served: list[_Outcome] = []
+                for outcome in outcomes:
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                    served.append(outcome)
+                # What one tier was given, or what was found in it, may make work for another.
+                if listed and not any(outcome.acted for outcome in served):
+                    return all(outcome.done for outcome in served)
 
     async def _prepare_folding(self, folder: Folder) -> None:
         async with self._looked:
@@ -257,7 +257,7 @@ class Mover:
                 outcomes: list[bool] = []
                 for action in self._attempts.ordered(tier, actions):
                     outcomes.append(await self._try(tier, action))
-                    if outcomes[-1] and _brings_base(action):
+                    if outcomes[-1] and action.kind == COPYING_BASES:
                         break  # its marker, its commit and the room that they make come before the next copy
                 acted |= any(outcomes)
                 done = all(outcomes) and all(self._observer.visible(each.index) for each in self._hierarchy.tiers)
@@ -305,7 +305,7 @@ class Mover:
             # Room is made before anything more is brought.
             *(actions.deletions(tier, self._reclaimable(seen, tier)) if sure(tier.index) else ()),
             *(
-                Action(COPYING, str(transfer.target), partial(actions.transfer, transfer))
+                Action(copying(transfer.target), str(transfer.target), partial(actions.transfer, transfer))
                 for transfer in self._retention.wanted(seen, self._placement.transfers(seen, closing=closing))
                 if transfer.target_tier == tier.index and visible(transfer.source_tier)
             ),
@@ -378,10 +378,8 @@ class Mover:
             return has_room()
 
         def what() -> str:
-            if self._folder is not None and self._folder.preparing and self.status.has_room:
-                return PREPARING
-            if self.status.unfolded_bases and self.status.has_room:
-                return f"a base that is due is not folded: {self.status.fold_lag_versions} versions came after it"
+            if self._folder is not None and self.status.has_room and (fold := self._folder.awaited(self.status)):
+                return fold
             if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
                 return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
             return f"{self.status.undrained_bases} bases have not reached the durable tier"
@@ -424,7 +422,7 @@ class Mover:
     ) -> None:
         """Wait for the condition. Errors: ``DeadlineExceeded`` saying ``what``, and what these tiers lack."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._pacer.hurrying(), asyncio.timeout(deadline_s):
                 self.nudge()
                 while not await condition():
                     if self.conflict is not None:
@@ -476,6 +474,7 @@ class Mover:
             known = {
                 "watermark": mark.version if mark else None,
                 "held_up_by": held_up_by(seen, self._placement),
+                "reached_versions": self._placement.reached(seen),
                 "undrained_bases": undrained,
                 "has_room": undrained < BASES_IN_VOLATILE_TIERS and self._has_room(seen),
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
@@ -493,8 +492,3 @@ class Mover:
             slow_views_s=self._observer.slow_views_s,
             refused_decisions=self._refusals.count,
         )
-
-
-def _brings_base(action: Action) -> bool:
-    key = parse(action.key) if action.kind == COPYING else None
-    return isinstance(key, ShardKey) and key.stream is Stream.BASE

@@ -81,6 +81,8 @@ class Runtime:
     """Draws a text that no other generation has."""
     lock: Callable[[Sequence[str], int], Lock]
     """Locks tiers (by URL) for one rank, on this node. Errors: ``JobConflict``."""
+    processors: int = 1
+    """How many this process may use."""
 
 
 class TaskScheduler:

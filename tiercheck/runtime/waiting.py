@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["settled", "together"]
+__all__ = ["in_threads", "settled", "together"]
 
 T = TypeVar("T")
 
@@ -47,6 +48,30 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def in_threads(pieces: Iterable[T], work: Callable[[T], object], threads: int) -> None:
+    """``work`` of each piece, by at most so many of the event loop's threads. On return none of them holds a piece, or
+    ``work``.
+
+    Errors: the first one; no further piece is begun then, nor if the caller is cancelled.
+    """
+    waiting, works = deque(pieces), [work]
+
+    def drain() -> None:
+        while works:
+            try:
+                piece = waiting.popleft()
+            except IndexError:
+                return
+            works[0](piece)
+
+    del work
+    try:
+        await together([asyncio.to_thread(drain) for _ in range(min(threads, len(waiting)))])
+    finally:
+        works.clear()
+        waiting.clear()
 
 
 async def _end(task: asyncio.Future[Any], within_s: float | None) -> None:

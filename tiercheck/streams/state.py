@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -81,7 +80,12 @@ class RecordCapture(Protocol):
     """One version on its way into the first tier's memory."""
 
     def add(self, gradients: Mapping[str, Any]) -> None:
-        """Take the gradients of the coming step, or of a part of it."""
+        """Take the gradients of the coming step, or of a part of it. Errors: ``CapacityExceeded`` if memory does not
+        suffice: :meth:`move`, and call this again."""
+        ...
+
+    def move(self, memory: memoryview) -> None:
+        """Go on in longer memory, which what there is so far is copied to."""
         ...
 
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
@@ -160,11 +164,6 @@ class StateCapture(Protocol):
 class FoldShards(Protocol):
     """Makes of a base and the differentials after it the base of the last version, apart from the job."""
 
-    @property
-    def executor(self) -> Executor | None:
-        """The threads that it is to run on; ``None``: those of the event loop."""
-        ...
-
     def prepare(self, base: Shard) -> None:
         """Make ready what takes long, such as imports and kernels, for bases like this one. Blocking, in any thread,
         while it may happen that nobody waits for it any more. Errors: ``NotExact`` if they cannot be folded here."""
@@ -194,6 +193,9 @@ class StateStream(Protocol):
 
     @property
     def nbytes_max(self) -> int: ...
+
+    @property
+    def nbytes_unexpected(self) -> int: ...
 
     @property
     def nbytes_expected(self) -> int: ...

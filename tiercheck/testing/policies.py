@@ -226,6 +226,11 @@ class PolicyTests:
             st.sampled_from(Stream),
             st.integers(0, 1 << 50),
             st.integers(0, 2),
+            st.integers(0, 1 << 50) | st.none(),
+            st.integers(1, 1000),
+            st.integers(-1000, 1000),
+            st.floats(0, 1e6) | st.none(),
+            st.booleans(),
         )
 
     def _pasts(self) -> st.SearchStrategy[Committed]:

@@ -37,7 +37,7 @@ def test_the_package_alone_brings_no_dependency() -> None:
 
 def test_it_stands_back() -> None:
     statement = (
-        "from tiercheck.agent.server.priority import stand_back\nimport os\nsaid = stand_back()\n"
+        "from tiercheck.runtime.priority import stand_back\nimport os\nsaid = stand_back()\n"
         "print(os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0) == os.SCHED_BATCH, said)"
     )
     done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, timeout=120, check=True)
@@ -48,7 +48,7 @@ def test_a_session_of_its_own_stands_back_too() -> None:
     group = Path("/proc/self/autogroup")
     if not group.exists():
         pytest.skip("this kernel makes no groups of sessions (CONFIG_SCHED_AUTOGROUP)")
-    statement = f"import tiercheck.agent.server.priority as p\nprint(p.stand_back(), open({str(group)!r}).read())"
+    statement = f"import tiercheck.runtime.priority as p\nprint(p.stand_back(), open({str(group)!r}).read())"
     command = [sys.executable, "-c", statement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, start_new_session=True)
     assert "session nice 10, " in done.stdout

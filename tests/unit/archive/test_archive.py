@@ -11,8 +11,10 @@ import torch
 import tiercheck
 from tests.archived import FIRST_LIFE, LAST, WORLD, Left, bits
 from tests.training import Training
-from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, Unsupported
-from tiercheck.hierarchy import Hierarchy
+from tiercheck.archive import tiers
+from tiercheck.archive.tiers import TierContents
+from tiercheck.errors import Closed, ConfigurationError, NotFound, RecoveryError, Unauthorized, Unsupported
+from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.keys import Stream
 
 
@@ -138,10 +140,23 @@ def test_a_tier_that_is_away_is_told_of_and_the_others_are_shown(finished: Left,
     with tiercheck.open(finished.url, f"nvme://{tmp_path}/missing") as archive:
         assert archive.versions[-1][1] == LAST
         assert any("nvme-2" in each and "there is no directory" in each for each in archive.problems)
+        found = archive.verify()
+        assert (found.lost, found.away, found.healthy) == ((), ("nvme-2",), False)
     with pytest.raises(NotFound, match="there is no directory"):
         tiercheck.open(f"nvme://{tmp_path}/missing")
     with pytest.raises(ConfigurationError):
         tiercheck.open("nvme:///a/b?colour=red")
+
+
+def test_tiers_none_of_which_can_be_listed_are_an_error(finished: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a place that this user may not read would look like an empty one."""
+
+    async def listed(tier: OpenTier) -> TierContents:
+        raise Unauthorized("it refuses this user", tier=tier.driver.url)
+
+    monkeypatch.setattr(tiers, "_listed", listed)
+    with pytest.raises(Unauthorized, match=r"it refuses this user .*nvme"):
+        tiercheck.open(finished.url)
 
 
 def test_a_closed_archive_says_so(finished: Left) -> None:

@@ -165,6 +165,11 @@ def test_pruning_asks_what_is_to_stay_and_keeps_only_what_there_is(left: Left) -
             archive.prune()
         with pytest.raises(ConfigurationError, match="version 99 is to be kept, and cannot be read"):
             archive.prune(keep_versions=(99,))
+    with (
+        tiercheck.open_to_change(f"nvme://{left.root.parent}") as archive,
+        pytest.raises(ConfigurationError, match=r"nothing to prune: no job has an object in nvme://.*; check the URL"),
+    ):
+        archive.prune(keep_last=1)
     left.remove("job/lineage/g000002")
     with tiercheck.open_to_change(left.url) as archive, pytest.raises(RecoveryError, match="missing or damaged"):
         archive.prune(keep_last=1)
@@ -280,6 +285,15 @@ def test_what_a_live_job_needs_is_refused_by_name(what: dict[str, Any], why: str
 )
 def test_what_cannot_be_meant_is_refused(what: dict[str, Any], why: str, finished: Left) -> None:
     with tiercheck.open_to_change(finished.url) as archive, pytest.raises(ConfigurationError, match=why):
+        archive.rm(**what, dry_run=True)
+
+
+@pytest.mark.parametrize("what", [{"version": 4}, {"job": True, "job_is_dead": True}])
+def test_nothing_is_removed_while_a_tier_cannot_be_asked(what: dict[str, Any], finished: Left, tmp_path: Path) -> None:
+    with (
+        tiercheck.open_to_change(finished.url, f"nvme://{tmp_path}/missing") as archive,
+        pytest.raises(ConfigurationError, match=r"missing cannot be asked what it holds \(.*leave it out, or wait"),
+    ):
         archive.rm(**what, dry_run=True)
 
 

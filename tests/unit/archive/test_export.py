@@ -150,7 +150,12 @@ def test_flat_partitions_become_the_models_tensors_at_any_version(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], each) for name, each in expected.items())
         # Without differentials, and with them, the padding belongs to nobody.
-        archive.export(tmp_path / "bf16", version=version, dtype="model")
+        own = archive.export(tmp_path / "bf16", version=version, dtype="model")
+        assert (own.fidelity, own.notes) == (
+            "exact",
+            ("2 tensors are rounded from F32 to BF16; the model has them in BF16",),
+        )
+        assert archive.export(tmp_path / "fp16", version=version, dtype="fp16").fidelity == "approximate"
         halves = load_file(tmp_path / "bf16")
         assert all(torch.equal(halves[name], expected[name].to(torch.bfloat16)) for name in SHAPES)
         assert halves["steps"].dtype is torch.int64
@@ -249,6 +254,10 @@ def test_what_is_there_is_replaced_only_if_asked(finished: Left, tmp_path: Path)
         archive.export(tmp_path / "hub", "huggingface")
         archive.export(tmp_path / "hub", "huggingface", version=1, overwrite=True)
         assert bits(load_file(tmp_path / "hub/model.safetensors")) == finished.weights[0, 1]
+        (tmp_path / "hub" / "config.json").write_text("mine")
+        for directory in (tmp_path, tmp_path / "hub"):
+            with pytest.raises(ConfigurationError, match=r"something else than an export \((config\.json|hub)\)"):
+                archive.export(directory, "huggingface", overwrite=True)
         with pytest.raises(ConfigurationError, match="no directory"):
             archive.export(tmp_path / "nowhere" / "model")
         with pytest.raises(ConfigurationError, match="/proc takes no new directory"):

@@ -20,7 +20,7 @@ TOKEN = "0" * 16
 def listing(shards: Iterable[ShardKey], *branches: Branch) -> Inventory:
     found: list[Key] = [*shards, *(LineageKey(branch.generation) for branch in branches)]
     objects = {key: ObjectInfo(str(key), 10, "") for key in found}
-    return Inventory((TierContents(Role(0, "s3", Survives.RACK), "s3://x", None, objects, branches),))
+    return Inventory((TierContents(Role(0, "s3", Survives.RACK), "s3://x", objects=objects, branches=branches),))
 
 
 def captured(generation: int, ranks: int, base: int, last: int) -> list[ShardKey]:

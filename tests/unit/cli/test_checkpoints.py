@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -91,6 +92,8 @@ def test_show_takes_the_version_behind_the_tiers_or_by_option(finished: Left) ->
     by_option = told("show", finished.url, "--version", str(FIRST_LIFE))
     assert by_option["version"] == FIRST_LIFE
     assert told("show", finished.url, str(FIRST_LIFE)) == by_option
+    assert told("plan", finished.url, "8", "--no-time") == told("plan", finished.url, "--version", "8", "--no-time")
+    assert told("rm", finished.url, "4") == told("rm", finished.url, "--version", "4")
     with pytest.raises(typer.BadParameter, match="given twice: 8, and 9 by --version"):
         with_version([finished.url, "8"], 9)
     with pytest.raises(typer.BadParameter, match="version 8 of what"):
@@ -140,6 +143,11 @@ def test_export_writes_the_model_and_says_how_true_it_is(finished: Left, tmp_pat
     assert bits(load_file(target)) == finished.weights[0, 5]
     again = printed("export", finished.url, "--to", target, "--overwrite", "--dtype", "model")
     assert f"version {LAST}, exact, 9 tensors" in again
+    rounded = printed("export", finished.url, "5", "--to", target, "--overwrite", "--dtype", "bf16")
+    assert "version 5, approximate, 9 tensors" in rounded
+    assert "6 tensors are rounded from F32 to BF16; the model has them in F32" in rounded
+    with safe_open(target, "pt") as file:
+        assert file.metadata()["tiercheck"] == "version 5 of generation 1, approximate"
     assert CliRunner().invoke(commands.app, ["export", finished.url, "--to", target]).exit_code != 0
 
 
@@ -162,6 +170,8 @@ def test_diff_names_what_differs_most_first(finished: Left, left: Left) -> None:
 
 def test_copy_brings_a_version_elsewhere_and_fails_if_something_was_left_out(left: Left, tmp_path: Path) -> None:
     target = f"nvme://{tmp_path}/copy?survives=rack"
+    assert told("copy", left.url, target, "8")["version"] == 8
+    shutil.rmtree(tmp_path / "copy")
     found = told("copy", left.url, target)
     assert (found["version"], found["damaged"], found["present"]) == (LAST, [], 0)
     assert found["versions"][-1][1] == LAST

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import xxhash
 
 from tiercheck.errors import CapacityExceeded, Corruption
+from tiercheck.format.checksums import BLOCK_NBYTES
 from tiercheck.format.container import (
     ALIGNMENT,
     DTYPES,
@@ -21,6 +23,7 @@ from tiercheck.format.container import (
     ShardWriter,
     TensorEntry,
     TensorSpec,
+    Verification,
     header_length,
     header_room,
     parse,
@@ -455,3 +458,48 @@ def test_a_large_header_is_read_in_full_and_stays_bounded():
     assert len(shard.names) == 1000
     room = header_room(item.spec for item in entries)
     assert room < 300 * len(entries) and math.gcd(room, ALIGNMENT) == ALIGNMENT
+
+
+class TestVerificationInParts:
+    """What threads take in any order, with long tensors in several parts."""
+
+    @pytest.fixture
+    def content(self):
+        nbytes = 2 * BLOCK_NBYTES + 100
+        tensors = [
+            *sample_entries(),
+            TensorEntry("long", "U8", (nbytes,), np.random.default_rng(1).bytes(nbytes)),
+            TensorEntry("block", "U8", (BLOCK_NBYTES,), bytes(BLOCK_NBYTES)),
+        ]
+        return bytearray(b"".join(payload(METADATA, tensors, OBJECTS)))
+
+    def verify(self, content):
+        verification = Verification(parse(content))
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(verification.hash, reversed(verification.parts)))
+        verification.finish()
+
+    def test_whole_blocks_are_shared_and_small_tensors_are_taken_together(self, content):
+        parts = Verification(parse(content)).parts
+        first, *long, last = [[(extent.spec.name, block) for extent, block in part] for part in parts]
+        assert long == [[("long", 0)], [("long", 1)], [("long", 2)], [("block", 0)]]
+        assert {name for name, _ in first} == {each.name for each in sample_entries()} and len(last) == len(OBJECTS)
+        self.verify(content)
+
+    def test_a_damaged_byte_is_found_wherever_it_is(self, content):
+        shard = parse(content)
+        for extent in shard.header.extents:
+            start, stop = (shard.header.nbytes + each for each in (extent.start, extent.stop))
+            blocks = range(start, stop, BLOCK_NBYTES)
+            for at in {start, stop - 1, *blocks, *(block - 1 for block in blocks[1:])} if stop > start else ():
+                content[at] ^= 1
+                with pytest.raises(Corruption, match=extent.spec.name.rpartition(":")[2]):
+                    self.verify(content)
+                content[at] ^= 1
+        self.verify(content)
+
+    def test_what_was_verified_is_not_hashed_again(self, content):
+        shard = parse(content)
+        shard.verify()
+        assert Verification(shard).parts == []
+        Verification(shard).finish()

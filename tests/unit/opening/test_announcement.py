@@ -12,13 +12,11 @@ import torch
 from tests.training import Training, memory
 from tests.unit.opening.test_failing_ranks import checkpointer_of, ranks
 from tiercheck.checkpointer import Checkpointer
-from tiercheck.config import CheckpointConfig
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
-from tiercheck.opening.announcement import nothing_outlives_a_node, overruled_options, too_little_room
+from tiercheck.opening.announcement import nothing_outlives_a_node, overruled_options
 from tiercheck.tiers.posix import file_driver
 from tiercheck.tiers.posix.mounts import Mount
-from tiercheck.types import Usage
 
 
 @pytest.fixture
@@ -139,17 +137,6 @@ class TestAnOptionThatTheCheckpointOverrules:
 
     def test_a_list_is_a_tuple_that_was_stored(self) -> None:
         assert overruled_options([{"betas": (0.9, 0.95)}], [{"betas": [0.9, 0.95]}], scheduled=False) is None
-
-
-def test_a_durable_tier_that_cannot_keep_what_it_is_told_to() -> None:
-    tiers = Hierarchy.of("shm://x", "nvme:///y?survives=rack").open()
-    config = CheckpointConfig(keep_last=2)
-    enough = Usage(used_bytes=5 << 30, limit_bytes=6 << 30)
-    assert too_little_room(tiers, enough, 1 << 30, 2, config) is None
-    assert too_little_room(tiers, Usage(0, None), 1 << 30, 2, config) is None
-    assert too_little_room(tiers, enough, (1 << 30) + 1, 2, config) == (
-        "nvme has room for 6.0 GiB, but to keep the last 2 bases takes 6.0 GiB: give it more, or lower keep_last"
-    )
 
 
 def test_a_retention_policy_with_nothing_to_decide_is_told(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

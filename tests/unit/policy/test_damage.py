@@ -42,7 +42,7 @@ def snapshot(of: int, version: int) -> ShardKey:
 def test_what_another_copy_or_something_newer_makes_up_for_is_not_lost(
     damaged: ShardKey, memory: list[Key], durable: list[Key], *, is_lost: bool
 ) -> None:
-    assert lost(seen(memory, durable), [Copy(0, damaged)]) == ([Copy(0, damaged)] if is_lost else [])
+    assert lost(seen(memory, durable), [Copy(0, damaged)], Placement()) == ([Copy(0, damaged)] if is_lost else [])
 
 
 def test_a_base_that_stays_in_the_first_tier_makes_up_for_nothing_in_the_others() -> None:
@@ -65,10 +65,11 @@ def test_lost_constants_need_a_base_after_all_that_refer_to_them() -> None:
     constants = ShardKey.constant(1, 0, 0)
     memory = [replace(base(0), refers_to=(1, 0)), replace(base(10), refers_to=(1, 0))]
     here = seen(memory, [])
-    assert lost(here, [Copy(0, constants)]) == [Copy(0, constants)]
+    assert lost(here, [Copy(0, constants)], Placement()) == [Copy(0, constants)]
     assert base_needed_after(here, [Copy(0, constants)]) == 10
-    assert lost(seen(memory, [constants]), [Copy(0, constants)]) == [], "another tier has them"
-    assert lost(seen([*memory, base(20)], []), [Copy(0, constants)]) == [], "the newest base does without them"
+    assert lost(seen(memory, [constants]), [Copy(0, constants)], Placement()) == [], "another tier has them"
+    newer = seen([*memory, base(20)], [])
+    assert lost(newer, [Copy(0, constants)], Placement()) == [], "the newest base does without them"
 
 
 def test_a_damaged_differential_goes_with_its_neighbours() -> None:

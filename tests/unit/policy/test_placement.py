@@ -13,7 +13,7 @@ from tiercheck.policy.commit import superseded, to_commit, to_mark
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
-from tiercheck.policy.policies import KeepEvery, KeepLast
+from tiercheck.policy.policies import BasesOnly, KeepEvery, KeepLast
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, availability, held, plan
@@ -208,6 +208,41 @@ def test_differentials_stay_until_the_neighbour_has_them() -> None:
         contents = tuple(Contents.of((key, 1) for key in held) for held in (memory, neighbour, durable))
         gone = folding().reclaimable(Observation(roles, contents, 0, 1, 1, FIRST))[0]
         assert gone == [single(version) for version in range(6, 11) if version not in stays]
+
+
+def test_the_newest_base_that_is_due_stays_until_the_neighbour_has_it() -> None:
+    """And no older one: it takes their place there. So a neighbour that stays away costs the room of one base."""
+    roles = (MEMORY, Role(1, "peer", Survives.NODE), Role(2, "nvme", Survives.RACK))
+    durable = [*committed(0), *committed(20), *committed(40), *(batch(each, each + 4) for each in range(1, 46, 5))]
+
+    def gone(*bases: int, neighbour: Iterable[int]) -> list[Key]:
+        memory = [*map(base, bases), single(bases[-1] + 1)]
+        there = [*map(base, neighbour), *(single(version) for version in range(1, bases[-1] + 2))]
+        contents = tuple(Contents.of((key, 1) for key in held) for held in (memory, there, durable))
+        return folding().reclaimable(Observation(roles, contents, 0, 1, 1, FIRST))[0]
+
+    assert gone(20, 25, 30, neighbour=[0]) == [base(25)], "the neighbour is still to get base 20"
+    assert gone(20, 25, 30, neighbour=[20]) == [base(20), base(25)]
+    assert gone(20, 35, 40, neighbour=[0]) == [base(20), base(35)]
+    assert gone(40, 45, neighbour=[0]) == []
+
+
+def test_how_far_each_tier_has_come() -> None:
+    roles = (MEMORY, Role(1, "peer", Survives.NODE), Role(2, "nvme", Survives.RACK))
+    memory = [base(0), base(20), *(single(version) for version in range(1, 24))]
+    peer = [base(0), *(single(version) for version in range(1, 18))]
+
+    def reached(placement: Placement, *durable: Key) -> list[int]:
+        contents = tuple(Contents.of((key, 1) for key in held) for held in (memory, peer, durable))
+        found = placement.reached(Observation(roles, contents, 0, 1, 1, FIRST))
+        assert list(found) == ["shm", "peer", "nvme"]
+        return list(found.values())
+
+    assert reached(Placement(5), base(0), batch(1, 5), batch(11, 15)) == [23, 17, 5]
+    assert reached(Placement(5), base(20)) == [23, 17, 20], "a base stands for what comes before it"
+    assert reached(Placement(5), base(20), batch(21, 23)) == [23, 17, 23]
+    assert reached(Placement(5, BasesOnly("nvme"), 20), base(0)) == [23, 17, 19]
+    assert reached(Placement(5, BasesOnly("nvme"), 20), base(20)) == [23, 17, 23], "it lacks nothing that it is to hold"
 
 
 def test_bases_between_the_intervals_stay_in_the_first_tier() -> None:

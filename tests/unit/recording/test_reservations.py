@@ -134,6 +134,34 @@ def test_what_was_reserved_goes_back_where_a_record_has_outgrown_it(times: int) 
         assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 2)
 
 
+def test_gradients_in_another_dtype_than_expected_are_recorded_in_longer_memory() -> None:
+    tier, training = Watched(), Training()
+    training.model = torch.nn.Sequential(torch.nn.Linear(4, 1 << 15), torch.nn.Linear(1 << 15, 1))
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+    narrow = {1, 2, 3, 6}
+    training.says_end = False
+    with training.attach(tier.hierarchy) as checkpointer:
+        for version in range(1, 7):
+            training.backward(version)
+            if version in narrow:
+                for each in training.model.parameters():
+                    each.grad = each.grad.bfloat16().float()
+            training.optimizer.step()
+            checkpointer.end_iteration()
+        assert (checkpointer.stats.failed_saves, checkpointer.stats.differentials) == (0, 6)
+        stream = checkpointer._job.recorder._stream
+        assert stream.nbytes_max < 3 * stream.trained_parameters + (1 << 18)
+    calls = [call for call, _ in tier.of("differential/000000000004")]
+    assert calls == ["reserve_nowait", "reserve_nowait", "drop", "publish_nowait"]
+    assert len(tier.of("differential/000000000005")) == 2, "as much is reserved for the next one"
+    state = training.parameters()
+    after = Training()
+    after.model = torch.nn.Sequential(torch.nn.Linear(4, 1 << 15), torch.nn.Linear(1 << 15, 1))
+    after.optimizer = torch.optim.AdamW(after.model.parameters(), lr=1e-2)
+    after.attach(Hierarchy.of(tier.url)).abort()
+    assert after.parameters() == state
+
+
 def test_after_a_large_record_less_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: dict[str, int] = {}
     original = MemoryDriver.reserve_nowait

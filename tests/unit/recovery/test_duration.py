@@ -16,10 +16,12 @@ import torch
 
 import tiercheck
 from tests.archived import LAST, Left
+from tests.unmapped_driver import UnmappedDriver
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import NotFound
 from tiercheck.hierarchy import Hierarchy, OpenTier
 from tiercheck.integrations.torch import attach
+from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.recovery import duration as durations
 from tiercheck.recovery.duration import TierRate, duration
@@ -157,6 +159,23 @@ def test_a_recovery_in_the_job_says_how_long_it_will_take_if_that_is_worth_measu
         monkeypatch.setattr(durations, "read", refuses)
         life(url)
         assert "is expected to take an unknown time: memory: no such object" in caplog.text
+
+        def fails(state: TensorState) -> None:
+            raise MemoryError("no memory for the measuring")
+
+        monkeypatch.setattr(TensorState, "replay_rate", fails)
+        life(url)
+        assert "is expected to take an unknown time: MemoryError: no memory for the measuring" in caplog.text
+
+
+def test_what_is_in_memory_is_worth_measuring_only_if_there_is_much_of_it() -> None:
+    copy = Copy(0, ShardKey.base(1, 2, 0))
+    mapping = [OpenTier(0, "memory", MemoryDriver("worth"))]
+    reading = [OpenTier(0, "disk", UnmappedDriver("worth"))]
+    worth, times = durations.WORTH_NBYTES, durations.MAPPED_TIMES
+    assert [durations.is_worth_measuring({copy: nbytes}, reading) for nbytes in (worth - 1, worth)] == [False, True]
+    mapped = [durations.is_worth_measuring({copy: nbytes}, mapping) for nbytes in (worth, worth * times)]
+    assert mapped == [False, True]
 
 
 def test_a_recovery_does_not_wait_for_a_replay_that_takes_long_to_measure(

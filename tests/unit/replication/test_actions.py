@@ -142,7 +142,7 @@ async def test_a_base_that_does_not_get_to_the_neighbour_keeps_no_differential_f
         await capture(hierarchy, *(record(version) for version in (1, 2, 3, 4)))
         await mover.cycle()
         assert await held(hierarchy, 1) == [str(record(version)) for version in (1, 2, 3, 4)]
-        assert f"copying {base(0)}: {error}" in mover.status.errors["middle"]
+        assert f"copying base {base(0)}: {error}" in mover.status.errors["middle"]
         assert mover.status.watermark == 0
 
 

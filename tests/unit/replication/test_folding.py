@@ -345,9 +345,13 @@ def test_auto_captures_what_cannot_be_folded_and_says_why(
         assert any("captured" in each and "not folded" in each for each in said)
         return str(stats.not_folded)
 
-    assert "the mover runs in the training process" in captured({})
+    assert "no other process can open the first tier" in captured({})
     folding_of = _Startup.folding
-    monkeypatch.setattr(_Startup, "folding", lambda self, _: folding_of(self, object()))
+    with monkeypatch.context() as patch:
+        patch.setattr("tiercheck.runtime.front.processors", lambda: 1)
+        patch.setattr(_Startup, "folding", lambda self, _, **__: folding_of(self, None, apart=True))
+        assert "this node's ranks are 1, and the processors that they may use 1" in captured({})
+    monkeypatch.setattr(_Startup, "folding", lambda self, _, **__: folding_of(self, object(), apart=True))
     assert "do not lead to the bits of the state" in captured({"codec": "nf4"})
     with monkeypatch.context() as patch:
         patch.setattr(kernel_selection, "is_certified", lambda *_: False)

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import pytest
 
+from tests.moving import FIRST, base, record, running
 from tests.simulation import virtual_time
-from tiercheck.hierarchy import Hierarchy, OpenTier
-from tiercheck.keys import Stream
-from tiercheck.policy.policies import BytesPerSecond, Copying, PacingPolicy, Unpaced
-from tiercheck.replication.pacing import Pacer
+from tiercheck.format import container
+from tiercheck.format.container import ShardMetadata, TensorEntry
+from tiercheck.hierarchy import Hierarchy, OpenTier, Tier
+from tiercheck.keys import ShardKey, Stream, parse
+from tiercheck.policy.observation import Contents, Observation, Role
+from tiercheck.policy.placement import Placement
+from tiercheck.policy.policies import BytesPerSecond, Copying, PacingPolicy, Spread, Unpaced
+from tiercheck.policy.watermark import Retention
+from tiercheck.replication.mover import Mover
+from tiercheck.replication.pacing import PART_S_MAX, Pacer
 from tiercheck.replication.refusals import Refusals
+from tiercheck.runtime.turns import next_part
+from tiercheck.tiers.memory import MemoryDriver
+from tiercheck.tiers.wrappers.base import Call, Operation, WrappingDriver
+from tiercheck.types import Capabilities, Survives
+
+T = TypeVar("T")
+
+ROLES = (Role(0, "first", Survives.NOTHING), Role(1, "second", Survives.NOTHING))
 
 
 def tier() -> OpenTier:
@@ -25,11 +43,12 @@ def began(
     """When each copy of so many bytes began."""
 
     async def copy() -> list[float]:
-        pacer, target, found = Pacer(policy, refusals or Refusals()), tier(), []
+        nothing = Observation(ROLES, (Contents(), Contents()), 0, 1, 1, FIRST)
+        pacer, target, found = Pacer(policy, refusals or Refusals(), Placement(), lambda: nothing), tier(), []
         for nbytes in sizes:
-            await pacer.turn(target, Stream.BASE, nbytes, 0)
-            found.append(asyncio.get_running_loop().time())
-            await asyncio.sleep(sending_s)
+            async with pacer.copying(target, base(0), nbytes):
+                found.append(asyncio.get_running_loop().time())
+                await asyncio.sleep(sending_s)
         return found
 
     return virtual_time.run(copy())
@@ -61,3 +80,140 @@ def test_a_pace_that_stops_copies_is_refused_told_once_and_counted(caplog: pytes
     assert refusals.text == "", "it is no trouble any more"
     told = [each.message for each in caplog.records if "Stopping() is refused: at 0.0 bytes per second" in each.message]
     assert len(told) == 1
+
+
+BASE_NBYTES, PART, VERSION_S, INTERVAL = 100_000, 1000, 1.0, 20
+
+
+@dataclass
+class Slow(WrappingDriver):
+    """Takes so many bytes a second, in parts, several objects side by side."""
+
+    inner: MemoryDriver
+    bytes_per_s: float
+    parts: list[tuple[float, int]] = field(default_factory=list)
+    """Of bases: when each part went, and how long it is."""
+    came: dict[ShardKey, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.inner)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, survives=Survives.RACK, mappable=False)
+
+    async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
+        key, clock = parse(call.key or ""), asyncio.get_running_loop().time
+        if call.operation is Operation.PUT and isinstance(key, ShardKey):
+            for start in range(0, call.sent_bytes, PART):
+                part = min(PART, call.sent_bytes - start)
+                await next_part(part)
+                if key.stream is Stream.BASE and key.first:
+                    self.parts.append((clock(), part))
+                await asyncio.sleep(part / self.bytes_per_s)
+        result = await work()
+        if call.operation is Operation.PUT and isinstance(key, ShardKey):
+            self.came[key] = clock()
+        return result
+
+    def most(self, seconds: float) -> int:
+        """The most bytes of bases that went in so many seconds."""
+        return max(sum(n for at, n in self.parts if start <= at < start + seconds) for start, _ in self.parts)
+
+
+def stored(key: ShardKey) -> list[bytes | bytearray | memoryview]:
+    nbytes = BASE_NBYTES if key.stream is Stream.BASE else 100
+    entry = TensorEntry(f"{key.first}/x", "U8", (nbytes,), bytes(nbytes))
+    return list(container.payload(ShardMetadata.of(key, 1, ""), [entry]))
+
+
+def trained(
+    policy: PacingPolicy, bytes_per_s: float, versions: int, then: Callable[[Mover], Awaitable[object]] | None = None
+) -> Slow:
+    """A job of a second a version, and a base each 20 of them; both tiers in memory, the second one slow."""
+
+    async def train() -> Slow:
+        durable = Slow(MemoryDriver(uuid.uuid4().hex), bytes_per_s)
+        last = Tier(f"memory://{uuid.uuid4().hex}", wrap=lambda _: durable)
+        async with Hierarchy.of(f"memory://{uuid.uuid4().hex}", last).open() as tiers:
+            placement = Placement(5, interval=INTERVAL)
+            mover = Mover(
+                tiers,
+                rank=0,
+                world_size=1,
+                generation=1,
+                placement=placement,
+                retention=Retention(placement=placement),
+                lineage=FIRST,
+                pacing=policy,
+            )
+            put = tiers.first.driver.put
+            await put(str(base(0)), stored(base(0)))
+            async with running(mover):
+                for version in range(1, versions + 1):
+                    await asyncio.sleep(VERSION_S)
+                    await put(str(record(version)), stored(record(version)))
+                    if version % INTERVAL == 0:
+                        await put(str(base(version)), stored(base(version)))
+                    mover.nudge()
+                if then is not None:
+                    await then(mover)
+        return durable
+
+    return virtual_time.run(train())
+
+
+def test_pacing_off_a_base_goes_as_fast_as_the_tier_takes_it() -> None:
+    slow = trained(Unpaced(), 50_000, 45)
+    assert slow.came[base(20)] == pytest.approx(22, abs=0.5)
+    assert slow.most(1.0) >= 45_000
+
+
+def test_a_base_that_is_spread_makes_no_burst_and_is_there_before_the_next_one_is_due() -> None:
+    slow = trained(Spread(), 50_000, 65)
+    for version in (20, 40):
+        assert version + 10 < slow.came[base(version)] < version + 17
+    assert slow.most(1.0) <= 1.5 * BASE_NBYTES / 15
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda mover: mover.drain(100, closing=True), lambda mover: mover.cycle()], ids=["a flush", "a cycle"]
+)
+def test_who_waits_for_the_tiers_is_not_kept_by_the_pace(wait: Callable[[Mover], Awaitable[object]]) -> None:
+    slow = trained(Spread(), 50_000, 22, wait)
+    assert slow.came[base(20)] < 22 + PART_S_MAX + BASE_NBYTES / 50_000 + 0.5
+
+
+def test_what_exceeds_the_cap_spills_over_and_is_caught_up() -> None:
+    slow = trained(Spread(chunk=4000), 50_000, 65)
+    before = [(at, nbytes) for at, nbytes in slow.parts if at < 39]
+    assert max(sum(n for at, n in before if start <= at < start + 1) for start, _ in before) <= 4000 + PART
+    assert 40 <= slow.came[base(20)] <= 42, "the next one is due, and it is held back no more"
+    assert slow.came[base(40)] < 62
+
+
+@pytest.mark.parametrize("policy", [Unpaced(), Spread()])
+def test_differentials_pass_a_base_that_is_on_its_way(policy: PacingPolicy) -> None:
+    """Between its parts, of which one may be under way: 12 s long the tier takes the base alone."""
+    slow = trained(policy, 8000, 47)
+    assert slow.came[base(20)] > 30
+    batches = {key.last: at - key.last for key, at in slow.came.items() if key.stream is Stream.DIFFERENTIAL}
+    assert sorted(batches) == list(range(5, 46, 5))
+    assert max(batches.values()) < 1.0
+
+
+def test_no_part_waits_for_long() -> None:
+    """Its store would take the sender for dead. What is owed then stays owed, and the next object pays it."""
+
+    async def send() -> list[float]:
+        nothing = Observation(ROLES, (Contents(), Contents()), 0, 1, 1, FIRST)
+        pacer = Pacer(BytesPerSecond("memory-2", 10), Refusals(), Placement(), lambda: nothing)
+        target, found = tier(), []
+        for version in (0, 1):
+            async with pacer.copying(target, base(version), 300):
+                for _ in range(3):
+                    await next_part(100)
+                    found.append(asyncio.get_running_loop().time())
+        return found
+
+    assert virtual_time.run(send()) == [0, PART_S_MAX, 2 * PART_S_MAX, 30, 30 + PART_S_MAX, 30 + 2 * PART_S_MAX]

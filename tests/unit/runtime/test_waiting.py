@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
 
 from tiercheck.errors import Transient
-from tiercheck.runtime.waiting import settled, together
+from tiercheck.runtime.waiting import in_threads, settled, together
 
 
 async def test_work_settles_before_the_cancellation_is_raised() -> None:
@@ -99,3 +101,39 @@ async def test_together_returns_all_results_in_order() -> None:
 
     assert await together(later(turns) for turns in (3, 0, 2)) == [3, 0, 2]
     assert await together([]) == []
+
+
+class TestInThreads:
+    async def test_each_piece_is_taken_once_by_no_more_threads_than_are_granted(self) -> None:
+        both = threading.Barrier(2, timeout=10)
+        taken: list[tuple[int, int]] = []
+
+        def work(piece: int) -> None:
+            if piece < 2:
+                both.wait()  # the two threads have one each
+            taken.append((piece, threading.get_ident()))
+
+        await in_threads(range(20), work, 2)
+        assert sorted(piece for piece, _ in taken) == list(range(20))
+        assert len({thread for _, thread in taken}) == 2
+
+    async def test_after_an_error_no_further_piece_is_begun(self) -> None:
+        taken: list[int] = []
+
+        def work(piece: int) -> None:
+            taken.append(piece)
+            raise ValueError(piece)
+
+        with pytest.raises(ValueError, match="0"):
+            await in_threads(range(20), work, 1)
+        assert taken == [0]
+
+    async def test_nothing_is_held_at_the_end(self) -> None:
+        class Work:
+            def __call__(self, piece: int) -> None: ...
+
+        work = Work()
+        gone = weakref.ref(work)
+        await in_threads([1, 2], work, 2)
+        del work
+        assert gone() is None

@@ -32,8 +32,8 @@ from tiercheck.agent.protocol.messages import (
 )
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.protocol.settings import AgentSettings
-from tiercheck.config import int_of
 from tiercheck.errors import DeadlineExceeded, Transient
+from tiercheck.folding.settings import given_by
 from tiercheck.runtime.backoff import Backoff
 
 __all__ = ["AgentClient", "connect_agent", "ensure_agent"]
@@ -254,13 +254,11 @@ async def ensure_agent(
     started; one that runs already keeps its own settings. Errors: ``ConfigurationError`` or ``DeadlineExceeded``, with
     the end of the agent's log, where it does not come up.
     """
-    threads = "TIERCHECK_FOLD_THREADS"
     chosen = AgentSettings(
         node=node,
         detached=True,
         memory_bytes=memory_bytes,
-        fold_threads=int_of(threads, 0, environment) if environment.get(threads) else None,
-        fold_cpus=environment.get("TIERCHECK_FOLD_CPUS", ""),
+        **given_by(environment),
     )
     if keys is not None:
         chosen = changed(chosen, keys=str(keys.absolute()))

@@ -1,13 +1,14 @@
-"""After a job's clean end: what its neighbours kept for it goes, where a tier that outlives more has everything."""
+"""After a job's clean end, or when its rank is no more: what its neighbours kept for it goes, if a tier that outlives
+more has everything."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
+from tiercheck.agent.jobs.departed import captured
 from tiercheck.errors import TierCheckError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import rank_prefix
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.tiers.url import TierURL
 
@@ -20,8 +21,9 @@ PEER = "peer"
 
 
 async def free_copies(job: ReplicationJob) -> None:
-    """Delete this rank's objects from the neighbour's memory. Called once everything captured is where policy wants it;
-    the first tier keeps what it has until its namespace is removed.
+    """Delete this rank's objects, up to the job's generation, from the neighbour's memory. Called once everything
+    captured is where policy wants it, or nobody needs it; after a clean end the first tier keeps what it has until its
+    namespace is removed.
 
     A neighbour that cannot be reached is left as it is: what it keeps goes with its namespace.
     """
@@ -32,12 +34,11 @@ async def free_copies(job: ReplicationJob) -> None:
         if scheme == PEER and outlives > tier.capabilities.survives:
             try:
                 async with asyncio.timeout(FREE_S_MAX):
-                    await free(tier, job.rank)
+                    await free(tier, job)
             except (TierCheckError, TimeoutError) as error:
                 log.info("rank %d: what %s keeps stays there: %s", job.rank, tier.driver.url, error)
 
 
-async def free(tier: OpenTier, rank: int) -> None:
+async def free(tier: OpenTier, job: ReplicationJob) -> None:
     async with tier.driver as driver:
-        found = [info.key async for info in driver.list(rank_prefix(rank))]
-        await driver.delete(found)
+        await driver.delete(await captured(driver, job))

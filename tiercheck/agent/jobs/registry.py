@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Executor
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import lru_cache, partial
 from urllib.parse import quote
 
 from tiercheck import keys
 from tiercheck.agent.client.trainer_lock import trainer_of
+from tiercheck.agent.jobs.departed import LOOK_AGAIN, LOOK_S_MAX, free_memory, is_past
 from tiercheck.agent.jobs.job_store import check_newest, first_tier, read_job, remove_job
 from tiercheck.agent.jobs.leaving import free_copies
 from tiercheck.agent.jobs.replicator import RankReplicator
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.errors import CapacityExceeded, ConfigurationError, JobConflict, NotFound, TierCheckError
+from tiercheck.folding.owner import FoldProcess
 from tiercheck.keys import REPLICATION, JobKey
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.tiers.registry import make_driver
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 REPLICATORS_MAX = 4096
 FORGET_S = 86400.0
+LOOKS_MAX = 150
+"""After so many looks, in about a day, a job that has ended is not looked after any more."""
 
 ReplicatorKey = tuple[str, int]
 """A first tier (its driver's URL, the same however the options were given) and a rank."""
@@ -38,16 +41,21 @@ ReplicatorKey = tuple[str, int]
 class JobRegistry:
     """The replicators of one agent. Errors of one never reach another."""
 
-    def __init__(self, node: str, *, folds_on: Executor, rest_s: float, abandon_s: float = math.inf) -> None:
-        """``folds_on``, ``rest_s`` and ``abandon_s``: as for :class:`RankReplicator`."""
+    def __init__(self, node: str, *, folds_in: FoldProcess, rest_s: float, abandon_s: float = math.inf) -> None:
+        """``folds_in``, ``rest_s`` and ``abandon_s``: as for :class:`RankReplicator`."""
         self.node = node
         self.unreadable: dict[str, str] = {}
         """Where a replication job was found or looked for, and could not be taken up, and why."""
-        self._folds_on = folds_on
+        self._folds_in = folds_in
         self._rest_s = rest_s
         self._abandon_s = abandon_s
         self._replicators: dict[ReplicatorKey, RankReplicator] = {}
         self._changing: dict[ReplicatorKey, asyncio.Lock] = {}
+        self._withdrawn: dict[ReplicatorKey, ReplicationJob] = {}
+        """Those that have ended and left what they captured."""
+        self._looks: dict[ReplicatorKey, tuple[float, int]] = {}
+        """Of those whose trainers are gone: when it is looked again whether they are past, and how often it was."""
+        self._looking: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[RankReplicator]:
         """By rank."""
@@ -118,6 +126,8 @@ class JobRegistry:
                     await remove_job(first, rank, generation)
             if known is not None and known.job.generation == generation:
                 await self._drop(key)
+                if len(self._withdrawn) < REPLICATORS_MAX:
+                    self._withdrawn[key] = known.job
                 await free_copies(known.job)
 
     async def take_up_all(self) -> None:
@@ -145,8 +155,51 @@ class JobRegistry:
                     if self._replicators.get(key) is replicator:
                         await self._drop(key)
 
+    def free_departed(self) -> None:
+        """Begin to free what ranks have left that are no more, or run elsewhere. Nobody waits for it."""
+        if self._looking is None or self._looking.done():
+            left = {key: each.job for key, each in self._replicators.items() if each.left} | self._withdrawn
+            self._looks = {key: self._looks.get(key, (0.0, 0)) for key in left}
+            due = {key: left[key] for key, (at, _) in self._looks.items() if at <= _now()}
+            if due:
+                self._looking = asyncio.create_task(self._free(due), name="departed ranks")
+
+    async def _free(self, due: Mapping[ReplicatorKey, ReplicationJob]) -> None:
+        for key, job in due.items():
+            where = f"rank {key[1]} of {key[0]}"
+            try:
+                async with asyncio.timeout(LOOK_S_MAX):
+                    past = await is_past(job)
+                if past and await self._forget(key, job):
+                    log.info("%s: a newer generation has settled; what generation %d left goes", where, job.generation)
+                    await free_copies(job)
+            except (TierCheckError, TimeoutError) as error:
+                log.info("%s: what it left in memory stays for now: %s", where, error)
+            looked = self._looks[key][1] + 1
+            self._looks[key] = _now() + LOOK_AGAIN.pause_s(looked), looked
+            if looked >= LOOKS_MAX:
+                self._withdrawn.pop(key, None)
+
+    async def _forget(self, key: ReplicatorKey, job: ReplicationJob) -> bool:
+        """Free its memory, unless its trainer has come back. Returns whether it is forgotten. Errors: ``TierError``."""
+        async with self._alone_with(key):
+            known = self._replicators.get(key)
+            if known is None:
+                if self._withdrawn.get(key) != job or trainer_of(RunDirectory.of(self.node), *key) is not None:
+                    return False
+            elif known.job != job or not known.left:
+                return False
+            await self._drop(key)
+            self._withdrawn[key] = job  # until it is freed
+            await free_memory(job)
+            del self._withdrawn[key]
+            return True
+
     async def close(self) -> None:
         """Stop all movers and close their tiers."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
         await asyncio.gather(*(replicator.close() for replicator in self))
         self._replicators.clear()
 
@@ -204,9 +257,10 @@ class JobRegistry:
         if known is None and len(self._replicators) >= REPLICATORS_MAX:
             raise CapacityExceeded(f"the agent of node {self.node!r} moves for {REPLICATORS_MAX} ranks already")
         await self._drop(key)
+        self._withdrawn.pop(key, None)
         replicator = self._replicators[key] = RankReplicator(
             job,
-            folds_on=self._folds_on,
+            folds_in=self._folds_in,
             rest_s=self._rest_s,
             abandon_s=self._abandon_s,
             trainer=partial(trainer_of, RunDirectory.of(self.node), *key),
@@ -221,9 +275,19 @@ class JobRegistry:
             await known.close()
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def replicator_key(namespace: str, rank: int) -> ReplicatorKey:
     """Errors: ``ConfigurationError`` for a URL that cannot be."""
-    return make_driver(namespace).url, rank
+    return driver_url(namespace), rank
+
+
+@lru_cache(REPLICATORS_MAX)
+def driver_url(namespace: str) -> str:
+    """Each request of a trainer asks for it, and a driver takes a third of what the request does."""
+    return make_driver(namespace).url
 
 
 def namespaces_with_jobs() -> list[str]:

@@ -6,17 +6,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from tiercheck.agent.client.trainer_lock import Trainer
-from tiercheck.agent.jobs.folding import AgentFolding
+from tiercheck.agent.jobs.job_store import as_agent_opens
 from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leaving, lineage_of
 from tiercheck.agent.jobs.states import FINAL, Event, State, life
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
+from tiercheck.folding.messages import Place
+from tiercheck.folding.owner import FoldProcess
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Contents, Role
 from tiercheck.policy.recovery.lineage import Lineage
@@ -52,18 +53,18 @@ class RankReplicator:
         self,
         job: ReplicationJob,
         *,
-        folds_on: Executor,
+        folds_in: FoldProcess,
         rest_s: float,
         abandon_s: float = math.inf,
         trainer: Callable[[], Trainer | None] = lambda: None,
     ) -> None:
-        """``folds_on``: the threads that fold, which all ranks share. ``trainer``: who holds the rank now."""
+        """``folds_in``: the process that folds, which all ranks share. ``trainer``: who holds the rank now."""
         self.job = job
         self.conflict: JobConflict | None = None
         self.trouble: str | None = None
         """Why the tiers cannot be opened, until they are."""
         self.throughput = Throughput()
-        self._folds_on = folds_on
+        self._folds_in = folds_in
         self._rest_s = rest_s
         self._abandon_s = abandon_s
         self._mark: int | None = None
@@ -125,6 +126,11 @@ class RankReplicator:
     def silent_s(self) -> float:
         """Seconds since its trainer was last heard of."""
         return _now() - self._heard_at
+
+    @property
+    def left(self) -> bool:
+        """Whether its trainer is gone: what it has captured may be of a generation that nobody goes back to."""
+        return not self.gone and self.silent_s > SILENT_S and self._trainer() is None
 
     @property
     def needed(self) -> bool:
@@ -292,7 +298,7 @@ class RankReplicator:
             pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
-            folds=AgentFolding(job.folds == "certified", self._folds_on) if job.folds != "no" else None,
+            folds=None if job.folds == "no" else self._folds_in.at(self._place),
         )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)
@@ -406,6 +412,11 @@ class RankReplicator:
     @property
     def _abandoned(self) -> bool:
         return self.silent_s >= self._abandon_s
+
+    @property
+    def _place(self) -> Place:
+        first = self.job.tiers[0]
+        return Place(as_agent_opens(first.url), first.name, self.job.folds == "certified")
 
     @property
     def _where(self) -> str:

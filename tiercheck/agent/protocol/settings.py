@@ -47,6 +47,8 @@ class AgentSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Bases folded at a time. ``None``: one for each eight processors that folds may use, and at least one."""
     fold_cpus: str = ""
     """The processors that folds may use, such as ``0-3,8``. Empty: all that the agent may use."""
+    fold_nice: int | None = None
+    """The niceness of the process that folds, 0 to 19. ``None``: 10. It is no less than the agent's own."""
 
     def __post_init__(self) -> None:
         RunDirectory.of(self.node)

@@ -17,9 +17,9 @@ from contextlib import suppress
 
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.protocol.settings import AgentSettings
-from tiercheck.agent.server.priority import stand_back
 from tiercheck.agent.server.service import Agent
 from tiercheck.errors import TierCheckError
+from tiercheck.runtime.priority import stand_back
 
 __all__ = ["run_agent"]
 

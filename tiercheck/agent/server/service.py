@@ -18,7 +18,6 @@ import zmq.asyncio
 
 from tiercheck.agent.client.client import connect_agent
 from tiercheck.agent.client.trainer_lock import trainers
-from tiercheck.agent.jobs.folding import FoldThreads
 from tiercheck.agent.jobs.registry import JobRegistry
 from tiercheck.agent.protocol.messages import (
     PROTOCOLS,
@@ -61,6 +60,9 @@ from tiercheck.agent.status.metrics import metrics_text
 from tiercheck.agent.status.page import render
 from tiercheck.agent.status.snapshot import AgentSnapshot, private_bytes, rank_snapshot
 from tiercheck.errors import ConfigurationError, JobConflict, NotFound, TierCheckError
+from tiercheck.folding.launch import starts
+from tiercheck.folding.owner import FoldProcess
+from tiercheck.folding.settings import FoldSettings
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.shm.namespaces import is_to_be_left, namespace_path, remove_one
@@ -93,10 +95,13 @@ class Agent:
     def __init__(self, settings: AgentSettings, *, make_peer_server: MakePeerServer = make_peer_server) -> None:
         self.settings = settings
         self.run = RunDirectory.of(settings.node)
-        folds = FoldThreads.of(settings.fold_threads, settings.fold_cpus, os.sched_getaffinity(0))
+        folds = FoldSettings.of(
+            settings.fold_threads, settings.fold_cpus, settings.fold_nice, allowed=os.sched_getaffinity(0)
+        )
+        self._folds_in = FoldProcess(starts(folds, os.environ))
         self.registry = JobRegistry(
             settings.node,
-            folds_on=folds.executor(),
+            folds_in=self._folds_in,
             rest_s=settings.linger_s,
             # A platform's agent stays anyway, and goes on trying.
             abandon_s=settings.abandon_s if settings.detached else math.inf,
@@ -164,6 +169,7 @@ class Agent:
             if any(is_to_be_left(namespace_path(name)) for name in neighbours_namespaces(self.settings.node)):
                 await self._start_peer_server_again()
             await self.registry.tidy()
+            self.registry.free_departed()
             if self.registry.unreadable and _now() - self._looked_at > LOOK_AGAIN_S:
                 self._looked_at = _now()
                 await self.registry.take_up_all()
@@ -259,6 +265,7 @@ class Agent:
         if self._http is not None:
             await self._http.close()
         await self.registry.close()
+        await self._folds_in.close()
         if self._peer is not None:
             await self._peer.close()
         self._context.destroy(linger=0)

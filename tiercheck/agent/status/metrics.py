@@ -93,6 +93,15 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
         for tier, age_s in each.mover.slow_views_s.items():
             slow.add_metric([*_labels(each), tier], age_s)
     yield slow
+    lag = GaugeMetricFamily(
+        "tiercheck_rank_lag_versions",
+        "Versions in the first tier that the tier is to hold, and lacks.",
+        labels=(*RANK_LABELS, "tier"),
+    )
+    for each in ranks:
+        for tier, versions in each.mover.lag_versions.items():
+            lag.add_metric([*_labels(each), tier], versions)
+    yield lag
     counters: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "copied_bytes": ("Bytes copied to slower tiers.", lambda r: r.mover.copied_bytes),
         "folded_bases": ("Bases folded.", lambda r: r.mover.folded_bases),

@@ -79,6 +79,7 @@ def _rank(rank: RankSnapshot) -> str:
     facts = _facts(
         ("Watermark", "none" if mover.watermark is None else f"base {mover.watermark}"),
         ("Undrained bases", str(mover.undrained_bases)),
+        *((f"{tier} lags", f"{versions} versions") for tier, versions in mover.lag_versions.items()),
         *((("Folded bases", str(mover.folded_bases)),) if mover.folded_bases else ()),
         *((("Not folded", mover.not_folded),) if mover.not_folded else ()),
         ("Copied", f"{bytes_text(mover.copied_bytes)}"),

@@ -60,11 +60,14 @@ def retention_of(last: int, every: int, versions: Collection[int]) -> RetentionP
 def prune(inventory: Inventory, policy: RetentionPolicy, versions: Collection[int] = ()) -> Removal:
     """``versions``: that the user has named; they are readable now and afterwards.
 
-    Errors: ``ConfigurationError`` for one that cannot be read; ``RecoveryError`` for what lies there in a state that a
-    recovery refuses.
+    Errors: ``ConfigurationError`` for one that cannot be read, and if nothing lies there; ``RecoveryError`` for what
+    lies there in a state that a recovery refuses.
     """
     if any(tier.away is not None for tier in inventory.tiers):
         raise RecoveryError(f"a tier cannot be asked what it holds: {inventory.problems[0]}")
+    if not any(tier.objects for tier in inventory.tiers):
+        places = ", ".join(tier.url for tier in inventory.tiers)
+        raise ConfigurationError(f"there is nothing to prune: no job has an object in {places}; check the URL")
     if inventory.branches:
         inventory.past.check()
     if missing := sorted(set(versions) - set(inventory.readable)):

@@ -25,6 +25,7 @@ def of_version(
 
     Errors: ``ConfigurationError`` if the version is no base, or a job that runs needs it.
     """
+    refuse_away(inventory)
     bases = {
         key.generation
         for tier in inventory.tiers
@@ -88,16 +89,21 @@ def of_job(inventory: Inventory, *, job_is_dead: bool = False) -> Removal:
 
 
 def chosen(inventory: Inventory, wanted: Callable[[Key], bool], what: str) -> dict[int, set[Key]]:
+    refuse_away(inventory)
     gone = {tier.role.index: set(filter(wanted, tier.objects)) for tier in inventory.tiers}
     if not any(gone.values()):
         raise ConfigurationError(f"there is nothing of {what} in {', '.join(tier.url for tier in inventory.tiers)}")
     return gone
 
 
-def decided(inventory: Inventory, gone: dict[int, set[Key]], job_is_dead: bool) -> Removal:
-    """Errors: ``ConfigurationError`` if a job that runs needs some of it, and the user has not said that none does."""
+def refuse_away(inventory: Inventory) -> None:
+    """Errors: ``ConfigurationError``."""
     if away := [tier for tier in inventory.tiers if tier.away is not None]:
         raise ConfigurationError(f"{away[0].url} cannot be asked what it holds ({away[0].away}): leave it out, or wait")
+
+
+def decided(inventory: Inventory, gone: dict[int, set[Key]], job_is_dead: bool) -> Removal:
+    """Errors: ``ConfigurationError`` if a job that runs needs some of it, and the user has not said that none does."""
     if not job_is_dead:
         lineage = not_keeping(inventory.lineage())
         if lineage.newest not in inventory.branches and any(gone.values()):

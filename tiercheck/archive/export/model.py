@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +14,15 @@ from tiercheck.format.container import TensorSpec
 from tiercheck.format.index.assemble import Holdings, Transfer, assemble
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Role
 from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.types import Fidelity
 
 __all__ = ["DTYPE_NAMES", "Model", "Output", "read_model"]
 
 NAMED_MAX = 3
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """By the name that a user gives, what parameters are exported as; ``model``: as the model had them."""
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+WIDER = {"F64": frozenset[str](), "F32": {"F64"}, "F16": {"F32", "F64"}, "BF16": {"F32", "F64"}}
+"""By the dtype of stored parameters, which others have all of its values."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Output:
 
     spec: TensorSpec
     tensor: LogicalTensor
+    stored: str
+    """The dtype in which the tiers hold it."""
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.spec.dtype not in {self.stored, *WIDER.get(self.stored, ())}
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,18 @@ class Model:
     """Other names of tensors (tied weights), and the name under which they are stored."""
     output_of: Mapping[str, str]
     """By a transfer's target, the tensor's name."""
+
+    def rounding(self) -> tuple[Fidelity, tuple[str, ...]]:
+        """What the export's dtypes make of the parameters: rounded to other dtypes than the model's own, they are not
+        what was trained. And how many are rounded, in words."""
+        rounded = [each for each in self.outputs if each.is_rounded]
+        counts = Counter((each.stored, each.spec.dtype, each.tensor.dtype) for each in rounded)
+        notes = [
+            f"{count} tensors are rounded from {stored} to {dtype}; the model has them in {own}"
+            for (stored, dtype, own), count in counts.items()
+        ]
+        is_exact = all(each.spec.dtype == each.tensor.dtype for each in rounded)
+        return Fidelity.EXACT if is_exact else Fidelity.APPROXIMATE, tuple(notes)
 
 
 async def read_model(hierarchy: OpenHierarchy, inventory: Inventory, chosen: Recoverable, dtype: str | None) -> Model:
@@ -85,12 +105,12 @@ def planned(ranks: Mapping[int, StoredIndex], dtype: str | None) -> Model:
     outputs = []
     for target, name in output_of.items():
         tensor = wanted.tensors[name]
-        kind = exported_as(tensor, stored_as.get(target, tensor.dtype), dtype)
-        outputs.append(Output(TensorSpec(name, kind, tensor.shape), tensor))
+        stored = stored_as.get(target, tensor.dtype)
+        outputs.append(Output(TensorSpec(name, exported_as(tensor, stored, dtype), tensor.shape), tensor, stored))
     return Model(tuple(outputs), transfers, holdings.aliases, output_of)
 
 
 def exported_as(tensor: LogicalTensor, stored: str, dtype: str | None) -> str:
-    if dtype is None or tensor.role is Role.BUFFER or stored not in FLOATING:
+    if dtype is None or tensor.role is Role.BUFFER or stored not in WIDER:
         return stored
     return tensor.dtype if dtype == "model" else DTYPE_NAMES[dtype]

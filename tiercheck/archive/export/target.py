@@ -7,6 +7,7 @@ A full disk, an error or a kill leaves the target as it was. What a kill leaves 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,12 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.tiers.posix.files import fsync_directory, meaning_of, try_lock, unlock_and_close
 
 __all__ = ["publish", "work_directory"]
+
+EXPORTED = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\.metadata|__\d+_\d+\.distcp"
+    r"|latest(_universal)?|global_step\d+"
+)
+"""What the directory of an export has in it."""
 
 
 @contextmanager
@@ -82,6 +89,15 @@ def publish(made: Path, target: Path, *, overwrite: bool) -> None:
 def check_free(target: Path, *, overwrite: bool) -> None:
     if not overwrite and os.path.lexists(target):
         raise ConfigurationError(f"{target} is there already: choose another name, or say --overwrite to replace it")
+    if target.is_dir() and not target.is_symlink():
+        names = sorted(path.name for path in target.iterdir())
+        steps = [name for name in names if name.startswith("global_step")]
+        others = [name for name in names if not EXPORTED.fullmatch(name)] + steps[1:]
+        if others:
+            raise ConfigurationError(
+                f"{target} holds something else than an export ({others[0]}), which --overwrite would delete: choose "
+                "another name, or remove it yourself"
+            )
 
 
 def sync_all(made: Path) -> None:

@@ -78,7 +78,8 @@ class Exported:
     aliases: Mapping[str, str]
     """Other names of tensors (tied weights), and the names under which they were written."""
     fidelity: Fidelity
-    """The worst of the ranks that were read."""
+    """The worst of the ranks that were read; at best approximate if parameters were rounded to another dtype than the
+    model's own."""
     notes: tuple[str, ...]
 
 
@@ -111,6 +112,8 @@ async def export(
             publish(out, target, overwrite=overwrite)
         else:
             fidelity, told = await filled(source, model, files, progress)
+            rounded, rounding = model.rounding()
+            fidelity, told = Fidelity.worst(fidelity, rounded), (*told, *rounding)
             notes["tiercheck"] = said_of(source.chosen, fidelity)
             for path, file in files.items():
                 file.finish(path, notes)

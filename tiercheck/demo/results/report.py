@@ -60,6 +60,9 @@ class DemoResult:
     """The median step's measured stall."""
     drain_s: float
     """What closing the checkpointer took at the end of training: everything is in the durable tier then."""
+    bases_captured: int
+    bases_folded: int
+    """Up to the last steps before and after the failure, all ranks together."""
     bytes_per_tier: Mapping[str, int]
     """What each tier held at the moment of the failure, all ranks together."""
     bytes_per_parameter: Mapping[str, float]
@@ -155,6 +158,10 @@ def cost_table(result: DemoResult) -> Table:
                 "stall, measured directly",
                 f"{result.stall_step_s * 1e3:.1f} ms in the median step; bases and start-up included, "
                 f"{result.stall_share:.1%} of the time of all steps",
+            ),
+            (
+                "bases",
+                f"{result.bases_captured} captured by the trainers, {result.bases_folded} folded beside them",
             ),
             ("draining at the end", f"{result.drain_s:.2f} s until the durable tier had everything"),
             ("held at the failure", held or "nothing"),

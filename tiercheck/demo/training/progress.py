@@ -32,6 +32,9 @@ class Step:
     seconds: float
     stall_s: float
     """Seconds that checkpointing has stalled this process so far."""
+    captured: int = 0
+    folded: int = 0
+    """Bases so far."""
 
     @property
     def loss_value(self) -> float:
@@ -73,8 +76,11 @@ class ProgressWriter:
         self._file.write(json.dumps({"record": record, **values}) + "\n")
         self._file.flush()
 
-    def step(self, version: int, loss: float, seconds: float, stall_s: float) -> None:
-        self.write("step", version=version, loss=loss.hex(), seconds=seconds, stall_s=stall_s)
+    def step(
+        self, version: int, loss: float, seconds: float, stall_s: float, *, captured: int = 0, folded: int = 0
+    ) -> None:
+        taken = {"seconds": seconds, "stall_s": stall_s, "captured": captured, "folded": folded}
+        self.write("step", version=version, loss=loss.hex(), **taken)
 
     def __enter__(self) -> Self:
         return self

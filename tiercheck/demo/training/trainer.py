@@ -27,11 +27,14 @@ from tiercheck.demo.training.model import GPT  # noqa: E402
 from tiercheck.demo.training.model_size import parameter_count  # noqa: E402
 from tiercheck.demo.training.progress import ProgressWriter, progress_path  # noqa: E402
 from tiercheck.demo.training.text import batch_at, fingerprint, load_corpus  # noqa: E402
+from tiercheck.recording.stats import Stats  # noqa: E402
 
 __all__ = ["deepspeed_configuration", "main", "train"]
 
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 10
+FOLDS_S_MAX = 60.0
+FOLDS_AGAIN_S = 0.05
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -87,8 +90,24 @@ def attach_checkpointer(engine: Any, settings: TrainingSettings) -> Any:
     from tiercheck.hierarchy import Hierarchy
     from tiercheck.integrations.deepspeed import attach
 
-    config = CheckpointConfig(base_every=settings.base_every, batch=settings.batch, codec=settings.codec)
-    return attach(engine, Hierarchy.of(*settings.tiers), config=config)
+    config = CheckpointConfig(base_every=settings.base_every, batch=settings.batch, codec=settings.codec, bases="auto")
+    checkpointer = attach(engine, Hierarchy.of(*settings.tiers), config=config)
+    if checkpointer.recovery is None:
+        wait_for_folds(checkpointer)
+    return checkpointer
+
+
+def wait_for_folds(checkpointer: Any) -> None:
+    """A job of days has its first bases captured while what folds them is made ready. This run would be over by
+    then."""
+    from tiercheck.replication.folding import PREPARING
+
+    until = time.monotonic() + FOLDS_S_MAX
+    while time.monotonic() < until:
+        stats = checkpointer.stats
+        if stats.mover.folds or stats.not_folded or stats.mover.not_folded not in ("", PREPARING):
+            return
+        time.sleep(FOLDS_AGAIN_S)
 
 
 def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> None:
@@ -124,8 +143,8 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
         engine.step()
         value, seconds = loss.item(), time.perf_counter() - begun
         # Asking for the statistics looks into the tiers: it is no part of the step.
-        stall_s = 0.0 if checkpointer is None else checkpointer.stats.stall_s
-        progress.step(version, value, seconds, stall_s)
+        stats = Stats() if checkpointer is None else checkpointer.stats
+        progress.step(version, value, seconds, stats.stall_s, captured=stats.bases, folded=stats.mover.folded_bases)
         if settings.digest_at == version:
             progress.write("state", version=version, digest=whole_digest(engine))
     digest = state_digest(engine)

@@ -115,24 +115,10 @@ class MasterLayout(ABC):
         """What this rank holds of a parameter that no optimizer updates, live."""
         return parameter.detach()
 
-    def gradient_scale(self) -> float:
-        """The factor by which clipping multiplied this iteration's full-precision gradients; 1 for none."""
-        return 1.0
-
     def forget_state_links(self) -> None:
         """Have DeepSpeed look up the optimizer's tensors again, after some of them were replaced."""
         if hasattr(self._wrapper, "_hp_optimizer_states_linked"):
             self._wrapper._hp_optimizer_states_linked = False
-
-    def _clipping_scale(self, *, always_clamped: bool) -> float:
-        """1 / max(1, (norm + 1e-6) / limit), computed as DeepSpeed does: in the precision of its norm."""
-        limit = self._wrapper.clip_grad
-        if limit <= 0.0:
-            return 1.0
-        factor = (self._wrapper._global_grad_norm + 1e-6) / limit
-        if always_clamped:
-            factor = torch.clamp(factor, min=1.0)
-        return float(1.0 / factor) if factor > 1 else 1.0
 
     def _whole_parameters(self) -> list[list[Span]]:
         """Of a layout with one master for each parameter."""
@@ -195,9 +181,6 @@ class WholeCopies(MasterLayout):
             for low, master in zip(lows, masters, strict=True):
                 low.data.copy_(master.data)
 
-    def gradient_scale(self) -> float:
-        return self._clipping_scale(always_clamped=False)
-
 
 class FlatCopies(MasterLayout):
     """Stage 0 in bf16 or fp16 with DeepSpeed's fused optimizers: one flat full-precision copy of each group."""
@@ -217,9 +200,6 @@ class FlatCopies(MasterLayout):
             for low in lows:
                 low.data.copy_(flat.data[offset : offset + low.numel()].view_as(low))
                 offset += low.numel()
-
-    def gradient_scale(self) -> float:
-        return self._clipping_scale(always_clamped=False)
 
 
 class AccumulatedPartitions(MasterLayout):
@@ -287,9 +267,6 @@ class Partitions(MasterLayout):
         finally:
             self.inner.param_groups = every
 
-    def gradient_scale(self) -> float:
-        return self._clipping_scale(always_clamped=True)
-
 
 class SubGroups(MasterLayout):
     """Stage 3: every parameter is partitioned, the partitions are joined into sub-groups, one call for each."""
@@ -335,9 +312,6 @@ class SubGroups(MasterLayout):
         start = min(elements, each * torch.distributed.get_rank(parameter.ds_process_group))
         length = min(each, elements - start)
         return [Span(parameter, start, length), *([Span.padding(each - length)] if length < each else [])]
-
-    def gradient_scale(self) -> float:
-        return self._clipping_scale(always_clamped=True)
 
 
 def partition(flat: torch.Tensor, parameters: Sequence[torch.Tensor], rank: int, length: int) -> list[Span]:

@@ -95,6 +95,10 @@ class DeepSpeedProvider:
     def group_of(self) -> Mapping[str, int]:
         return {master.name: master.group for master in self._layout.masters()}
 
+    def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Those in which the engine accumulates them. They come in fp32, multiplied by one number."""
+        return dict.fromkeys(self.masters(), self._accumulation_dtype())
+
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         states = self._layout.inner.state
         return {
@@ -172,24 +176,6 @@ class DeepSpeedProvider:
                 )
             found[master.name] = gradient.detach()
         return found
-
-    def gradient_scale(self) -> float:
-        """The factor s by which clipping multiplied this iteration's gradients; 1 while it is inactive.
-
-        Valid in a hook. With bf16 accumulation each gradient is ``b.float() * s`` for a bf16 tensor ``b``.
-        """
-        return self._layout.gradient_scale()
-
-    def gradient_dtype_hint(self) -> torch.dtype:
-        """The narrowest dtype that should hold this iteration's gradients exactly. Valid in a hook.
-
-        bf16 if they were accumulated in bf16 and clipping left them alone, else fp32. It is read off
-        the configuration, so a codec that relies on it checks the values.
-        """
-        accumulated = self._accumulation_dtype()
-        if accumulated is torch.bfloat16 and self.gradient_scale() == 1.0:
-            return torch.bfloat16
-        return torch.float32
 
     # Versions
 

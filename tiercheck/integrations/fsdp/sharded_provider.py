@@ -31,6 +31,18 @@ from tiercheck.streams.tensors.provider import Identity
 
 __all__ = ["ShardedProvider"]
 
+SUMMING = (
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+"""See :func:`sums_first`."""
+
 
 class ShardedProvider(ModuleProvider):
     """A :class:`~tiercheck.integrations.torch.module_provider.ModuleProvider` of a model whose parameters are
@@ -85,6 +97,15 @@ class ShardedProvider(ModuleProvider):
     def masters(self) -> Mapping[str, torch.Tensor]:
         return {name: self.local(each, each, name) for name, each in self._masters.items()}
 
+    def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Those in which they are summed over the ranks. They come in the parameters'."""
+        summed: dict[int, torch.dtype | None] = {}
+        for module in self._modules:  # of a parameter the innermost one, which is its own, comes last
+            policy = module._get_fsdp_state()._mp_policy
+            summed |= dict.fromkeys(map(id, module.parameters()), policy.reduce_dtype or policy.param_dtype)
+        found = {name: summed.get(id(each)) for name, each in self._masters.items()}
+        return {name: dtype for name, dtype in found.items() if dtype is not None}
+
     @torch.no_grad()
     def frozen(self) -> Mapping[str, torch.Tensor]:
         return {name: self.local(each, each, name) for name, each in self._others.items()}
@@ -118,9 +139,32 @@ class ShardedProvider(ModuleProvider):
         return super().gradients()
 
     def local_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: self.local(each, self._masters[name], f"the gradient of {name}") for name, each in gradients.items()
-        }
+        group_of = self.group_of() if any(map(is_partial, gradients.values())) else {}
+        found = {}
+        for name, each in gradients.items():
+            what = f"the gradient of {name}"
+            parameter: torch.Tensor = self._masters[name]
+            if isinstance(each, DTensor) and isinstance(parameter, DTensor) and is_partial(each):
+                self._refuse_what_is_summed_late(self._optimizer.param_groups[group_of[name]], what)
+                each = each.redistribute(placements=parameter.placements)
+            found[name] = self.local(each, parameter, what)
+        return found
+
+    def _refuse_what_is_summed_late(self, options: Mapping[str, Any], what: str) -> None:
+        """Of a gradient of which each rank holds a summand (``SequenceParallel``), which the step sums over the slices.
+        What is captured is the sum, so the step must do nothing to the summands before."""
+        if self.trains_on_compressed:
+            raise UnsupportedSetup(
+                f"train_on_compressed does not go with {what}, which the optimizer's step sums over the slices of the "
+                "model: the step would take what was never encoded"
+            )
+        if not sums_first(self._optimizer, options):
+            raise UnsupportedSetup(
+                f"{what} is summed over the slices of the model within the optimizer's step (SequenceParallel), and "
+                f"{type(self._optimizer).__name__} with these options changes the summands before: its steps could not "
+                "be replayed bit for bit. Use AdamW, or Adam with fused=True, or sum before each step: p.grad = "
+                "p.grad.redistribute(placements=p.placements)"
+            )
 
     def end_of_step(self) -> None:
         if not self._stepped:  # the first step makes the optimizer's state
@@ -146,14 +190,6 @@ class ShardedProvider(ModuleProvider):
             if tensor.shape == parameter.to_local().shape:
                 raise UnsupportedSetup(f"{what} is as large as this rank's shard, and no DTensor as the parameter is")
             return tensor  # such as the count of steps
-        if any(isinstance(each, Partial) for each in tensor.placements):
-            # A gradient that the step sums over the slices, which each rank's step then takes (``SequenceParallel``).
-            if self.trains_on_compressed:
-                raise UnsupportedSetup(
-                    f"train_on_compressed does not go with {what}, which the optimizer's step sums over the slices of "
-                    "the model: the step would take what was never encoded"
-                )
-            tensor = tensor.redistribute(placements=parameter.placements)
         if tensor is not parameter and not laid_out_alike(tensor, parameter):
             raise UnsupportedSetup(
                 f"{what} is laid out as {layout_of(tensor)}, and the parameter as {layout_of(parameter)}: supported "
@@ -266,6 +302,21 @@ def meshes_of(parameters: Iterable[torch.Tensor]) -> set[str]:
 
 def laid_out_alike(one: DTensor, other: DTensor) -> bool:
     return one.placements == other.placements and one.shape == other.shape and one.device_mesh == other.device_mesh
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether each rank holds a summand."""
+    return isinstance(tensor, DTensor) and any(isinstance(each, Partial) for each in tensor.placements)
+
+
+def sums_first(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+    """Whether a step, before anything else, sums the gradient. Found by trial: it does if the gradient goes right into
+    a tensor that the ranks hold alike; but adding the parameter to it, or a momentum, adds to the summands."""
+    if type(optimizer) not in SUMMING:
+        return False
+    decoupled = options.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+    decays = options.get("weight_decay", 0) != 0 and not decoupled
+    return (not decays or bool(options.get("fused"))) and not options.get("nesterov", False)
 
 
 def layout_of(tensor: DTensor) -> str:

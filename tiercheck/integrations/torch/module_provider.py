@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tiercheck.streams.tensors.provider import (
     set_options,
     whole_index,
 )
+from tiercheck.streams.tensors.writes import Unmoved
 
 __all__ = ["ModuleProvider"]
 
@@ -56,9 +58,12 @@ class ModuleProvider:
         self.beside = beside or Beside()
         self._masters = masters_by_name(model, optimizer)
         self._parameter_ids = [id(parameter) for parameter in self._masters.values()]
-        self._live: dict[str, torch.Tensor] = {}
+        self._live = Unmoved()
         self._addresses: list[int] | None = None
         """Of the parameters when ``_live`` was made: while they stay, so do the tensors in it."""
+        self._parameters_seen: Mapping[str, torch.Tensor] | None = None
+        """The model's parameters when ``_untrained`` was made: it has others if it returns another object."""
+        self._untrained: Mapping[str, torch.Tensor] = {}
         self._refuse_what_cannot_be_saved()
 
     def identity(self) -> Identity:
@@ -68,12 +73,15 @@ class ModuleProvider:
         addresses = [each.data_ptr() for each in self._masters.values()]
         if addresses != self._addresses:
             self._addresses = addresses
-            self._live = {name: each.detach() for name, each in self._masters.items()}
+            self._live = Unmoved((name, each.detach()) for name, each in self._masters.items())
         return self._live
 
     def group_of(self) -> Mapping[str, int]:
         index = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
         return {name: index[id(tensor)] for name, tensor in self._masters.items()}
+
+    def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {}
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return {
@@ -83,7 +91,10 @@ class ModuleProvider:
         }
 
     def frozen(self) -> Mapping[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self._tensors.others(self._masters.values()).items()}
+        parameters = self._tensors.parameters()
+        if parameters is not self._parameters_seen:
+            self._parameters_seen, self._untrained = parameters, self._tensors.others(self._masters.values())
+        return {name: tensor.detach() for name, tensor in self._untrained.items()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return self._tensors.buffers()
@@ -101,23 +112,27 @@ class ModuleProvider:
         Errors: ``UnsupportedSetup`` for a sparse gradient, and where the optimizer's parameters are not those that
         were there when the provider was made.
         """
-        if [id(p) for group in self._optimizer.param_groups for p in group["params"]] != self._parameter_ids:
+        groups = self._optimizer.param_groups
+        if [*map(id, chain.from_iterable(group["params"] for group in groups))] != self._parameter_ids:
             raise UnsupportedSetup(
                 "the optimizer's parameters have changed since attach, and the new ones would not be saved: close the "
                 "checkpointer, change them, and attach again"
             )
-        found = {name: each.grad for name, each in self._masters.items() if each.grad is not None}
-        for name, gradient in found.items():
-            if gradient.layout is not torch.strided:
-                raise UnsupportedSetup(
-                    f"the gradient of {name} is {gradient.layout}; supported are dense gradients "
-                    "(for an embedding: sparse=False)"
-                )
+        found = {name: grad for name, each in self._masters.items() if (grad := each.grad) is not None}
+        layouts = [each.layout for each in found.values()]
+        if layouts.count(torch.strided) < len(layouts):
+            name = next(name for name, each in found.items() if each.layout is not torch.strided)
+            raise UnsupportedSetup(
+                f"the gradient of {name} is {found[name].layout}; supported are dense gradients "
+                "(for an embedding: sparse=False)"
+            )
         return self.local_gradients(found)
 
     def local_gradients(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What this rank holds of gradients, live."""
-        return {name: each.detach() if each.requires_grad else each for name, each in gradients.items()}
+        if True not in [each.requires_grad for each in gradients.values()]:  # as a rule
+            return gradients
+        return {name: each.detach() for name, each in gradients.items()}
 
     def local(self, tensor: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
         """What this rank holds of a parameter, or of its gradient, live."""

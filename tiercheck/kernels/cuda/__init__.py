@@ -40,7 +40,15 @@ from tiercheck.kernels.cuda.compaction import (
 )
 from tiercheck.kernels.cuda.exponents import exponents_workspace, pack_exponents, unpack_exponents
 from tiercheck.kernels.cuda.module import borrow, low_priority_stream, warm_up
-from tiercheck.kernels.cuda.patterns import find_low_halves, join_exponents, narrow_into, split_exponents, widen_into
+from tiercheck.kernels.cuda.patterns import (
+    find_low_halves,
+    join_exponents,
+    narrow_into,
+    narrow_scaled_into,
+    split_exponents,
+    widen_into,
+    widen_scaled_into,
+)
 
 __all__ = [
     "MOST_STEPS",
@@ -58,6 +66,7 @@ __all__ = [
     "join_exponents",
     "low_priority_stream",
     "narrow_into",
+    "narrow_scaled_into",
     "pack_exponents",
     "quantise_into",
     "quantise_nf4_into",
@@ -73,4 +82,5 @@ __all__ = [
     "unpack_exponents",
     "warm_up",
     "widen_into",
+    "widen_scaled_into",
 ]

@@ -11,8 +11,17 @@ import numpy as np
 from tiercheck.kernels.cuda import module
 from tiercheck.kernels.cuda.compaction import clear
 from tiercheck.kernels.cuda.module import DeviceArray, Stream, check, grid_for
+from tiercheck.kernels.reference.scaled import check_scale
 
-__all__ = ["find_low_halves", "join_exponents", "narrow_into", "split_exponents", "widen_into"]
+__all__ = [
+    "find_low_halves",
+    "join_exponents",
+    "narrow_into",
+    "narrow_scaled_into",
+    "split_exponents",
+    "widen_into",
+    "widen_scaled_into",
+]
 
 THREADS = 256
 
@@ -51,6 +60,37 @@ def widen_into(patterns: DeviceArray, out: DeviceArray, *, stream: Stream) -> No
     check("patterns", patterns, np.uint16)
     check("out", out, np.float32, patterns.size)
     launch("widen", patterns.size, (patterns, np.uint64(patterns.size), out), stream)
+
+
+def narrow_scaled_into(
+    values: DeviceArray, scale: float, out: DeviceArray, lost: DeviceArray, *, stream: Stream
+) -> None:
+    """The reference's ``narrow_scaled_into``. It writes zero to ``lost`` (uint32[1]) if every value is given back; else
+    another number. Errors: ``ValueError`` for a scale out of range, or an array of the wrong dtype or size."""
+    check_scale(scale)
+    check("values", values, np.float32)
+    check("lost", lost, np.uint32, 1)
+    clear(lost, stream)
+    multiplier = np.float32(scale)
+    kernel = f"narrow_scaled_{kind_of(out, values.size)}"
+    arguments = (values, np.uint64(values.size), multiplier, np.float32(1) / multiplier, out, lost)
+    launch(kernel, values.size, arguments, stream)
+
+
+def widen_scaled_into(halves: DeviceArray, scale: float, out: DeviceArray, *, stream: Stream) -> None:
+    """Write the reference's ``widen_scaled``. Errors: as :func:`narrow_scaled_into`."""
+    check_scale(scale)
+    check("out", out, np.float32, halves.size)
+    kernel = f"widen_scaled_{kind_of(halves, out.size)}"
+    launch(kernel, halves.size, (halves, np.uint64(halves.size), np.float32(scale), out), stream)
+
+
+def kind_of(halves: DeviceArray, size: int) -> str:
+    """What fp16 numbers, or bf16 patterns as uint16, are. Errors: ``ValueError`` for an array of another dtype or
+    size."""
+    fp16 = halves.dtype == np.float16
+    check("halves", halves, np.float16 if fp16 else np.uint16, size)
+    return "float16" if fp16 else "bfloat16"
 
 
 def split_exponents(patterns: DeviceArray, exponents: DeviceArray, rest: DeviceArray, *, stream: Stream) -> None:

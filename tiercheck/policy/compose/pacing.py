@@ -11,7 +11,7 @@ from tiercheck.keys import Stream
 from tiercheck.policy.compose.checks import check_tier, flat
 from tiercheck.types import Survives
 
-__all__ = ["BytesPerSecond", "Copying", "PacingPolicy", "SlowestOf", "Unpaced"]
+__all__ = ["BytesPerSecond", "Copying", "PacingPolicy", "SlowestOf", "Spread", "Unpaced"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,16 @@ class Copying:
     nbytes: int
     undrained_bases: int
     """Bases of this rank that the durable tier still lacks. Capturing waits when two of them do."""
+    left_nbytes: int | None = None
+    """Of the shard, what has not been sent yet; ``None``: all of it."""
+    interval: int = 1
+    """Versions from one base to the next, at most."""
+    versions_left: int = 0
+    """Of a base: versions until the next one is due, as far as this rank has captured them."""
+    version_s: float | None = None
+    """Seconds from one version to the next, as measured; ``None``: not known yet."""
+    awaited: bool = False
+    """Somebody waits until everything, or another base, is where it belongs."""
 
 
 class PacingPolicy(ABC):
@@ -33,8 +43,9 @@ class PacingPolicy(ABC):
 
     @abstractmethod
     def bytes_per_s(self, seen: Copying) -> float | None:
-        """What this shard's bytes count against; ``None``: as fast as the tier takes them. A shard is sent whole as
-        soon as those before it are paid for, so this bounds the mean and not each moment."""
+        """What this shard's bytes count against; ``None``: as fast as the tier takes them. It is asked when a shard
+        begins and, if the driver sends it in parts, before each part of a base. What was sent is paid for afterwards,
+        so this bounds the mean and not each moment."""
 
     def __and__(self, other: PacingPolicy) -> PacingPolicy:
         """The slower of both."""
@@ -65,6 +76,31 @@ class BytesPerSecond(PacingPolicy):
 
     def bytes_per_s(self, seen: Copying) -> float | None:
         return self.rate if seen.tier == self.tier else None
+
+
+@dataclass(frozen=True)
+class Spread(PacingPolicy):
+    """Bases go little by little, and are there some time before the next one is due."""
+
+    margin: float = 0.25
+    """The share of the interval that is left then."""
+    chunk: int = 256 << 20
+    """The most bytes of a base that go to a tier a version. What does not fit goes on into the margin."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.margin, bool) or not isinstance(self.margin, int | float) or not 0 <= self.margin < 1:
+            raise ConfigurationError(f"margin must be a share of the interval, 0 to less than 1, not {self.margin!r}")
+        if type(self.chunk) is not int or self.chunk < 1:
+            raise ConfigurationError(f"chunk must be a number of bytes, at least 1, not {self.chunk!r}")
+
+    def bytes_per_s(self, seen: Copying) -> float | None:
+        """A base that is late, so that the next one is due or somebody waits for it, is not held back."""
+        late = seen.versions_left <= 0 or seen.undrained_bases > 1 or seen.awaited
+        if seen.stream is not Stream.BASE or seen.version_s is None or late:
+            return None
+        left = seen.nbytes if seen.left_nbytes is None else seen.left_nbytes
+        versions = max(1.0, seen.versions_left - self.margin * seen.interval)
+        return max(1.0, min(self.chunk, left / versions) / max(seen.version_s, 1e-9))
 
 
 @dataclass(frozen=True)

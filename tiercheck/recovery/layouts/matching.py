@@ -5,7 +5,7 @@ under which this job saves, so that a rename which a restart repeats does no har
 takes the names that :class:`~tiercheck.streams.loading.Loading` gives, and is compared again. The differences that are
 left must all be allowed by it.
 
-All ranks hold the same indexes of those that saved, and come to the same answer: a rank whose function gives other
+All ranks know the tensors of all those that saved, and come to the same answer: a rank whose function gives other
 names, or which allows something else, is found, and named.
 """
 
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from tiercheck.errors import ConfigurationError, Mismatch
 from tiercheck.format.container import checksum_of
-from tiercheck.format.index.assemble import Holdings, assemble
-from tiercheck.format.index.logical import Block, LogicalIndex, LogicalTensor, Padding, Piece, Range
+from tiercheck.format.index.assemble import Missing
+from tiercheck.format.index.logical import LogicalIndex, LogicalTensor, Padding
+from tiercheck.policy.recovery.spans import Span, contain, joined, spans_of
+from tiercheck.recovery.layouts.holders import Holders, lacking
+from tiercheck.recovery.layouts.old_ranks import LATE_S, OldRanks
+from tiercheck.recovery.layouts.renaming import names_given
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Fit
 from tiercheck.streams.loading import Loading
-from tiercheck.types import shown
 
 __all__ = ["Matched", "match", "without_tensors"]
 
@@ -52,18 +54,16 @@ class _Compared(Struct, frozen=True, array_like=True):
     differences: tuple[Difference, ...]
     found: int
     """Of its tensors, how many were saved under their name and in their shape."""
-    claimed: bytes
-    """By tensor that was saved, whether this rank has one of that name."""
+    claimed: tuple[Span, ...]
+    """Of the tensors that were saved, in order, those of whose names this rank has one."""
 
 
 @dataclass(frozen=True)
 class Matched:
     """What was saved, as this rank takes it."""
 
-    indexes: Mapping[int, LogicalIndex]
-    """By old rank, under the names that this model has."""
-    wanted: LogicalIndex
-    """What this rank is to load. What keeps what the script made is padding in it."""
+    holders: Holders
+    """Of what this rank is to load. What keeps what the script made is padding in that."""
     kept: frozenset[str] = frozenset()
     """The tensors of which nothing is loaded."""
     fit: Fit | None = None
@@ -72,11 +72,10 @@ class Matched:
 
 @dataclass
 class _Comparison:
-    """Of what this rank wants with what was saved. ``whole``: every old rank's index is known."""
+    """Of what this rank wants with what was saved."""
 
+    old: OldRanks
     wanted: LogicalIndex
-    indexes: Mapping[int, LogicalIndex]
-    whole: bool
     rank: int
     loading: Loading
     renaming: Mapping[str, str] = field(default_factory=dict)
@@ -84,49 +83,48 @@ class _Comparison:
 
     def __post_init__(self) -> None:
         try:
-            self.holdings = Holdings(self.indexes)
+            self.holders = Holders(self.old, self.wanted, self.rank, self.renaming)
         except ValueError as error:
             raise Mismatch(f"what was saved is not of one model: {error}") from error
-        self.saved = sorted(self.holdings.tensors, key=lambda tensor: tensor.key)
+        self.saved = sorted(self.holders.tensors, key=lambda tensor: tensor.key)
 
-    def told(self) -> _Compared:
+    async def told(self) -> _Compared:
         here = {tensor.key for tensor in self.wanted.tensors.values()}
-        differing = tuple(self._differences())
+        plan = await self.holders.cover(self.old.visible)
+        differing = tuple(self._differences(lacking(plan)))
         found = sum(
-            held is not None and held.tensor.shape == tensor.shape
-            for tensor, held in ((each, self.holdings.find(each)) for each in self.wanted.tensors.values())
+            held is not None and held.shape == tensor.shape
+            for tensor, held in ((each, self.holders.find(each)) for each in self.wanted.tensors.values())
         )
-        claimed = bytes(tensor.key in here for tensor in self.saved)
+        claimed = spans_of(number for number, tensor in enumerate(self.saved) if tensor.key in here)
         names = "\n".join(f"{old}\t{new}" for old, new in sorted(self.renaming.items()))
         return _Compared(str(self.loading), checksum_of(names.encode()), differing, found, claimed)
 
-    def _differences(self) -> Iterable[Difference]:
-        said: set[str] = set()
-        for missing in assemble(self.wanted, self.holdings, rank=self.rank).missing:
-            tensor = self.wanted.tensors[missing.piece.tensor]
-            if tensor.name in said:
-                continue
-            said.add(tensor.name)
-            if missing.shape is not None:
-                what = f"{tensor.name} was {missing.shape}, and is {tensor.shape} here"
-                yield Difference(tensor.name, what, (KEEP, DROP), True)
-            elif not self.whole:
+    def _differences(self, nobody_has: Sequence[Missing]) -> Iterable[Difference]:
+        gaps = {each.piece.tensor: each for each in nobody_has if not self.holders.may_have(each)}
+        for name in dict.fromkeys(
+            piece.tensor for pieces in self.wanted.stored.values() for piece in pieces if not isinstance(piece, Padding)
+        ):
+            tensor = self.wanted.tensors[name]
+            held = self.holders.find(tensor)
+            if held is not None and held.shape != tensor.shape:
+                yield Difference(name, f"{name} was {held.shape}, and is {tensor.shape} here", (KEEP, DROP), True)
+            elif not self.old.whole:
                 continue  # an old rank that was not found may have it
-            elif self.holdings.find(tensor) is None:
-                what = f"{tensor.name} was not there, and is {tensor.shape} here"
-                yield Difference(tensor.name, what, (KEEP,), True)
-            else:
-                yield Difference(tensor.name, f"of {missing} nobody has anything", ())
+            elif held is None:
+                yield Difference(name, f"{name} was not there, and is {tensor.shape} here", (KEEP,), True)
+            elif name in gaps:
+                yield Difference(name, f"of {gaps[name]} nobody has anything", ())
         for tensor in self.wanted.tensors.values():
-            held = self.holdings.find(tensor)
-            if held is not None and held.tensor.shape == tensor.shape and held.tensor.trained != tensor.trained:
-                what = f"{tensor.name} was {state_of(held.tensor)}, and is {state_of(tensor)} here"
+            held = self.holders.find(tensor)
+            if held is not None and held.shape == tensor.shape and held.trained != tensor.trained:
+                what = f"{tensor.name} was {state_of(held)}, and is {state_of(tensor)} here"
                 yield Difference(tensor.name, what, (KEEP if tensor.trained else DROP,))
 
     def unclaimed(self, answers: Sequence[_Compared]) -> list[LogicalTensor]:
         """What was saved and no rank wants."""
-        columns = zip(self.saved, *(each.claimed for each in answers), strict=True)
-        return [tensor for tensor, *claimed in columns if not any(claimed)]
+        claimed = joined({span for answer in answers for span in answer.claimed})
+        return [tensor for number, tensor in enumerate(self.saved) if not contain(claimed, number)]
 
     def problems(self, answers: Sequence[_Compared]) -> list[Difference]:
         """All differences, of all ranks, each once."""
@@ -143,36 +141,34 @@ class _Comparison:
 async def match(
     ranks: Ranks,
     wanted: LogicalIndex,
-    indexes: Mapping[int, LogicalIndex],
+    old: OldRanks,
     loading: Loading,
     refused: Callable[[Sequence[str], str], Mismatch],
-    *,
-    whole: bool,
 ) -> Matched:
     """Compare, and rename if need be. ``refused``: makes the error, of what differs and of what would allow it.
-    ``whole``: every old rank's index is there. Collective.
+    Collective: each rank waits for tiers until the deadline.
 
-    Errors: ``Mismatch`` for what is not allowed, and if nothing at all would be loaded; ``ConfigurationError`` for a
-    rename that gives no names, or is for another checkpoint, and for ranks that load otherwise than rank 0.
+    Errors: ``RecoveryError`` for what cannot be read; ``Mismatch`` for what is not allowed, and if nothing at all would
+    be loaded; ``ConfigurationError`` for a rename that gives no names, or is for another checkpoint, and for ranks that
+    load otherwise than rank 0.
     """
     doing = "comparing the model with what was saved"
-    comparison = _Comparison(wanted, indexes, whole, ranks.rank, loading)
-    answers: list[_Compared] = await ranks.gather(doing, comparison.told, kind=_Compared)
+    comparison = _Comparison(old, wanted, ranks.rank, loading)
+    answers: list[_Compared] = await ranks.gather(doing, comparison.told, more_s=2 * LATE_S, kind=_Compared)
     refuse_other_options(answers)
     problems = comparison.problems(answers)
     if not problems:
-        return Matched(indexes, wanted)
+        return Matched(comparison.holders)
     if loading.rename is not None:
         as_saved = sum(each.found for each in answers)
         made: list[_Comparison] = []
 
-        def compare() -> _Compared:
+        async def compare() -> _Compared:
             names = names_given(loading.rename, comparison.saved)
-            renamed = {old: renamed_index(index, names) for old, index in indexes.items()}
-            made.append(_Comparison(wanted, renamed, whole, ranks.rank, loading, names))
-            return made[0].told()
+            made.append(_Comparison(old, wanted, ranks.rank, loading, names))
+            return await made[0].told()
 
-        answers = await ranks.gather(f"{doing}, renamed", compare, kind=_Compared)
+        answers = await ranks.gather(f"{doing}, renamed", compare, more_s=2 * LATE_S, kind=_Compared)
         comparison, problems = made[0], made[0].problems(answers)
         refuse_other_names(answers)
         if (found := sum(each.found for each in answers)) < as_saved:
@@ -231,7 +227,8 @@ def comparison_settled(comparison: _Comparison, answers: Sequence[_Compared]) ->
         restarted=in_order(each.name for each in everywhere if not each.absent and KEEP in each.needs),
         stopped=in_order(each.name for each in everywhere if not each.absent and DROP in each.needs),
     )
-    return Matched(comparison.indexes, without_tensors(comparison.wanted, kept), kept, fit)
+    comparison.holders.wanted = without_tensors(comparison.wanted, kept)
+    return Matched(comparison.holders, kept, fit)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -256,43 +253,6 @@ def refuse_other_names(answers: Sequence[_Compared]) -> None:
                 f"rename= gives other names on rank {rank} than on rank 0: it must be the same function of the name on "
                 "every rank"
             )
-
-
-def names_given(rename: Callable[[str], Any] | None, saved: Iterable[LogicalTensor]) -> dict[str, str]:
-    """By each name that was saved, the one that it is given. Errors: ``ConfigurationError``."""
-    given: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for name in dict.fromkeys(tensor.name for tensor in saved):
-        try:
-            new = name if rename is None else rename(name)
-        except Exception as error:
-            raise ConfigurationError(f"rename({name!r}) raised {type(error).__name__}: {error}") from error
-        if not isinstance(new, str) or not new:
-            raise ConfigurationError(f"rename({name!r}) must return a name, not {shown(new)}")
-        if new in taken:
-            raise ConfigurationError(f"rename gives {taken[new]} and {name} the same name {shown(new)}")
-        taken[new], given[name] = name, new
-    return given
-
-
-def renamed_index(index: LogicalIndex, names: Mapping[str, str]) -> LogicalIndex:
-    """The index with the model's tensors under other names. What is stored keeps its own. Errors:
-    ``ConfigurationError`` for a name that no shard can hold."""
-
-    def renamed(piece: Piece) -> Piece:
-        match piece:
-            case Range():
-                return Range(names[piece.tensor], piece.start, piece.length)
-            case Block():
-                return Block(names[piece.tensor], piece.offsets, piece.lengths)
-        return piece
-
-    try:
-        tensors = {names[name]: structs.replace(each, name=names[name]) for name, each in index.tensors.items()}
-        stored = {name: tuple(map(renamed, pieces)) for name, pieces in index.stored.items()}
-        return replace(index, tensors=tensors, stored=stored, aliases={})
-    except ValueError as error:
-        raise ConfigurationError(f"rename gives a name that no tensor can have: {error}") from error
 
 
 def without_tensors(index: LogicalIndex, names: Collection[str]) -> LogicalIndex:

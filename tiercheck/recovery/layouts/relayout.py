@@ -1,7 +1,7 @@
 """Recovery under another layout: what N ranks saved is brought to M ranks, or to as many that hold other pieces.
 
 Those that saved are the *old* ranks, those that resume the *new* ones. Each new rank knows which old ranks hold what it
-wants (:mod:`tiercheck.recovery.layouts.old_ranks`), and which versions it can come to. The newest one that every new
+wants (:mod:`tiercheck.recovery.layouts.holders`), and which versions it can come to. The newest one that every new
 rank can come to is the recovery point. If several old ranks hold the same pieces, one of them is enough.
 
 Then each new rank rebuilds the old ranks that it needs, one after the other, as their own recovery would
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from tiercheck.errors import Mismatch, RecoveryError
-from tiercheck.format.index.assemble import Assembly, Holdings, assemble
+from tiercheck.format.index.assemble import Assembly
 from tiercheck.keys import ONE_VERSION, ShardKey
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.agreement import NO_MARK, agreed
@@ -31,12 +31,13 @@ from tiercheck.policy.recovery.relayout import reachable, readers
 from tiercheck.policy.recovery.spans import Span, spans_of
 from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.layouts.fetching import Fetching
-from tiercheck.recovery.layouts.matching import Matched, match
+from tiercheck.recovery.layouts.holders import Holders, lacking
+from tiercheck.recovery.layouts.matching import match
 from tiercheck.recovery.layouts.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reading.reader import Reader
 from tiercheck.recovery.reading.rebuilding import fitting, rebuilt
-from tiercheck.recovery.report import Recovery
+from tiercheck.recovery.report import Fit, Recovery
 from tiercheck.streams.state import Conversion, Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
@@ -44,6 +45,8 @@ __all__ = ["Converted", "Relayout"]
 
 log = logging.getLogger(__name__)
 
+COPIES_FACTOR = 8
+"""So many times as many copies are looked for, each time that those which were found do not do."""
 ROUNDS_MAX = 64
 """Times the ranks decide again before they give up: each round some copy was found damaged."""
 
@@ -94,8 +97,10 @@ class Relayout:
         self._conversion: Conversion = state.conversion()
         self._old = OldRanks(memories, ranks, lineage, layout, self._conversion.read_identity)
         self._fetching = Fetching(memories.reading, ranks, memories.place)
-        self._matched = Matched({}, self._conversion.wanted)
+        self._fit: Fit | None = None
         self._replays = True
+        self._copies = 1
+        """Of each piece, how many old ranks that have it were looked for."""
         self.lacking = ""
         """After :meth:`restore`: that versions were saved, and what was not found of them, in words."""
 
@@ -115,83 +120,82 @@ class Relayout:
         await self._old.look()
         await self._old.learn()
         self.lacking = self._old.lacking
-        if not self._old.indexes:
+        if not self._old.outlines:
             return None
-        await self._check_model()
+        self._holders = await self._check_model()
         await self._look_for_the_needed()
-        widened = False
+        least = 0
         for _ in range(ROUNDS_MAX):
             version = await self._version()
-            if version is None and not widened:
-                await self._look_for_all()
-                widened, version = True, await self._version()
+            while (version is None or version < least) and await self._look_further():
+                version = await self._version()
             if version is None:
                 await self._name_what_lacks()
                 return None
             done = await self._read(version)
             if done is not None:
                 return await self._settle(version, done, began)
-            if not widened:
-                await self._look_for_all()
-                widened = True
+            least = version
         raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
 
     # What there is
 
-    async def _check_model(self) -> None:
+    async def _check_model(self) -> Holders:
         """Errors: as :func:`match`, and ``Mismatch`` for another optimizer."""
         conversion, places = self._conversion, ", ".join(tier.driver.url for tier in self._hierarchy.tiers)
-        first = self._old.identities[min(self._old.identities)]
+        first = self._old.identity
         doing = "comparing the optimizer with what was saved"
         await self._ranks.gather(doing, lambda: conversion.refuse(first, places))
-        self._matched = await match(
+        matched = await match(
             self._ranks,
             conversion.wanted,
-            self._old.indexes,
+            self._old,
             conversion.loading,
             lambda differing, advice: conversion.other_model(differing, first, places, advice),
-            whole=self._old.whole,
         )
-        conversion.keep(self._matched.kept)
+        conversion.keep(matched.kept)
+        self._fit = matched.fit
         self._replays = conversion.begin(first)
-
-    def _holdings(self, olds: Collection[int]) -> Holdings:
-        return Holdings({old: self._matched.indexes[old] for old in olds})
+        return matched.holders
 
     async def _look_for_the_needed(self) -> None:
         """What the shared tiers hold of the old ranks that this one needs, beside those that were dealt to it."""
-
         visible = self._old.visible
-        newest: Collection[int] = visible
-        for version in sorted(set(visible.values()), reverse=True):
-            newest = {old for old, reached in visible.items() if reached >= version}
-            if self._suffices(newest):
-                break
 
         async def look() -> None:
-            plan = assemble(self._matched.wanted, self._holdings(newest), rank=self._ranks.rank)
-            needed = {*plan.ranks, *({self._ranks.rank} & visible.keys())}
+            await self._holders.learn({copy.key.rank for copy in self._old.sound} & visible.keys())
+            needed = {self._ranks.rank} & visible.keys()
+            for version in sorted(set(visible.values()), reverse=True):
+                plan = await self._holders.cover({old for old, reached in visible.items() if reached >= version})
+                if not lacking(plan):
+                    needed |= {*plan.ranks}
+                    break
             await self._old.find_shared(needed)
 
         await self._ranks.gather("looking for what this rank needs", look, more_s=2 * LATE_S)
 
-    async def _look_for_all(self) -> None:
-        """What the shared tiers hold of every old rank: another copy of what has failed may be there."""
+    async def _look_further(self) -> bool:
+        """What the shared tiers hold of more old ranks that have what this one needs: another copy of what has failed
+        may be there. Collective. Returns whether any rank had not looked for one."""
+        self._copies *= COPIES_FACTOR
 
-        find = partial(self._old.find_shared, self._old.visible)
-        await self._ranks.gather("looking for other copies", find, more_s=2 * LATE_S)
+        async def look() -> bool:
+            return await self._holders.look_for(self._old.visible, self._copies)
+
+        return any(await self._ranks.gather("looking for other copies", look, more_s=2 * LATE_S))
 
     async def _name_what_lacks(self) -> None:
         """Say of what nobody has been found. An old rank that was not found need not be why: the model may have
         parameters that were never saved."""
 
-        def lacks() -> list[str]:
-            plan = assemble(self._matched.wanted, self._holdings(self._matched.indexes), rank=self._ranks.rank)
-            return list(dict.fromkeys(each.piece.tensor for each in plan.missing))
+        async def lacks() -> list[str]:
+            plan = await self._holders.cover(self._old.visible)
+            found = (each for each in lacking(plan) if not self._holders.may_have(each))
+            return list(dict.fromkeys(each.piece.tensor for each in found))
 
         if self._old.whole:
             return
-        answers = await self._ranks.gather("what was not found", lacks)
+        answers = await self._ranks.gather("what was not found", lacks, more_s=2 * LATE_S)
         if names := dict.fromkeys(name for names in answers for name in names):
             self.lacking += f", and the ranks that were found have not all of {first_of(names)}"
 
@@ -201,19 +205,15 @@ class Relayout:
         """By old rank, the ways that can be read here."""
         held: dict[int, list[ShardKey]] = {}
         for copy in self._old.sound:
-            if copy.key.rank in self._old.indexes and (self._replays or copy.key.stream in ONE_VERSION):
+            if copy.key.rank in self._old.outlines and (self._replays or copy.key.stream in ONE_VERSION):
                 held.setdefault(copy.key.rank, []).append(copy.key)
         return {old: Readable.of(found).ways(self._lineage) for old, found in held.items()}
-
-    def _suffices(self, olds: Collection[int]) -> bool:
-        plan = assemble(self._matched.wanted, self._holdings(olds), rank=self._ranks.rank)
-        return not plan.missing
 
     async def _version(self) -> int | None:
         """The newest version that every rank can come to."""
 
         def reach() -> tuple[Span, ...]:
-            found = reachable(self._ways(), self._suffices)
+            found = reachable(self._ways(), lambda olds: not lacking(self._holders.plan(olds)))
             return spans_of(found if self._only is None else found & {self._only})
 
         version = agreed(await self._ranks.gather("where to meet", reach, kind=tuple[Span, ...]))
@@ -224,13 +224,13 @@ class Relayout:
     async def _read(self, version: int) -> tuple[dict[int, RecoveryPoint], _Round] | None:
         """Rebuild the old ranks that are needed and take their pieces; ``None`` if some rank could not."""
         points = {old: ways[version] for old, ways in self._ways().items() if version in ways}
-        plan = assemble(self._matched.wanted, self._holdings(points), rank=self._ranks.rank)
+        plan = self._holders.plan(points)
         own, tells = {self._ranks.rank} & points.keys(), await self._telling(points)
         needed = {old: points[old] for old in sorted({*plan.ranks, *own, *tells} or {min(points)})}
         came = _Round()
 
         async def read() -> bool:
-            self._conversion.begin(self._old.identities[min(self._old.identities)])
+            self._conversion.begin(self._old.identity)
             for old, point in needed.items():
                 if not await self._rebuilt(old, point, plan, came, tells=old in tells):
                     return False
@@ -299,7 +299,7 @@ class Relayout:
             asking = partial(self._conversion.carry_over, [told for _, told in taken], **sizes)
             await self._ranks.gather("asking what batches are drawn from", asking)
         ends: list[Rebuilt] = []
-        fit = self._matched.fit
+        fit = self._fit
         unfit = (
             f"version {version}, which {self._layout.world_size} ranks saved, cannot be loaded into what was attached"
         )

@@ -12,7 +12,9 @@ of its part. There are three ways to know:
   read costs nothing if a tier maps its objects (shared memory), and little if the page cache has them; it is
   made while the versions before are being replayed.
 
-What is in memory beside the base and the live state is bounded by two *batches*, whatever the chain's length: a batch
+A long base that no tier maps is verified as it comes, through a few windows, into memory that the optimizer keeps but
+for the trained tensors, which take theirs until they are copied (:mod:`tiercheck.recovery.reading.landing`). What is in
+memory beside the base and the live state is bounded by two *batches*, whatever the chain's length: a batch
 is one object, or several that together hold no more versions than are replayed at a time. The chain is verified from
 its end to its beginning, two batches at a time, so that the two that are verified last stay where they are: the
 replay begins with them, and a chain of two batches is read once.
@@ -37,13 +39,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from tiercheck.errors import ConfigurationError, Corruption, DeadlineExceeded, RecoveryError, TierError, Transient
+from tiercheck.errors import ConfigurationError, Corruption, RecoveryError, TierError, Transient
 from tiercheck.format import container
 from tiercheck.format.references import References, read_references
 from tiercheck.hierarchy import OpenHierarchy
@@ -52,17 +54,21 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import RecoveryPoint
 from tiercheck.policy.recovery.lineage import Lineage
 from tiercheck.policy.recovery.plan import Plan, Unreachable, batches, grouped, plan
+from tiercheck.recovery.reading.batches import ANSWER_S, Batches
 from tiercheck.recovery.reading.copies import Copies, Failed, OutOfReach, Unusable
+from tiercheck.recovery.reading.landing import landed
+from tiercheck.recovery.reading.verifying import verified
 from tiercheck.replication.objects.asking import asked_twice
 from tiercheck.streams.state import Rebuilt, Record, Run, StateReader, Undecodable, ill_formed_is_corrupt
+from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import Fidelity
 
-__all__ = ["Lost", "OutOfReach", "Reader", "VerifiedPart"]
+__all__ = ["ANSWER_S", "Lost", "OutOfReach", "Reader", "VerifiedPart"]
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0
-"""A read that gives up at the deadline has so long to say why."""
+T = TypeVar("T")
+
 BATCHES_AT_ONCE = 2
 """Batches in memory: one that is being replayed, and the next."""
 OBJECTS_AT_ONCE = 4
@@ -84,6 +90,8 @@ class VerifiedPart:
     """What is loaded: the base, or if a snapshot leads from it to the point, the state that comes of the two."""
     references: References | None = None
     """To the constants that the base lacks."""
+    is_given: bool = False
+    """Whether loading it takes its memory: then it can be loaded once."""
 
     @property
     def point(self) -> RecoveryPoint:
@@ -115,8 +123,9 @@ class Reader:
     """The sources of what was handed out last, in order."""
     read_bytes: int = 0
     """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
-    _base: tuple[Copy, Copy | None, Any, References | None] | None = None
-    """The base's source, that of its constants, the base, and what it says of them."""
+    _base: tuple[Copy, Copy | None, Any, References | None, bool] | None = None
+    """The base's source, that of its constants, the base, what it says of them, and whether loading it takes its
+    memory."""
     _digests: dict[Copy, str] = field(default_factory=dict)
     """What was verified, and the digest of its header, which holds the checksums of all the rest."""
     _held: dict[Copy, memoryview] = field(default_factory=dict)
@@ -137,6 +146,8 @@ class Reader:
         Errors: ``Lost`` if the last copy of a version has gone bad since it was verified; ``OutOfReach``;
         ``DeadlineExceeded``.
         """
+        if part.is_given:
+            self._base = None  # its memory is the state's by now, and is written to
         if part.point.by_snapshot:
             self.used = list(part.plan.sources)
             return
@@ -146,7 +157,7 @@ class Reader:
         chosen: tuple[Copy, ...] | Unreachable = part.plan.batches
         self.copies.troubled.clear()
         while not isinstance(chosen, Unreachable):
-            stream = _Stream(self, part, own, deque(grouped(chosen, self.state.steps_at_once)), due, left_s)
+            stream = Batches(self, part, own, deque(grouped(chosen, self.state.steps_at_once)), due, left_s)
             try:
                 while stream.due <= part.point.last:
                     yield await stream.run(threads)  # not named here: what is replayed is to be let go
@@ -205,11 +216,11 @@ class Reader:
                 self._let_go()
                 return None
             try:
-                base, references = await self._verified_base(chosen, own, until)
+                base, references, is_given = await self._verified_base(chosen, own, until)
                 await self._verify_batches(chosen, base, own, until)
                 led = point.by_snapshot  # else the base is the point itself, or where a replay begins
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
-                return VerifiedPart(chosen, base, start, references)
+                return VerifiedPart(chosen, base, start, references, is_given)
             except Failed as failed:
                 self.copies.note(failed)
                 self._let_go()
@@ -217,14 +228,15 @@ class Reader:
             if pause_s := self.copies.pause(own, choice, left_s):
                 await asyncio.sleep(pause_s)
 
-    async def _verified_base(self, chosen: Plan, own: Collection[Copy], until: float) -> tuple[Any, References | None]:
+    async def _verified_base(
+        self, chosen: Plan, own: Collection[Copy], until: float
+    ) -> tuple[Any, References | None, bool]:
         source = chosen.anchor
         if self._base is not None and self._base[:2] == (source, chosen.constants):
             return self._base[2:]
         self._base = None  # before the next one is read
         try:
-            shard = self._parsed(source, await self._get(source, own, until))
-            await asyncio.to_thread(shard.verify)
+            shard = await self._read_base(source, own, until)
             references = read_references(shard)
         except TierError as error:
             raise Failed(source, error) from error
@@ -233,8 +245,22 @@ class Reader:
             base = await asyncio.to_thread(self._decoded_base, source, shard, constants)
         except TierError as error:
             raise Failed(source, error) from error
-        self._base = source, chosen.constants, base, references
-        return base, references
+        self._base = source, chosen.constants, base, references, shard.is_given
+        return base, references, shard.is_given
+
+    async def _read_base(self, source: Copy, own: Collection[Copy], until: float) -> container.Shard:
+        """All of it verified. If it is long, and its tier does not map it, it is verified as it comes, and the memory
+        of its tensors may be kept."""
+        capabilities = self.hierarchy.tiers[source.tier].capabilities
+        if source not in self._held and capabilities.ranged_get and not capabilities.mappable:
+            name, parsed = self.copies.name(source), partial(self._parsed_header, source)
+            found = await self._asked(source, own, until, lambda driver: landed(driver, str(source.key), name, parsed))
+            if found is not None:
+                self.read_bytes += found.nbytes
+                return found
+        shard = self._parsed(source, await self._get(source, own, until))
+        await verified([shard], self.state.threads)
+        return shard
 
     async def _verified_constants(
         self, source: Copy | None, references: References | None, own: Collection[Copy], until: float
@@ -246,7 +272,7 @@ class Reader:
         try:
             shard = container.parse(await self._get(source, own, until), key=key, tier=name)
             references.check(shard.header, tier=name)
-            await asyncio.to_thread(shard.verify)
+            await verified([shard], self.state.threads)
         except TierError as error:
             raise Failed(source, error) from error
         return shard
@@ -287,7 +313,7 @@ class Reader:
         groups = grouped(chosen.batches, self.state.steps_at_once)
         staying = {source for group in groups[:BATCHES_AT_ONCE] for source in group}
         rooms, slots = asyncio.Semaphore(BATCHES_AT_ONCE), asyncio.Semaphore(OBJECTS_AT_ONCE)
-        verifying = asyncio.Semaphore(self.state.threads)
+        verifying = asyncio.Lock()  # one by one, each by all threads
         failures: list[Exception] = []
 
         async def verify(source: Copy) -> None:
@@ -299,7 +325,7 @@ class Reader:
                     if source in staying or self._mapped(source):
                         self._held[source] = found[0]
                     async with verifying:
-                        self._digests[source] = await asyncio.to_thread(self._digest, source, found, base)
+                        self._digests[source] = await self._digest(source, found, base)
                 except Exception as error:  # noqa: BLE001  raised below, when the others have stopped
                     failures.append(Failed(source, error) if isinstance(error, TierError) else error)
 
@@ -317,11 +343,15 @@ class Reader:
         if failures:
             raise failures[0]
 
-    def _digest(self, source: Copy, found: list[memoryview], base: Any) -> str:
+    async def _digest(self, source: Copy, found: list[memoryview], base: Any) -> str:
         """Verify every byte of what was found, and that differentials are of the base's state. It is taken out of the
         list, since a thread pool lets go of arguments some time after the result is there."""
-        shard = self._parsed(source, found.pop())
-        shard.verify()
+        shards = [await asyncio.to_thread(lambda: self._parsed(source, found.pop()))]
+        await verified(shards, self.state.threads)
+        return await asyncio.to_thread(self._digest_of_base, source, shards, base)
+
+    def _digest_of_base(self, source: Copy, shards: list[container.Shard], base: Any) -> str:
+        shard = shards.pop()
         if source.key.stream is Stream.DIFFERENTIAL:
             self.differentials(source, shard, base)
         return shard.digest
@@ -366,9 +396,17 @@ class Reader:
             if not self._mapped(source):
                 del self._held[source]
             return held
+        content = await self._asked(source, own, until, lambda driver: driver.get(str(source.key)))
+        self.read_bytes += content.nbytes
+        return content
+
+    async def _asked(
+        self, source: Copy, own: Collection[Copy], until: float, ask: Callable[[TierDriver], Awaitable[T]]
+    ) -> T:
+        """What the source's tier answers. Errors: as :meth:`_get`."""
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         driver = self.hierarchy.tiers[source.tier].driver
-        reading = asyncio.ensure_future(asked_twice(lambda: driver.get(str(source.key))))
+        reading = asyncio.ensure_future(asked_twice(lambda: ask(driver)))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
         try:
             wait_s = left_s / 2 if self.copies.is_in_another_tier(source, own) else left_s
@@ -380,16 +418,24 @@ class Reader:
         finally:
             # Not waited for: a tier that does not answer may not hear of it either.
             reading.cancel()
-        content = reading.result()
-        self.read_bytes += content.nbytes
-        return content
+        return reading.result()
 
     def _parsed(self, source: Copy, content: memoryview) -> container.Shard:
         shard = container.parse(content, key=str(source.key), tier=self.copies.name(source))
-        reason = self.lineage.disowns(source.key.generation, shard.metadata.token)
+        self._check_own(source, shard.metadata)
+        return shard
+
+    def _parsed_header(self, source: Copy, beginning: memoryview, nbytes: int) -> container.Shard:
+        """Of an object of ``nbytes``. Errors: as :meth:`_parsed`."""
+        key, tier = str(source.key), self.copies.name(source)
+        header = container.parse_header(beginning, nbytes, key=key, tier=tier)
+        self._check_own(source, header.metadata)
+        return container.Shard(header, beginning, key=key, tier=tier)
+
+    def _check_own(self, source: Copy, metadata: container.ShardMetadata) -> None:
+        reason = self.lineage.disowns(source.key.generation, metadata.token)
         if reason is not None:
             raise Corruption(reason, tier=self.copies.name(source), key=str(source.key))
-        return shard
 
     def _let_go(self) -> None:
         """Of what tiers do not map: another plan may begin with other batches."""
@@ -401,92 +447,3 @@ class Reader:
     @property
     def _places(self) -> str:
         return ", ".join(tier.driver.url for tier in self.hierarchy.tiers)
-
-
-class _Stream:
-    """One plan's batches on their way to the replay; at most two of them in memory."""
-
-    def __init__(
-        self,
-        reader: Reader,
-        part: VerifiedPart,
-        own: Collection[Copy],
-        groups: deque[tuple[Copy, ...]],
-        due: int,
-        left_s: float,
-    ) -> None:
-        self.due = due
-        """The first version that was not handed out."""
-        self.left_s = left_s
-        """The time that is left to wait for tiers, in seconds."""
-        self._reader = reader
-        self._part = part
-        self._own = own
-        self._groups = groups
-        self._coming: tuple[Sequence[Copy], asyncio.Task[list[container.Shard]]] | None = None
-        self._read: deque[Record] = deque()
-        self._sources: dict[int, Copy] = {}
-
-    def source_of(self, version: int) -> Copy:
-        return self._sources[version]
-
-    async def run(self, threads: int) -> Run:
-        """The next run. Errors: ``Failed``; ``Undecodable``; ``DeadlineExceeded``."""
-        within = bool(self._read)
-        if not within:
-            await self._read_group()
-        # Whoever makes one run while another is replayed has let go of the group before this one by its second run;
-        # who takes turns, at once.
-        if (within or self._reader.state.threads == 1) and self._groups:
-            self._begin()
-
-        def decode() -> Run:
-            versions = min(self._reader.state.steps_at_once, len(self._read))
-            return self._reader.state.run([self._read.popleft() for _ in range(versions)], threads=threads)
-
-        made = await asyncio.to_thread(decode)
-        self.due = made.last + 1
-        return made
-
-    def close(self) -> None:
-        """Stop what is being read."""
-        if self._coming is not None:
-            self._coming[1].cancel()
-            self._coming[1].add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
-
-    def _begin(self) -> None:
-        if self._coming is None:
-            group = self._groups.popleft()
-            self._coming = group, asyncio.ensure_future(self._reader.read(group, self._own, self.left_s))
-
-    async def _read_group(self) -> None:
-        self._begin()
-        if self._coming is None:
-            raise AssertionError(f"the plan ends before version {self.due}")
-        (group, coming), self._coming = self._coming, None
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await asyncio.wait({coming}, timeout=self.left_s + ANSWER_S)
-        self.left_s = max(0.0, self.left_s - (loop.time() - began))
-        if not coming.done():
-            coming.cancel()
-            raise DeadlineExceeded(
-                f"reading {', '.join(str(source.key) for source in group)} did not finish in time: "
-                f"{self._reader.deadline_s:g} s were spent waiting for tiers"
-            )
-        found = [coming.result()]
-        del coming  # what is parsed below is to be let go there
-        await asyncio.to_thread(self._take, group, found)
-
-    def _take(self, group: Sequence[Copy], found: list[list[container.Shard]]) -> None:
-        """Parse a group that was read. It is taken out of the list, as in :meth:`Reader._digest`."""
-        last = self._part.point.last
-        for source, shard in zip(group, found.pop(), strict=True):
-            try:
-                differentials = self._reader.differentials(source, shard, self._part.base)
-            except TierError as error:
-                raise Failed(source, error) from error
-            self._reader.used.append(source)
-            after = self._read[-1].version if self._read else self.due - 1
-            self._read.extend(each for each in differentials if after < each.version <= last)
-            self._sources |= dict.fromkeys(source.key.versions, source)

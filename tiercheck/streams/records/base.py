@@ -45,7 +45,7 @@ from tiercheck.format.references import REFERENCES, References, read_references,
 from tiercheck.keys import ShardKey
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.constants import Constants, Split, checksum, constants_nbytes, made_of, nbytes_of
-from tiercheck.streams.tensors.as_bytes import absent_tensor, dtype_name, tensor_in
+from tiercheck.streams.tensors.as_bytes import absent_tensor, dtype_name, given, tensor_in
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
 from tiercheck.streams.tensors.writes import Watch
 
@@ -290,7 +290,7 @@ def read_base(shard: Shard, constants: Shard | None = None, *, tier: str, alone:
             residuals[rest] = tensor
         elif kind == "state" and "/" in rest:
             master, _, key = rest.rpartition("/")
-            state.setdefault(master, {})[key] = tensor
+            state.setdefault(master, {})[key] = given(tensor) if shard.is_given else tensor
         else:
             raise Corruption(f"a base has no tensor {name!r}", tier=tier, key=where)
     references = read_references(shard)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tiercheck.errors import Corruption, SaveError, TierError
+from tiercheck.errors import CapacityExceeded, Corruption, SaveError, TierError
 from tiercheck.format import host_state
 from tiercheck.format.container import (
     PackedObject,
@@ -31,17 +31,17 @@ from tiercheck.format.container import (
     TensorSpec,
     checksum_of,
     header_room,
-    shard_nbytes,
 )
 from tiercheck.format.header import round_up
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
-from tiercheck.streams.codecs import codec, decode, decode_sparse, fidelity_of
-from tiercheck.streams.codecs.exact import Exact
+from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_sparse, fidelity_of
+from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.records.audit import audit_nbytes_max, audit_of
 from tiercheck.streams.records.gathered import Gathered, GatheredGradients, check_trained
 from tiercheck.streams.records.gradient_encoder import GradientEncoder, scratch
+from tiercheck.streams.records.gradient_room import GradientRoom
 from tiercheck.streams.records.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.records.record_names import (
     audit_name,
@@ -51,7 +51,7 @@ from tiercheck.streams.records.record_names import (
     host_name,
     record_name,
 )
-from tiercheck.streams.tensors.as_bytes import dtype_name, tensor_in, tensor_of
+from tiercheck.streams.tensors.as_bytes import NAMES, array_of, dtype_name, tensor_in, tensor_of
 from tiercheck.streams.tensors.provider import StateProvider, extras_of
 from tiercheck.types import Fidelity
 
@@ -131,15 +131,29 @@ class Differential:
 class DifferentialCapture(IterationCapture):
     """Differential v on its way into the first tier's memory: :meth:`add` gradients, then :meth:`finish`."""
 
-    def __init__(self, stream: DifferentialStream, key: ShardKey, memory: memoryview, header_nbytes: int) -> None:
+    def __init__(
+        self, stream: DifferentialStream, key: ShardKey, memory: memoryview, header_nbytes: int, beside_nbytes: int
+    ) -> None:
+        """``beside_nbytes``: what must be left when all gradients have come, at most."""
         self._stream = stream
         self._key = key
         self._writer = ShardWriter(memory, header_nbytes)
+        self._nbytes_before = len(memory) - beside_nbytes
+        """The gradients and the header end there."""
+        self._beside_nbytes = beside_nbytes
         self._hyperparameters = stream.provider.hyperparameters()
         self._gathered: Gathered | None = None
         self._encodings: dict[str, dict[str, Any]] = {}
         """Of gradients that were not gathered."""
+        self._stored: dict[str, str] = {}
+        """The dtypes of what is stored of them."""
+        self._kept: frozenset[str] = frozenset()
+        """The gradients of a call that are there though it failed, since memory did not suffice for all."""
         self._checksums: dict[str, str] = {}
+
+    def move(self, memory: memoryview) -> None:
+        self._writer.move(memory)
+        self._nbytes_before = len(memory) - self._beside_nbytes
 
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Encode gradients (by master, in the master's shape) into the tier's memory. They are free on return.
@@ -148,6 +162,19 @@ class DifferentialCapture(IterationCapture):
         That is done for all of them even if that memory does not suffice, since the step follows in any case.
         Errors: ``SaveError`` for a gradient that is no master's, or came already; ``TierError``.
         """
+        kept, self._kept = self._kept, frozenset()
+        try:
+            self._put({name: each for name, each in gradients.items() if name not in kept} if kept else gradients)
+            if self._writer.nbytes > self._nbytes_before:
+                raise CapacityExceeded(
+                    f"the gradients end at byte {self._writer.nbytes}, and must at {self._nbytes_before} to leave room "
+                    "for what else the record holds"
+                )
+        except CapacityExceeded:
+            self._kept = frozenset(name for name in gradients if self._has(name))
+            raise
+
+    def _put(self, gradients: Mapping[str, torch.Tensor]) -> None:
         if self._stream.gathered is not None and self._gathered is None and not self._encodings:
             self._gathered = self._stream.gathered.put(gradients, self._writer, self._key.first)
             if self._gathered is not None:
@@ -163,12 +190,24 @@ class DifferentialCapture(IterationCapture):
     def _encode(self, name: str, gradient: torch.Tensor, failures: list[TierError]) -> None:
         written: dict[str, memoryview] = {}
         version, slot = self._key.first, partial(self._slot, name, written, failures)
-        encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
+        failed = len(failures)
+        encoding = self._scaled(gradient, slot)
+        if encoding is None:
+            encoding = self._stream.encoder.encode(name, gradient, seed=version, slot=slot)
+        if len(failures) > failed:
+            return
         self._encodings[name] = encoding.to_object()
         # Now, while the parts are in the cache: at the end of the step they would be read from memory.
         for suffix, memory in written.items():
             checksum = encoding.checksums.get(suffix) or checksum_of(memory)
             self._checksums[gradient_name(version, name, suffix)] = checksum
+
+    def _scaled(self, gradient: torch.Tensor, slot: Slot) -> Encoding | None:
+        """By the scale that those had which came first. ``None``: encode it as others."""
+        scale, codec = None if self._gathered is None else self._gathered.scale, self._stream.encoder.codec
+        if scale is None or gradient.dtype is not torch.float32 or not gradient.is_cpu or not isinstance(codec, Exact):
+            return None
+        return encode_scaled(array_of(gradient), scale.fp16, scale.value, codec, slot)
 
     def _slot(
         self,
@@ -186,12 +225,16 @@ class DifferentialCapture(IterationCapture):
             failures.append(error)
             return scratch(suffix, dtype, shape)
         written[suffix] = memory
+        self._stored[name] = dtype
         return memory
 
     def _check(self, name: str, gradient: torch.Tensor) -> None:
         check_trained(self._stream.masters, name, gradient.shape)
-        if name in self._encodings or (self._gathered is not None and name in self._gathered.encodings):
+        if self._has(name):
             raise SaveError(f"the gradient of {name!r} came twice in iteration {self._key.first}")
+
+    def _has(self, name: str) -> bool:
+        return name in self._encodings or (self._gathered is not None and name in self._gathered.stored)
 
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
         """Add the host state as of now, and close the shard; returns its length in bytes."""
@@ -210,14 +253,18 @@ class DifferentialCapture(IterationCapture):
             recurring=() if self._gathered is None else self._gathered.checksums,
         )
         del self._writer  # the tier reuses the memory only when nobody has a view of it
+        if self._gathered is not None:
+            stream.room.note(self._gathered.stored)
+        if self._stored:
+            stream.room.note(self._stored)
         return nbytes
 
     def _record(self, skipped: bool) -> PackedObject:
         said = {"skipped": skipped, "hyperparameters": self._hyperparameters}
         name, gathered = record_name(self._key.first), self._gathered
         if gathered is not None and not self._encodings:
-            return PackedObject(host_state.pack_with(said, {"gradients": gathered.packed}, name=name))
-        encodings = self._encodings if gathered is None else {**gathered.encodings, **self._encodings}
+            return PackedObject(host_state.pack_with(said, {"gradients": gathered.packed()}, name=name))
+        encodings = self._encodings if gathered is None else {**gathered.encodings(), **self._encodings}
         return PackedObject(host_state.pack({**said, "gradients": encodings}, name=name))
 
 
@@ -248,15 +295,8 @@ class DifferentialStream(IterationStream):
         exact = self.encoder.codec if type(self.encoder.codec) is Exact else None
         self.gathered = None if exact is None else GatheredGradients(exact, self.masters)
         """What puts gradients into records together, if they are stored as they are."""
-        gradients = [
-            TensorSpec(gradient_name(0, name, part.suffix), part.dtype, part.shape)
-            for name, spec in self.masters.items()
-            for part in self.encoder.codec.plan(spec.dtype, spec.shape)
-        ]
-        # The masters never change, so the room of their gradients is worked out once and not at every step.
-        self._gradients = len(gradients)
-        self._gradients_nbytes = shard_nbytes(gradients)
-        self._gradients_header_nbytes = header_room(gradients)
+        expected = {name: NAMES[dtype] for name, dtype in provider.gradient_dtypes().items()}
+        self.room = GradientRoom(self.encoder.codec, self.masters, expected)
         self._audit_nbytes = audit_nbytes_max(len(self.masters), len(extras_of(provider)))
         super().__init__(provider, world_size)
 
@@ -265,14 +305,22 @@ class DifferentialStream(IterationStream):
 
     @property
     def nbytes_max(self) -> int:
-        return self._gradients_nbytes + self._beside_nbytes(self.host_nbytes_max)
+        return self.room.nbytes + self._beside_nbytes(self.host_nbytes_max, self._buffers())
+
+    @property
+    def nbytes_unexpected(self) -> int:
+        return self.nbytes_max - self.room.nbytes + self.room.nbytes_most
 
     @property
     def nbytes_expected(self) -> int:
-        return self._gradients_nbytes + self._beside_nbytes(self.host_nbytes, record_nbytes=self.host_nbytes)
+        beside_nbytes = self._beside_nbytes(self.host_nbytes, self._buffers(), record_nbytes=self.host_nbytes)
+        return self.room.nbytes + beside_nbytes
 
     def begin(self, key: ShardKey, memory: memoryview) -> DifferentialCapture:
-        return DifferentialCapture(self, key, memory, self._gradients_header_nbytes + header_beside(self._buffers()))
+        buffers = self._buffers()
+        header_nbytes = header_beside(buffers)
+        beside_nbytes = self._beside_nbytes(self.host_nbytes_max, buffers) - header_nbytes
+        return DifferentialCapture(self, key, memory, self.room.header_nbytes + header_nbytes, beside_nbytes)
 
     def leave_out(self, gradients: Mapping[str, torch.Tensor], version: int) -> None:
         """Training must not depend on what is recorded: where it uses the compressed gradients, it does so all the
@@ -305,11 +353,12 @@ class DifferentialStream(IterationStream):
             for name, tensor in self.provider.buffers().items()
         )
 
-    def _beside_nbytes(self, host_nbytes: int, record_nbytes: int | None = None) -> int:
+    def _beside_nbytes(
+        self, host_nbytes: int, buffers: tuple[TensorSpec, ...], record_nbytes: int | None = None
+    ) -> int:
         """Bytes, at most, of what a record holds beside the gradients: buffers, objects, and their header."""
-        buffers = self._buffers()
         if record_nbytes is None:
-            record_nbytes = RECORD_SPARE_BYTES + 512 * (self._gradients + len(buffers))
+            record_nbytes = RECORD_SPARE_BYTES + 512 * (self.room.count + len(buffers))
         sizes = [*(spec.nbytes for spec in buffers), record_nbytes, host_nbytes, self._audit_nbytes]
         return header_beside(buffers) + sum(map(round_up, sizes))
 

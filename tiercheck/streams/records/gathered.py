@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, eq
 from typing import Any
 
 import numpy as np
@@ -27,31 +28,27 @@ from tiercheck.format.copying import CACHED_BYTES
 from tiercheck.kernels import Kernel
 from tiercheck.kernels.reference.gathering import first_word, words_at
 from tiercheck.streams.codecs import Encoding
-from tiercheck.streams.codecs.exact import Exact
+from tiercheck.streams.codecs.exact import SCALE, Exact
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name, stamp
+from tiercheck.streams.records.scales import Scale, Scales
 from tiercheck.streams.tensors.as_bytes import NAMES, array_of
 
 __all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
 
-KERNELS_USED: tuple[Kernel[..., Any], ...] = (kernels.are_bfloat16, kernels.gather_into)
+KERNELS_USED: tuple[Kernel[..., Any], ...] = (
+    kernels.are_bfloat16,
+    kernels.gather_into,
+    kernels.are_scaled,
+    kernels.gather_scaled_into,
+)
 FEW = 256
 """Up to so many tensors are copied by NumPy, in half a millisecond. More are copied by a kernel. Importing Numba for it
 takes more than a second, and a model of few tensors does without, if bf16 does not hold its gradients."""
 LOOKED_AT = 1 << 20
 """Elements that NumPy looks at, or narrows. For more there is a kernel."""
+SHAPE = attrgetter("shape")
 KEPT_MAX = 4
 """Arrangements kept: gradients that are zero at some steps, such as those of experts, are stored as bf16 then."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Gradients in a shard."""
-
-    checksums: list[int]
-    encodings: Mapping[str, dict[str, Any]]
-    """How each is described in the record."""
-    packed: bytes
-    """The encodings, packed."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,45 @@ class Arrangement:
     tensors: Recurring
     starts: NDArray[np.int64]
     narrowed: NDArray[np.bool_]
+    scaled: NDArray[np.bool_]
     pieces: tuple[slice, ...]
     """Consecutive tensors of few bytes, or one of many."""
     encodings: Mapping[str, dict[str, Any]]
-    packed: bytes
+    """Those that are scaled have some scale."""
+    packed: NDArray[np.uint8]
+    """The encodings, packed."""
+    scales_at: NDArray[np.int64]
+    """The bytes in ``packed`` that are a scale: four for each tensor that has one."""
+    stored: Mapping[str, str]
+    """By name, the dtype of what is stored."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Gradients in a shard."""
+
+    checksums: list[int]
+    arrangement: Arrangement
+    scale: Scale | None
+    """Of those that are scaled."""
+
+    @property
+    def stored(self) -> Mapping[str, str]:
+        return self.arrangement.stored
+
+    def packed(self) -> bytes:
+        """How each is described in the record, packed."""
+        packed = self.arrangement.packed
+        if self.scale is not None:
+            packed = packed.copy()
+            packed[self.arrangement.scales_at] = np.frombuffer(self.scale.pattern.to_bytes(4, "big"), np.uint8)
+        return packed.tobytes()
+
+    def encodings(self) -> dict[str, dict[str, Any]]:
+        """The same as plain values."""
+        scalars = {} if self.scale is None else {"scalars": {SCALE: self.scale.pattern}}
+        described = self.arrangement.encodings.items()
+        return {name: {**each, **scalars} if each["scalars"] else each for name, each in described}
 
 
 class GatheredGradients:
@@ -79,43 +111,51 @@ class GatheredGradients:
         self._sizes = np.empty(0, np.int64)
         self._nbytes = np.empty(0, np.int64)
         self._floats = np.empty(0, np.bool_)
-        self._arrangements: OrderedDict[bytes, Arrangement] = OrderedDict()
+        self._has_complex = False
+        self._arrangements: OrderedDict[tuple[bytes, bytes, str], Arrangement] = OrderedDict()
+        self._scales = Scales()
 
     def put(self, gradients: Mapping[str, torch.Tensor], writer: ShardWriter, version: int) -> Gathered | None:
         """The gradients, in a shard that holds nothing yet. ``None``: they are to be encoded one by one. Errors:
         ``SaveError`` for one of no trained tensor; ``CapacityExceeded``."""
         tensors = list(gradients.values())
-        if False in [each.is_cpu for each in tensors] or True in [each.is_neg() or each.is_conj() for each in tensors]:
-            return None  # on another device, or views that torch negates or conjugates lazily
-        if False in [each.is_contiguous() for each in tensors]:
-            tensors = [each.contiguous() for each in tensors]
+        if False in [each.is_cpu for each in tensors] or True in [each.is_neg() for each in tensors]:
+            return None  # on another device, or views that torch negates lazily
         names, dtypes = list(gradients), [each.dtype for each in tensors]
-        shapes = [each.shape for each in tensors]
-        if names != self._names or dtypes != self._dtypes or shapes != self._shapes:
+        same = names == self._names and dtypes == self._dtypes
+        # Not a list of them: Python's garbage collector would look at each shape in it.
+        if not same or not all(map(eq, map(SHAPE, tensors), self._shapes)):
+            shapes = [each.shape for each in tensors]
             for name, shape in zip(names, shapes, strict=True):
                 check_trained(self._masters, name, shape)
             if not all(each in NAMES for each in dtypes):
                 return None
             self._begin_anew(names, dtypes, shapes)
+        if self._has_complex and True in [each.is_conj() for each in tensors]:
+            return None  # views that torch conjugates lazily
+        if False in [each.is_contiguous() for each in tensors]:
+            tensors = [each.contiguous() for each in tensors]
         addresses = np.array([each.data_ptr() for each in tensors], np.int64)
         if ((addresses == 0) & (self._sizes > 0)).any():
             return None  # a tensor of a class of its own has its values elsewhere, or makes them when it is read
-        arrangement = self._arranged(addresses)
+        arrangement, scale = self._arranged(addresses)
         memory = writer.recurring(arrangement.tensors, stamp(version))
         checksums: list[int] = []
         for piece in arrangement.pieces:
-            checksums += self._copy(arrangement, piece, tensors, addresses, memory)
-        return Gathered(checksums, arrangement.encodings, arrangement.packed)
+            checksums += self._copy(arrangement, scale, piece, tensors, addresses, memory)
+        return Gathered(checksums, arrangement, scale)
 
     def _begin_anew(self, names: list[str], dtypes: list[torch.dtype], shapes: list[torch.Size]) -> None:
         self._names, self._dtypes, self._shapes = names, dtypes, shapes
         self._sizes = np.array([shape.numel() for shape in shapes], np.int64)
         self._nbytes = self._sizes * np.array([dtype.itemsize for dtype in dtypes], np.int64)
         self._floats = np.array([dtype is torch.float32 for dtype in dtypes], np.bool_)
+        self._has_complex = any(dtype.is_complex for dtype in dtypes)
         self._arrangements.clear()
 
-    def _arranged(self, addresses: NDArray[np.int64]) -> Arrangement:
-        """Of gradients with these values: those that bf16 holds exactly take half the room."""
+    def _arranged(self, addresses: NDArray[np.int64]) -> tuple[Arrangement, Scale | None]:
+        """Of gradients with these values: those that bf16 holds exactly take half the room, and so do those that are
+        half-precision numbers times one scale."""
         narrowed = np.zeros(len(self._names), np.bool_)
         floats = np.flatnonzero(self._floats)
         if floats.size <= FEW:
@@ -124,34 +164,65 @@ class GatheredGradients:
         if floats.size:
             are_bfloat16 = kernels.are_bfloat16.reference if self._few(floats) else kernels.are_bfloat16
             narrowed[floats] = are_bfloat16(addresses[floats], self._sizes[floats])
-        key = narrowed.tobytes()
+        scaled, scale = self._scaled(addresses, np.flatnonzero(self._floats & ~narrowed & (self._sizes > 0)))
+        key = (narrowed.tobytes(), scaled.tobytes(), "" if scale is None else scale.dtype)
         if (known := self._arrangements.get(key)) is None:
-            known = self._arrangements[key] = self._arrange(narrowed)
+            known = self._arrangements[key] = self._arrange(narrowed, scaled, scale)
             if len(self._arrangements) > KEPT_MAX:
                 self._arrangements.popitem(last=False)
         self._arrangements.move_to_end(key)
-        return known
+        return known, scale
+
+    def _scaled(self, addresses: NDArray[np.int64], floats: NDArray[np.intp]) -> tuple[NDArray[np.bool_], Scale | None]:
+        """Which of the tensors ``floats`` are half-precision numbers times a scale, and that scale."""
+        scaled = np.zeros(len(self._names), np.bool_)
+        where, sizes = addresses[floats], self._sizes[floats]
+        if (scale := self._scales.find(where, sizes) if floats.size else None) is None:
+            return scaled, None
+        are_scaled = kernels.are_scaled.reference if self._few(floats) else kernels.are_scaled
+        scaled[floats] = are_scaled(where, sizes, scale.value, scale.fp16)
+        return scaled, scale if scaled.any() else None
 
     def _few(self, to_compute: NDArray[np.int64]) -> bool:
         """Whether NumPy does it in a millisecond, if there is something to compute of these tensors."""
         return len(self._names) <= FEW and int(self._sizes[to_compute].sum()) <= LOOKED_AT
 
-    def _arrange(self, narrowed: NDArray[np.bool_]) -> Arrangement:
+    def _arrange(self, narrowed: NDArray[np.bool_], scaled: NDArray[np.bool_], scale: Scale | None) -> Arrangement:
         specs: list[TensorSpec] = []
-        encodings: dict[str, dict[str, Any]] = {}
-        each = zip(self._names, self._dtypes, self._shapes, narrowed.tolist(), strict=True)
-        for name, dtype, shape, narrow in each:
-            stored = "BF16" if narrow else NAMES[dtype]
-            specs.append(TensorSpec(gradient_name(0, name, ""), stored, tuple(shape)))
-            encodings[name] = Encoding(self._codec.text, NAMES[dtype], tuple(shape), ("",)).to_object()
+        stored: dict[str, str] = {}
+        each = zip(self._names, self._dtypes, self._shapes, narrowed.tolist(), scaled.tolist(), strict=True)
+        for name, dtype, shape, narrow, is_scaled in each:
+            stored[name] = scale.dtype if scale and is_scaled else "BF16" if narrow else NAMES[dtype]
+            specs.append(TensorSpec(gradient_name(0, name, ""), stored[name], tuple(shape)))
+        # Packed with two scales that have no byte in common: where they differ, each step's scale will be.
+        one, other = (self._encodings(scaled, pattern) for pattern in (0x7F7F7F7F, 0x60606060))
+        packed, differing = (np.frombuffer(host_state.pack(each, name="gradients"), np.uint8) for each in (one, other))
+        scales_at = np.flatnonzero(packed != differing).reshape(-1, 4)
         tensors = Recurring(specs, STAMP_DIGITS)
-        pieces = tuple(pieces_of(tensors.starts, tensors.stops))
-        packed = host_state.pack(encodings, name="gradients")
-        return Arrangement(tensors, np.array(tensors.starts, np.int64), narrowed, pieces, encodings, packed)
+        return Arrangement(
+            tensors=tensors,
+            starts=np.array(tensors.starts, np.int64),
+            narrowed=narrowed,
+            pieces=tuple(pieces_of(tensors.starts, tensors.stops)),
+            scaled=scaled,
+            encodings=one,
+            packed=packed,
+            scales_at=scales_at,
+            stored=stored,
+        )
+
+    def _encodings(self, scaled: NDArray[np.bool_], pattern: int) -> dict[str, dict[str, Any]]:
+        encodings: dict[str, dict[str, Any]] = {}
+        for name, dtype, shape, is_scaled in zip(self._names, self._dtypes, self._shapes, scaled.tolist(), strict=True):
+            scalars = {SCALE: pattern} if is_scaled else {}
+            encoding = Encoding(self._codec.text, NAMES[dtype], tuple(shape), ("",), scalars)
+            encodings[name] = encoding.to_object()
+        return encodings
 
     def _copy(
         self,
         arrangement: Arrangement,
+        scale: Scale | None,
         piece: slice,
         tensors: Sequence[torch.Tensor],
         addresses: NDArray[np.int64],
@@ -159,21 +230,24 @@ class GatheredGradients:
     ) -> list[int]:
         """Returns the checksums. Each is computed while its tensor is in the processor's cache."""
         starts, stops = arrangement.tensors.starts[piece], arrangement.tensors.stops[piece]
-        if len(starts) == 1 and stops[0] - starts[0] > CACHED_BYTES and not arrangement.narrowed[piece.start]:
+        narrowed, scaled = arrangement.narrowed[piece], arrangement.scaled[piece]
+        if len(starts) == 1 and stops[0] - starts[0] > CACHED_BYTES and not narrowed[0] and not scaled[0]:
             source = array_of(tensors[piece.start]).reshape(-1).view(np.uint8).data
             return [int(copy_with_checksum(memory[starts[0] : stops[0]], source), 16)]
-        few = self._few(np.flatnonzero(arrangement.narrowed))
+        few = self._few(np.flatnonzero(arrangement.narrowed | arrangement.scaled))
+        out = np.frombuffer(memory, np.uint8)
         gather_into = kernels.gather_into.reference if few else kernels.gather_into
-        gather_into(
-            addresses[piece],
-            self._nbytes[piece],
-            arrangement.narrowed[piece],
-            arrangement.starts[piece],
-            np.frombuffer(memory, np.uint8),
-        )
+        where, at = addresses[piece], arrangement.starts[piece]
+        if scale is not None and scaled.any():
+            gather_scaled_into = kernels.gather_scaled_into.reference if few else kernels.gather_scaled_into
+            sizes = self._sizes[piece][scaled]
+            gather_scaled_into(where[scaled], sizes, scale.value, scale.fp16, at[scaled], out)
+            gather_into(where[~scaled], self._nbytes[piece][~scaled], narrowed[~scaled], at[~scaled], out)
+        else:
+            gather_into(where, self._nbytes[piece], narrowed, at, out)
         if stops[-1] - starts[-1] > BLOCK_NBYTES:
             return [int(checksum_of(memory[starts[0] : stops[0]]), 16)]
-        return [xxhash.xxh3_64_intdigest(memory[a:b]) for a, b in zip(starts, stops, strict=True)]
+        return [*map(xxhash.xxh3_64_intdigest, map(memory.__getitem__, map(slice, starts, stops)))]
 
 
 def may_be_bfloat16(address: int, size: int) -> bool:

@@ -37,7 +37,12 @@ class IterationCapture(abc.ABC):
     @abc.abstractmethod
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients (by master, in the master's shape) of the coming step, or of a part of it. They are free
-        on return. Errors: ``SaveError``; ``TierError``."""
+        on return. Errors: ``SaveError``; ``CapacityExceeded`` if memory does not suffice: :meth:`move`, and call this
+        again; ``TierError``."""
+
+    @abc.abstractmethod
+    def move(self, memory: memoryview) -> None:
+        """Go on in longer memory, which what there is so far is copied to."""
 
     @abc.abstractmethod
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
@@ -80,6 +85,12 @@ class IterationStream(abc.ABC):
     @abc.abstractmethod
     def nbytes_max(self) -> int:
         """Bytes to reserve for one record: its published part is shorter."""
+
+    @property
+    def nbytes_unexpected(self) -> int:
+        """The same of a record that is as long as one can be. It may exceed :attr:`nbytes_max`, which is by what is
+        known of gradients."""
+        return self.nbytes_max
 
     @property
     @abc.abstractmethod

@@ -178,6 +178,9 @@ class SnapshotCapture(IterationCapture):
     def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Nothing: the state after the step tells all."""
 
+    def move(self, memory: memoryview) -> None:
+        self._writer.move(memory)
+
     def finish(self, *, skipped: bool, audit: bool = False) -> int:
         """Encode the state as it is now, and close the shard; returns its length in bytes."""
         provider = self._stream.provider

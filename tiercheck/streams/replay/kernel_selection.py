@@ -6,6 +6,7 @@ caller asks for less. If none is, the optimizer is called: so for the first step
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from tiercheck.kernels import SparseGradient
+from tiercheck.kernels.threads import PIECE_MIN
+from tiercheck.kernels.threads import run as on_threads
 from tiercheck.streams.optimizers.optimizer import Array, ReplayableOptimizer
 from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.optimizers.replay import Replay, Setting, replay_for
@@ -34,19 +37,37 @@ class InPlace:
         return self.replay.exact
 
     def __call__(self, provider: StateProvider, steps: Sequence[Step], *, threads: int) -> None:
-        """Apply the steps to the state, on at most ``threads`` threads."""
-        optimizer = self.replay.optimizer
+        """Apply the steps to the state, on at most ``threads`` threads: they share a long tensor, and take others one
+        each."""
+        small: deque[Tensor] = deque()
         for each in tensors_of(provider, steps):
-            counted = each.steps_so_far(optimizer)
-            scalars = [
-                optimizer.step(options, min(2, counted + index) if optimizer.counter is None else counted + index)
-                for index, options in enumerate(each.options, start=1)
-            ]
-            state = {name: each.held[name].numpy() for name in optimizer.needs(scalars[0])}
-            gradients = [array_of_gradient(step.gradients[each.name]) for step in each.steps]
-            self.replay(each.master.numpy(), state, gradients, scalars, threads=threads)
-            if optimizer.counter is not None:
-                each.held[optimizer.counter].add_(len(scalars))
+            if each.master.numel() < 2 * PIECE_MIN:  # which threads do not share
+                small.append(each)
+            else:
+                self._apply(each, threads)
+
+        def drain(_: slice) -> None:
+            while True:
+                try:
+                    each = small.popleft()
+                except IndexError:
+                    return
+                self._apply(each, 1)
+
+        on_threads(drain, [slice(0)] * max(1, min(threads, len(small))))
+
+    def _apply(self, each: Tensor, threads: int) -> None:
+        optimizer = self.replay.optimizer
+        counted = each.steps_so_far(optimizer)
+        scalars = [
+            optimizer.step(options, min(2, counted + index) if optimizer.counter is None else counted + index)
+            for index, options in enumerate(each.options, start=1)
+        ]
+        state = {name: each.held[name].numpy() for name in optimizer.needs(scalars[0])}
+        gradients = [array_of_gradient(step.gradients[each.name]) for step in each.steps]
+        self.replay(each.master.numpy(), state, gradients, scalars, threads=threads)
+        if optimizer.counter is not None:
+            each.held[optimizer.counter].add_(len(scalars))
 
 
 @dataclass(frozen=True)

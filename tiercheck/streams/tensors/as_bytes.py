@@ -12,7 +12,18 @@ from numpy.typing import NDArray
 
 from tiercheck.errors import Corruption, UnsupportedSetup
 
-__all__ = ["absent_tensor", "array_of", "counting_through", "dtype_name", "tensor_in", "tensor_of", "writes_to"]
+__all__ = [
+    "absent_tensor",
+    "array_of",
+    "counting_through",
+    "dtype_name",
+    "given",
+    "is_given",
+    "tensor_in",
+    "tensor_of",
+    "wrappers_of",
+    "writes_to",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -40,7 +51,7 @@ STAND_INS = {
     torch.float8_e5m2: torch.uint8,
 }
 """The dtypes that NumPy lacks, and the one it holds their patterns in."""
-WRAPPER = "tiercheck_wrapper"
+WRAPPER, GIVEN = "tiercheck_wrapper", "tiercheck_given"
 
 
 def dtype_name(tensor: torch.Tensor, what: str) -> str:
@@ -90,15 +101,20 @@ def tensor_of(array: NDArray[Any], dtype: str) -> torch.Tensor:
     return tensor.view(kind) if kind in STAND_INS else tensor
 
 
-def writes_to(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Torch's counter of the writes in place to each, which those through ``.data`` bypass."""
+def wrappers_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+    """The other tensors through which these are written to (:func:`counting_through`); ``None`` if there are none."""
     wrappers = [getattr(each, WRAPPER, None) for each in tensors]
-    if wrappers.count(None) < len(wrappers):
-        return [
-            each._version if wrapper is None else each._version + wrapper._version
-            for each, wrapper in zip(tensors, wrappers, strict=True)
-        ]
-    return [each._version for each in tensors]
+    return wrappers if wrappers.count(None) < len(wrappers) else None
+
+
+def writes_to(tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor | None] | None) -> list[int]:
+    """Torch's counter of the writes in place to each, which those through ``.data`` bypass."""
+    if wrappers is None:
+        return [each._version for each in tensors]
+    return [
+        each._version if wrapper is None else each._version + wrapper._version
+        for each, wrapper in zip(tensors, wrappers, strict=True)
+    ]
 
 
 def counting_through(tensor: torch.Tensor, wrapper: torch.Tensor) -> torch.Tensor:
@@ -106,6 +122,16 @@ def counting_through(tensor: torch.Tensor, wrapper: torch.Tensor) -> torch.Tenso
     torch counts what is written to a ``DTensor`` there, and not in its local tensor."""
     setattr(tensor, WRAPPER, wrapper)
     return tensor
+
+
+def given(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, whose memory is from now on that of whoever gets it: it need not be copied to be kept."""
+    setattr(tensor, GIVEN, True)
+    return tensor
+
+
+def is_given(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, GIVEN, False)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ have captured at that version, or it is not made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,6 @@ class TensorFolding:
 
     certified: bool
     """Whether only a kernel may replay that was certified for the optimizer; else the optimizer itself may, too."""
-    executor: Executor | None = None
 
     def prepare(self, base: Shard) -> None:
         """Compile and certify the kernels."""

@@ -93,6 +93,9 @@ class OwnedProvider(StateProvider):
     def group_of(self) -> Mapping[str, int]:
         return self._own(self._whole.group_of(), self._owners.masters)
 
+    def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._own(self._whole.gradient_dtypes(), self._owners.masters)
+
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         return self._own(self._whole.optimizer_state(), self._owners.masters)
 

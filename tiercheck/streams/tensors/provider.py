@@ -26,7 +26,7 @@ import torch
 from tiercheck.errors import Mismatch, UnsupportedSetup
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, LogicalTensor, Piece, Role, whole
 from tiercheck.streams.replay.libraries import library_of
-from tiercheck.streams.tensors.as_bytes import dtype_name
+from tiercheck.streams.tensors.as_bytes import dtype_name, is_given
 from tiercheck.streams.tensors.storable import PLAIN, to_plain
 
 __all__ = [
@@ -124,7 +124,7 @@ class Identity:
 
 
 class StateProvider(Protocol):
-    """One rank's training state. A class that names this one as its base inherits the defaults of six methods."""
+    """One rank's training state. A class that names this one as its base inherits the defaults of seven methods."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -140,6 +140,12 @@ class StateProvider(Protocol):
     def group_of(self) -> Mapping[str, int]:
         """The index of each master's parameter group. By default there is one group."""
         return dict.fromkeys(self.masters(), 0)
+
+    def gradient_dtypes(self) -> Mapping[str, torch.dtype]:
+        """By master, the dtype that should hold every value of its gradients, if that is another than the master's: of
+        bf16 training they come as fp32, and bf16 holds them. Memory is made ready by it; from the first step on, what
+        came counts. By default, the master's."""
+        return {}
 
     @abstractmethod
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
@@ -185,7 +191,8 @@ class StateProvider(Protocol):
         extras: Mapping[str, torch.Tensor],
         hyperparameters: list[dict[str, Any]],
     ) -> None:
-        """Make the given values the rank's state; they are copied, since their memory is another's. ``extras``: what
+        """Make the given values the rank's state; they are copied, since their memory is another's, unless they are
+        in the rank's own memory already (:func:`copy_into` and :func:`loaded_value` see to that). ``extras``: what
         :meth:`frozen` and :meth:`buffers` return. :meth:`refresh` follows. Errors: ``Mismatch`` if names or shapes
         differ, before anything is changed (:func:`copy_into`)."""
 
@@ -310,15 +317,24 @@ def loaded_value(current: Any, saved: Any, options: Mapping[str, Any], device: t
     if not isinstance(saved, torch.Tensor):
         return saved
     if type(current) is torch.Tensor and (current.shape, current.dtype) == (saved.shape, saved.dtype):
-        with torch.no_grad():
-            return current.copy_(saved)
+        copy_into({"": current}, {"": saved})
+        return current
+    if is_given(saved) and saved.device == device:
+        return saved
     counts_on_device = options.get("fused") or options.get("capturable")
     return saved.to(device if saved.ndim > 0 or counts_on_device else "cpu", copy=True)
 
 
 def copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """Copy each source into the target of its name. Errors: those of :func:`check_shapes`, before any is copied."""
+    """Copy each source into the target of its name, unless it is the same memory. Errors: those of
+    :func:`check_shapes`, before any is copied."""
     check_shapes(targets, sources)
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(sources[name])
+            if not same_memory(target, sources[name]):
+                target.copy_(sources[name])
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.device, one.dtype, one.stride()) == (other.device, other.dtype, other.stride())
+    return alike and not one.is_meta and one.data_ptr() == other.data_ptr()

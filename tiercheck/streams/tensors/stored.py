@@ -24,6 +24,7 @@ from tiercheck.streams.optimizers.registry import find_optimizer
 from tiercheck.streams.records.base import BaseState, read_base
 from tiercheck.streams.records.expected import Expected
 from tiercheck.streams.state import MakeRuns, Rebuilt
+from tiercheck.streams.tensors.as_bytes import is_given
 from tiercheck.streams.tensors.provider import (
     Identity,
     OptimizerIdentity,
@@ -76,6 +77,10 @@ def check_replayable(identity: Identity) -> None:
 def on_host(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without what torch refuses on the host: steps that a CUDA graph may capture."""
     return {**options, "capturable": False} if options.get("capturable") else dict(options)
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if is_given(tensor) else tensor.clone()
 
 
 class StoredState(StateProvider):
@@ -172,12 +177,12 @@ class StoredState(StateProvider):
             copy_into(self.masters(), masters)
         else:
             self._masters = {
-                name: torch.nn.Parameter(each.clone(), requires_grad=each.is_floating_point() or each.is_complex())
+                name: torch.nn.Parameter(kept(each), requires_grad=each.is_floating_point() or each.is_complex())
                 for name, each in masters.items()
             }
-        self._extras = {name: each.clone() for name, each in extras.items()}
+        self._extras = {name: kept(each) for name, each in extras.items()}
         self._states = {
-            name: {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in held.items()}
+            name: {key: kept(each) if isinstance(each, torch.Tensor) else each for key, each in held.items()}
             for name, held in optimizer_state.items()
         }
         self._options = [dict(options) for options in hyperparameters]

@@ -24,6 +24,7 @@ from tiercheck.streams.replay.fidelity import reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, replay_runs, threads_granted
 from tiercheck.streams.replay.runs import Run, check_fits, decode_run
 from tiercheck.streams.state import Conversion, FoldShards, MakeRuns, Rebuilt, ReplayRate, StateStream
+from tiercheck.streams.tensors.placing import placed
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.types import Fidelity
 
@@ -33,8 +34,17 @@ __all__ = ["TensorReader", "TensorState"]
 class TensorState:
     """See :class:`~tiercheck.streams.state.TrainingState`."""
 
-    def __init__(self, provider: StateProvider, config: CheckpointConfig, loading: Loading | None = None) -> None:
+    def __init__(
+        self,
+        provider: StateProvider,
+        config: CheckpointConfig,
+        loading: Loading | None = None,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        """``threads``: of a recovery, as of :class:`TensorReader`."""
         self._provider = provider
+        self._threads = threads
         self._config = config
         self._loading = loading or Loading()
 
@@ -55,7 +65,7 @@ class TensorState:
         )
 
     def reader(self) -> TensorReader:
-        return TensorReader(self._provider, exact=self._config.exact_replay)
+        return TensorReader(self._provider, threads=self._threads, exact=self._config.exact_replay)
 
     def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
         from tiercheck.streams.replay.rate import replay_rate  # few starts need it
@@ -140,6 +150,7 @@ class TensorReader:
             for step in run.steps:
                 forget_sent(residuals, step.gradients)
 
+        start = placed(self._provider, start, threads=self.threads)
         self._provider.load(
             masters=start.masters,
             optimizer_state=start.optimizer_state,

@@ -12,6 +12,7 @@ import pytest
 
 from tiercheck.errors import Closed, NotFound, Unsupported
 from tiercheck.keys import ShardKey
+from tiercheck.runtime.turns import in_turns
 from tiercheck.testing.driver_kit.base import TierKit
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.types import ByteRange, Payload
@@ -125,6 +126,23 @@ class ObjectTests(TierKit):
         filled = await driver.get("large", into=memoryview(into))
         assert filled.nbytes == self.large_nbytes
         assert into == content + bytes(5)
+
+    async def test_a_put_that_waits_between_its_parts_is_whole(self, driver: TierDriver) -> None:
+        """Asking before a part is optional. Who asks tells no more bytes than it sends, parts sent again included."""
+        content = random.Random(2).randbytes(self.large_nbytes)
+
+        class Waiting:
+            asked = 0
+
+            async def turn(self, nbytes: int) -> None:
+                self.asked += nbytes
+                await asyncio.sleep(0.001)
+
+        waiting = Waiting()
+        with in_turns(waiting):
+            await driver.put("large", [content])
+        assert await self.raw_get(driver, "large") == content
+        assert waiting.asked % self.large_nbytes == 0, "it asks for all of it, or for nothing"
 
     @pytest.mark.certifies("ranged_get")
     async def test_ranges(self, driver: TierDriver) -> None:

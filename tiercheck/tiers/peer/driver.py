@@ -9,7 +9,9 @@ variable ``TIERCHECK_KEYS``; a socket takes none, and over TCP without them only
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import math
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -17,6 +19,7 @@ from typing import TypeVar
 
 from tiercheck.errors import Closed, ConfigurationError, PreconditionFailed, TierError
 from tiercheck.keys import validate_key
+from tiercheck.runtime.turns import Turns, wanted_turns
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.peer.address import check_private_socket, is_socket, parse_at
 from tiercheck.tiers.peer.client.content import PayloadChunks
@@ -192,10 +195,27 @@ class PeerDriver(TierDriver):
         if mode.etag is not None and not (is_unicode(mode.etag) and len(mode.etag.encode()) <= PREFIX_BYTES_MAX):
             raise PreconditionFailed("no object has such an etag", tier=self._url, key=key)
         chunks = PayloadChunks(payload)
+        putting = Putting(self._namespace, key, chunks, mode, new_transfer)
+        allowing: asyncio.Task[None] | None = None
+        if (turns := wanted_turns()) is not None and chunks.nbytes > self._chunk_bytes:
+            putting.allowed_nbytes = 0
+            allowing = asyncio.create_task(self._allow(putting, chunks.nbytes, turns))
         try:
-            return await self._call(Putting(self._namespace, key, chunks, mode, new_transfer), ObjectInfo)
+            return await self._call(putting, ObjectInfo)
         finally:
+            if allowing is not None:
+                allowing.cancel()
             chunks.release()
+
+    async def _allow(self, putting: Putting, nbytes: int, turns: Turns) -> None:
+        """Let the chunks of a put go in their turn."""
+        try:
+            for start in builtins.range(0, nbytes, self._chunk_bytes):
+                stop = min(start + self._chunk_bytes, nbytes)
+                await turns.turn(stop - start)
+                putting.allowed_nbytes = stop
+        finally:
+            putting.allowed_nbytes = math.inf
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         validate_key(key)

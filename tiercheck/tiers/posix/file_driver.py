@@ -17,9 +17,11 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from tiercheck.errors import Closed, Unsupported
+from tiercheck.runtime.turns import turns_in_threads
 from tiercheck.runtime.waiting import settled
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.directories.local import ObjectDirectory
+from tiercheck.tiers.posix.directories.object_files import payload_bytes
 from tiercheck.tiers.posix.files import close_read, map_os_errors
 from tiercheck.tiers.posix.mounts import is_local, mount_of
 from tiercheck.types import ByteRange, Capabilities, Leftover, ObjectInfo, Payload, PutMode, Survives, Usage
@@ -105,7 +107,8 @@ class FileDriver(TierDriver):
                 tier=self._url,
                 key=key,
             )
-        return await self.run(lambda check: self.directory.store(key, payload, mode, check), key)
+        taking_turns = turns_in_threads(payload_bytes(payload), self._capabilities.part_bytes)
+        return await self.run(lambda check: self.directory.store(key, payload, mode, taking_turns(check)), key)
 
     async def get(self, key: str, *, range: ByteRange | None = None, into: memoryview | None = None) -> memoryview:
         self.directory.check_key(key)

@@ -14,6 +14,7 @@ from tiercheck.errors import (
     TierError,
     Unsupported,
 )
+from tiercheck.runtime.turns import next_part
 from tiercheck.runtime.waiting import settled, together
 from tiercheck.tiers.s3.checksums import CRC32C
 from tiercheck.tiers.s3.client import COMPLETION_PATIENCE, Answer, S3Client
@@ -168,6 +169,7 @@ class Upload:
         return [part for part, _ in sent], whole
 
     async def _send_part(self, upload_id: str, number: int, start: int, stop: int) -> tuple[dict[str, Any], int]:
+        await next_part(stop - start)
         value = await self._buffers.checksum(CRC32C, start, stop)
         encoded = {CRC32C.field: CRC32C.encode(value)}
         answer = await self._client.send(

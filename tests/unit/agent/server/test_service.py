@@ -119,6 +119,17 @@ async def test_what_is_nominated_is_moved(node: Node) -> None:
         assert moving.conflict is None
 
 
+async def test_what_a_trainer_asks_each_second_makes_no_driver(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = node.job(node.shm())
+    async with running(node) as agent, trainer(node, job) as (mover, _, _):
+        await mover.register()
+        made: list[str] = []
+        monkeypatch.setattr(roster_module, "make_driver", lambda url: made.append(url) or make_driver(url))
+        for _ in range(3):
+            agent.registry.get(job.namespace, job.rank, job.generation)
+        assert not made
+
+
 async def test_a_damaged_lineage_record_makes_no_tier_away(node: Node) -> None:
     """It costs what only it could tell; of this generation's own it is written again."""
     job = node.job(node.shm())

@@ -27,7 +27,12 @@ RANK = RankSnapshot(
     state=State.MOVING,
     silent_s=1.0,
     mover=MoverStatus(
-        watermark=40, undrained_bases=1, copied_bytes=5 << 20, copied_objects=6, slow_views_s={"s3": 130.0}
+        watermark=40,
+        undrained_bases=1,
+        copied_bytes=5 << 20,
+        copied_objects=6,
+        slow_views_s={"s3": 130.0},
+        reached_versions={"shm": 42, "s3": 35},
     ),
     conflict=None,
     bytes_per_s=1024.0,
@@ -209,6 +214,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert samples["tiercheck_rank_copied_bytes_total", rank] == 5 << 20
     assert samples["tiercheck_rank_state", (*rank, ("state", "moving"))] == 1
     assert samples["tiercheck_rank_state", (*rank, ("state", "paused"))] == 0
+    assert samples["tiercheck_rank_lag_versions", (*rank, ("tier", "s3"))] == 7
     assert samples["tiercheck_rank_slow_view_seconds", (*rank, ("tier", "s3"))] == 130.0
     assert samples["tiercheck_peer_bytes_put", ()] == 2048
     assert samples["tiercheck_peer_dropped_frames_total", (("reason", "truncated"),)] == 4

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,6 +29,7 @@ from tiercheck.streams.replay.runs import Step
 from tiercheck.streams.tensors.beside import Beside, End
 from tiercheck.streams.tensors.provider import StateProvider
 from tiercheck.testing.providers import State, StateProviderTests
+from tiercheck.types import Fidelity
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
@@ -100,6 +101,46 @@ class TestSharded(StateProviderTests):
 
 class TestMixedAndUnsaid(TestSharded):
     policy, says_end = MIXED, False
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (MixedPrecisionPolicy(), None),
+        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16),
+        (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), torch.bfloat16),
+        (MIXED, torch.float32),
+    ],
+)
+def test_gradients_are_expected_in_the_dtype_they_are_summed_in(
+    policy: MixedPrecisionPolicy, expected: torch.dtype | None
+) -> None:
+    job = Job(1, policy=policy)
+    provider = ShardedProvider(job.model, job.optimizer)
+    job.backward()
+    found = provider.gradient_dtypes()
+    mixed = {name for name in provider.masters() if not name.startswith("1.")}  # all but the normalisation
+    assert found == ({} if expected is None else dict.fromkeys(mixed, expected))
+    for name, gradient in provider.gradients().items():
+        assert torch.equal(gradient.to(found.get(name, gradient.dtype)).to(gradient.dtype), gradient), name
+
+
+def test_clipped_gradients_that_were_summed_in_bf16_are_recorded_in_it_and_replayed_exactly() -> None:
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
+    tiers = Hierarchy.of(f"memory://{secrets.token_hex(8)}")
+    job = Job(1, policy=half)
+    checkpointer = attached(job, tiers)
+    for _ in range(3):
+        job.iterate()
+    stored = checkpointer._job.recorder._stream.room.dtypes
+    assert {dtype for name, dtype in stored.items() if not name.startswith("1.")} == {"BF16"}
+    checkpointer.abort()
+    after = Job(2, policy=half)
+    recovery = attached(after, tiers).recovery
+    assert recovery is not None and (recovery.version, recovery.fidelity) == (3, Fidelity.EXACT)
+    for one, other in zip(job.model.parameters(), after.model.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+    after.checkpointer.abort()
 
 
 def attached(job: Job, hierarchy: Hierarchy | None = None) -> Checkpointer:
@@ -351,6 +392,30 @@ def test_an_optimizers_state_that_is_not_sharded_like_its_parameter_is_refused(s
     held["exp_avg"] = weight.detach().to_local() if state == "no layout" else weight.detach().sum(dim=1)
     with pytest.raises(UnsupportedSetup, match=r"the optimizer's exp_avg of 3\.weight is"):
         provider.optimizer_state()
+
+
+def test_a_gradient_to_which_the_step_adds_before_it_is_summed_is_refused() -> None:
+    """Which optimizers do so is tried on several ranks in tests/cluster/test_parallel.py."""
+    norm = torch.nn.LayerNorm(4)
+    parallelize_module(norm, init_device_mesh("cpu", (1,)), SequenceParallel())
+    assert isinstance(norm.weight, DTensor)
+    own = torch.ones(4)
+    for each in norm.parameters():
+        each.grad = DTensor.from_local(own, norm.weight.device_mesh, [Partial()], run_check=False)
+
+    def groups() -> list[dict[str, Any]]:
+        return [{"params": [norm.weight]}, {"params": [norm.bias], "weight_decay": 0.0}]
+
+    provider = ShardedProvider(norm, torch.optim.AdamW(groups(), weight_decay=0.1))
+    assert torch.equal(provider.gradients()["weight"], own)
+    provider = ShardedProvider(norm, torch.optim.Adam(groups(), weight_decay=0.1))
+    with pytest.raises(UnsupportedSetup, match=r"gradient of weight is summed .* Adam with these .*or sum before each"):
+        provider.gradients()
+    norm.weight.grad = norm.weight.grad.redistribute(placements=norm.weight.placements)
+    assert provider.gradients().keys() == {"weight", "bias"}
+    provider.trains_on_compressed = True
+    with pytest.raises(UnsupportedSetup, match="train_on_compressed does not go with the gradient of bias"):
+        provider.gradients()
 
 
 def test_fsdp1_is_refused() -> None:

@@ -290,6 +290,19 @@ def test_a_damaged_copy_moves_all_ranks_to_an_older_version(job: Job) -> None:
     assert joined(resumed, 4) == joined(saved, 4)
 
 
+def test_if_copies_fail_another_rank_that_holds_the_same_is_looked_for(job: Job) -> None:
+    """Each of the two first reads the rank of its own number."""
+    saved = job.run(3, FAILED_AT)
+    job.lose_memory()
+    for rank in range(2):
+        for path in (job.directory / "durable" / f"r0000{rank}").glob("g*/differential/*"):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    for recovery, bits in succeeded(job.run(2, FAILED_AT)):
+        assert (recovery.version, str(recovery.fidelity)) == (FAILED_AT, "approximate")
+        trained = {name for name in bits[FAILED_AT] if name.endswith(("weight", "bias")) or " of " in name}
+        assert all(bits[FAILED_AT][name] == saved[2][1][FAILED_AT][name] for name in trained)
+
+
 def test_a_start_that_fails_in_the_middle_loses_nothing(job: Job) -> None:
     """Nor does a job that is killed before its first base is committed: what was saved before is there still."""
     saved = parts(job, 3, FAILED_AT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tracemalloc
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,11 @@ BATCH = 5
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """With one, decoding and replay take turns."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    number: int = request.param
+    monkeypatch.setattr(Place, "threads", number)
+    return number
 
 
 class Wide(Training):
@@ -51,6 +50,9 @@ class Wide(Training):
 
 class Place:
     """A node's memory that is lost, and directories that are not."""
+
+    threads = 0
+    """Of a recovery."""
 
     def __init__(self, root: Path, durable: int = 1) -> None:
         self.urls = [f"nvme://{root}/durable-{index}?survives=rack" for index in range(durable)]
@@ -88,7 +90,8 @@ class Place:
         memory = f"memory://reader-{uuid.uuid4().hex}"
         training = kind()
         tiers = [tier(index, url) for index, url in enumerate(self.urls)]
-        checkpointer = training.attach(Hierarchy.of(memory, *tiers), **{"base_every": 1000, "batch": BATCH, **config})
+        settings = {"base_every": 1000, "batch": BATCH, "recovery_threads": self.threads, **config}
+        checkpointer = training.attach(Hierarchy.of(memory, *tiers), **settings)
         checkpointer.abort()
         return checkpointer, training
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 import numpy as np
@@ -46,7 +47,7 @@ def gradients_of(model: torch.nn.Module, seed: int, *, narrow: frozenset[int] = 
 
 def record(stream: DifferentialStream, version: int, *calls: Mapping[str, torch.Tensor]) -> bytes:
     key = ShardKey.differential(1, version, version, 0)
-    memory = bytearray(b"\xa5") * stream.nbytes_max  # recycled memory holds anything
+    memory = bytearray(b"\xa5") * stream.nbytes_unexpected  # recycled memory holds anything
     capture = stream.begin(key, memoryview(memory))
     for gradients in calls:
         capture.add(gradients)
@@ -150,3 +151,15 @@ def test_a_gradient_is_bf16_only_if_every_value_of_it_is(together: DifferentialS
     stored = {spec.name: spec.dtype for spec in shard.specs}
     assert stored["000000000001/gradient/ümlaut8"] == "F32"
     assert stored["000000000001/gradient/ümlaut0"] == "BF16"
+
+
+def test_the_garbage_collector_gets_nothing_to_look_at_for_a_tensor() -> None:
+    model = torch.nn.ParameterList(torch.zeros(7) for _ in range(400))
+    stream = stream_of(model)
+    assert stream.gathered is not None
+    gradients, memory = gradients_of(model, 1), memoryview(bytearray(stream.nbytes_max))
+    for version in (1, 2):
+        before = gc.get_count()[0]
+        stream.gathered.put(gradients, ShardWriter(memory, 1 << 17), version)
+        tracked = gc.get_count()[0] - before
+    assert tracked < 100

@@ -19,7 +19,7 @@ from tiercheck.kernels import SparseGradient
 from tiercheck.streams.records.differential import Differential
 from tiercheck.streams.replay import replay as replaying
 from tiercheck.streams.replay.fidelity import Tally
-from tiercheck.streams.replay.kernel_selection import kernel_for
+from tiercheck.streams.replay.kernel_selection import InPlace, kernel_for
 from tiercheck.streams.replay.replay import SPARSE_STEPS_AT_ONCE, dense, merged, nbytes_of, replay
 from tiercheck.streams.replay.runs import Run, Step, decode_run, run_of
 
@@ -188,6 +188,25 @@ class TestKernels:
         monkeypatch.setattr(provider, "apply", lambda *arguments: (calls.append(1), apply(*arguments)))
         replay(provider, differentials)
         assert len(calls) == 1
+        assert state_of(provider) == trainer.state()
+
+    def test_tensors_that_no_threads_share_are_taken_by_one_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = Trainer()
+        first, *differentials = recorded(trainer, 4)
+        provider, both = fresh(), threading.Barrier(2)
+        replay(provider, [first])
+        met = set[int]()
+        original = InPlace._apply
+
+        def apply(self: InPlace, each: Any, threads: int) -> None:
+            if each.name != "weight":  # the third of them
+                both.wait(timeout=30)
+            met.add(threading.get_ident())
+            original(self, each, threads)
+
+        monkeypatch.setattr(InPlace, "_apply", apply)
+        replay(provider, differentials, threads=2)
+        assert len(met) == 2
         assert state_of(provider) == trainer.state()
 
     def test_an_optimizer_that_is_told_to_run_otherwise_in_between(self) -> None:

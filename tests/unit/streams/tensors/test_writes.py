@@ -10,7 +10,7 @@ import torch
 from tests.training import Training, memory
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.tensors.as_bytes import counting_through
-from tiercheck.streams.tensors.writes import Watch, contents
+from tiercheck.streams.tensors.writes import Unmoved, Watch, contents
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "scalar": lambda: torch.tensor(1.5),
@@ -20,7 +20,10 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "volume": lambda: torch.ones(3, 5, 7, 11, 2),
     "bf16": lambda: torch.ones(64, 9, dtype=torch.bfloat16),
     "fp8": lambda: torch.ones(64).to(torch.float8_e4m3fn),
+    "double": lambda: torch.ones(3, 4, dtype=torch.float64),
     "complex": lambda: torch.ones(5, dtype=torch.complex64),
+    "long complex": lambda: torch.ones(5, dtype=torch.complex128),
+    "misaligned": lambda: torch.frombuffer(bytearray(b"\x01" * 33), dtype=torch.float32, offset=1),
     "bool": lambda: torch.zeros(40, dtype=torch.bool),
     "channels last": lambda: torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "transposed": lambda: torch.ones(30, 40).T,
@@ -50,6 +53,30 @@ def test_what_is_rewritten_is_seen_with_and_without_torchs_counter(kind: str) ->
     assert tuple(name for name, each in contents(held).items() if each != before[name]) == seen
     watched.mark()
     assert watched.written() == ()
+
+
+def test_of_many_tensors_those_that_were_rewritten_are_named() -> None:
+    held = {kind: make() for kind, make in TENSORS.items() if kind not in ("expanded", "empty")}
+    watched = watch(held)
+    for kind, tensor in held.items():
+        watched.mark()
+        assert watched.written() == ()
+        tensor.data.copy_(torch.zeros_like(tensor) if tensor.dtype is not torch.bool else torch.ones(40))
+        assert watched.written() == (kind,)
+
+
+def test_tensors_that_are_said_to_lie_where_they_lay_are_not_asked_for_that() -> None:
+    held = [Unmoved(weight=torch.ones(4))]
+    watched = Watch(lambda: held[-1])
+    with torch.no_grad():
+        held[-1]["weight"] += 1
+    assert watched.written() == ("weight",), "torch counted it"
+    watched.mark()
+    held[-1]["weight"].data.fill_(7)
+    assert watched.written() == ("weight",), "torch did not"
+    watched.mark()
+    held.append(Unmoved(weight=torch.full((4,), 7.0)))
+    assert watched.written() == ("weight",), "it lies elsewhere"
 
 
 def test_a_write_that_torch_counts_is_seen_wherever_it_goes() -> None:

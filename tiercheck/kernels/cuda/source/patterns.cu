@@ -1,5 +1,6 @@
 // Bit patterns of bf16 and fp32, and their exponents apart from the other bits.
 #include "grid.cuh"
+#include "half.cuh"
 
 // Sets a word, which must be zero before, if the low half of a value is not zero. If it stays zero, bf16 holds every
 // value. Whole warps must call it.
@@ -61,4 +62,70 @@ extern "C" __global__ void join_exponents_16(const u8 *exponents, const u8 *rest
 
 extern "C" __global__ void join_exponents_32(const u8 *exponents, const u8 *rest, u64 size, u32 *patterns) {
     join(exponents, rest, size, patterns);
+}
+
+namespace {
+
+// A bf16 or fp16 number: the pattern nearest to a value, ties to even. What is no number is found out by what it is not
+// given back for.
+template <class Number> __device__ __forceinline__ Number nearest(float value);
+
+template <> __device__ __forceinline__ Half nearest<Half>(float value) { return Half{half_of(value)}; }
+
+template <> __device__ __forceinline__ Bfloat16 nearest<Bfloat16>(float value) {
+    const u32 bits = bits_of(value);
+    return Bfloat16{u16((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16)};
+}
+
+// Zero, or a normal number.
+__device__ __forceinline__ bool is_regular(float value) {
+    const u32 magnitude = bits_of(value) & MAGNITUDE;
+    return magnitude == 0 || magnitude - 0x00800000u < 0x7F000000u;
+}
+
+// Sets a word, which must be zero before, if a value is not given back. Whole warps must call it.
+template <class Number>
+__device__ __forceinline__ void narrow_scaled(
+    const float *values, u64 size, float scale, float inverse, u16 *out, u32 *lost
+) {
+    u32 seen = 0;
+    for (u64 at = first_element(); at < size; at += all_threads()) {
+        const float value = values[at];
+        const Number nearby = nearest<Number>(multiply(value, inverse));
+        const float number = widened(nearby);
+        const bool given_back = bits_of(multiply(number, scale)) == bits_of(value);
+        const bool exact = given_back && is_regular(value) && is_regular(number);
+        out[at] = exact ? nearby.pattern : u16(0);
+        seen |= u32(!exact);
+    }
+    const u32 lanes = __ballot_sync(WHOLE_WARP, seen != 0);
+    if (threadIdx.x % LANES == 0 && lanes) atomicOr(lost, 1u);
+}
+
+template <class Number>
+__device__ __forceinline__ void widen_scaled(const u16 *patterns, u64 size, float scale, float *out) {
+    for (u64 at = first_element(); at < size; at += all_threads())
+        out[at] = multiply(widened(Number{patterns[at]}), scale);
+}
+
+}  // namespace
+
+extern "C" __global__ void narrow_scaled_bfloat16(
+    const float *values, u64 size, float scale, float inverse, u16 *out, u32 *lost
+) {
+    narrow_scaled<Bfloat16>(values, size, scale, inverse, out, lost);
+}
+
+extern "C" __global__ void narrow_scaled_float16(
+    const float *values, u64 size, float scale, float inverse, u16 *out, u32 *lost
+) {
+    narrow_scaled<Half>(values, size, scale, inverse, out, lost);
+}
+
+extern "C" __global__ void widen_scaled_bfloat16(const u16 *patterns, u64 size, float scale, float *out) {
+    widen_scaled<Bfloat16>(patterns, size, scale, out);
+}
+
+extern "C" __global__ void widen_scaled_float16(const u16 *patterns, u64 size, float scale, float *out) {
+    widen_scaled<Half>(patterns, size, scale, out);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tiercheck.errors import Closed, TierError, Transient, Unauthorized
@@ -50,6 +51,8 @@ class Putting(Transferring):
         self._credit_counted = False
         """Credit has come since a chunk was last taken: more of it is no progress."""
         self._taken: set[int] = set()
+        self.allowed_nbytes: float = math.inf
+        """So much of the object may be sent by now. Another thread raises it: the next tick sees it."""
 
     def _ask(self, caller: Caller, link: int, now: float) -> None:
         """Begin; or ask what has arrived; or abort."""
@@ -158,7 +161,9 @@ class Putting(Transferring):
             if index is None or link is None:
                 return
             start, stop = self._range(caller, index)
-            if not caller.take_credit(stop - start):
+            if (held := stop > self.allowed_nbytes) and not self._outstanding:
+                self.moved(now)  # it is not the peer that keeps it waiting
+            if held or not caller.take_credit(stop - start):
                 self._lost.appendleft(index)
                 caller.starve(self)
                 return

@@ -1,5 +1,5 @@
-"""Standing back: the agent must not take from the trainers what they need, and must not starve either, since what
-waits for it in the end is a trainer.
+"""Standing back: an agent, or a process that folds, must not take from the trainers what they need, and must not starve
+either, since what waits for it in the end is a trainer.
 
 Measured under six busy processes a core, on the time to bring 45 MiB to disk: nice 10 takes about ten times as long
 as no lowering at all, nice 19 fifty to a hundred times. So nice 10, in the batch class, which never interrupts
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 __all__ = ["NICE", "stand_back"]
@@ -24,14 +25,14 @@ _IOPRIO_LOWEST_OF_BEST_EFFORT = 2 << 13 | 7
 """The idle class would wait for as long as a trainer reads its data."""
 
 
-def stand_back() -> str:
+def stand_back(nice: int = NICE) -> str:
     """Lower this process's claim to processor and disk, for its main thread and those it starts from now on.
 
     Returns what was had, for the log. What the system refuses is named there and does no harm.
     """
     steps: list[tuple[str, Callable[[], object]]] = [
-        (f"nice {NICE}", _nice),
-        *([(f"session nice {NICE}", _nice_session)] if os.getsid(0) == os.getpid() else []),
+        (f"nice {nice}", partial(_nice, nice)),
+        *([(f"session nice {nice}", partial(_nice_session, nice))] if os.getsid(0) == os.getpid() else []),
         ("batch scheduling", lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))),
         ("lowest disk priority", _lower_disk),
     ]
@@ -45,15 +46,15 @@ def stand_back() -> str:
     return ", ".join(had) + (f"; refused: {', '.join(refused)}" if refused else "")
 
 
-def _nice() -> None:
+def _nice(nice: int) -> None:
     # Whoever runs it may have lowered it further already.
-    os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-def _nice_session() -> None:
+def _nice_session(nice: int) -> None:
     group = Path("/proc/self/autogroup")
     now = int(group.read_text().rpartition(" ")[2])
-    group.write_text(str(max(NICE, now)))
+    group.write_text(str(max(nice, now)))
 
 
 def _lower_disk() -> None:

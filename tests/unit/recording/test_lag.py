@@ -1,0 +1,66 @@
+"""How far other tiers may lag behind training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.failing import Failing
+from tests.training import Training
+from tiercheck.errors import ConfigurationError, SaveError, Transient
+from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.recording import lag
+from tiercheck.runtime.backoff import Backoff
+from tiercheck.tiers.wrappers.base import Call, Operation
+
+
+@pytest.mark.parametrize("on_save_error", ["fail", "warn"])
+def test_training_waits_by_name_for_a_tier_that_lags_too_far(
+    tmp_path: Path, on_save_error: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on when it has caught up."""
+    monkeypatch.setattr(lag, "TELL_S", 0.1)
+    monkeypatch.setattr("tiercheck.replication.backoff.RETRY", Backoff(0.005, 0.02))
+    refused: list[str] = []
+
+    def away(call: Call) -> Exception | None:
+        return Transient(refused[0]) if refused and call.operation is Operation.PUT else None
+
+    training = Training()
+    url = f"nvme://{tmp_path}/run"
+    last = Tier(f"{url}?survives=rack", wrap=lambda driver: Failing(driver, away))
+    tiers = Hierarchy.of(f"memory://lag-{tmp_path.name}", last)
+    options = {"base_every": 50, "batch": 2, "lag_max": 4, "deadline_s": 1.0, "on_save_error": on_save_error}
+    checkpointer = training.attach(tiers, **options)
+    for version in (1, 2):
+        training.step(version)
+    checkpointer.flush()
+    refused.append("the store is away")
+    for version in range(3, 7):
+        training.step(version)
+    said = rf"rank 0 .* lag_max=4 allows: nvme \({re.escape(url)}\) lacks 4 versions, those after 2: .*store is away"
+    if on_save_error == "fail":
+        with pytest.raises(SaveError, match=said + r".*did not catch up within 1 s"):
+            training.step(7)
+    else:
+        training.step(7)
+    assert re.search("training waits: " + said, caplog.text)
+    stats = checkpointer.stats
+    newest = 6 if on_save_error == "fail" else 7  # a base, since no differential leads there
+    assert stats.mover.reached_versions == {"memory": newest, "nvme": 2}
+    assert stats.drain_stall_s >= 1
+    refused.clear()
+    checkpointer.flush()
+    assert checkpointer.stats.mover.lag_versions == {"nvme": 0}
+    if on_save_error == "warn":
+        training.step(8)
+        checkpointer.flush()
+        assert checkpointer.stats.failed_saves == 1
+    checkpointer.abort()
+
+
+def test_a_bound_that_no_batch_fits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="lag_max=9 is less than two batches of 5"):
+        Training().attach(Hierarchy.of(f"memory://{tmp_path.name}"), lag_max=9)

@@ -1,0 +1,78 @@
+"""Does a job fit? What each tier of a hierarchy would hold, beside the room that was found there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.diagnostics.doctor import Diagnosis
+from tiercheck.errors import ConfigurationError
+from tiercheck.opening.room import TierRoom
+from tiercheck.policy.first_tier import Sizes, holding
+from tiercheck.policy.folding import FOLD_EVERY
+from tiercheck.policy.observation import Role
+from tiercheck.policy.other_tiers import tier_need
+from tiercheck.policy.policies import Everywhere, kept_by
+from tiercheck.tiers.registry import TierURL
+from tiercheck.types import Survives
+
+__all__ = ["JobSize", "fit"]
+
+BASE_NBYTES = 12
+"""Of a trained parameter: a master and Adam's moments, in fp32."""
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """``parameters``: that one rank trains. ``ranks``: on each of ``nodes``. ``gradient_nbytes``: of a parameter."""
+
+    parameters: int
+    ranks: int = 1
+    nodes: int = 1
+    gradient_nbytes: int = 4
+    base_every: int = CheckpointConfig.base_every
+    folds: bool = True
+
+
+def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
+    """``found``: of each tier, fastest first. Headers and host state, which are small, are not counted. Errors:
+    ``ConfigurationError`` for a tier that could not be opened: what it survives is not known."""
+    roles: list[Role] = []
+    for index, each in enumerate(found):
+        if each.capabilities is None:
+            raise ConfigurationError(f"what {each.url} would hold cannot be said: it could not be opened")
+        roles.append(Role(index, TierURL.parse(each.url).scheme, each.capabilities.survives))
+    config = CheckpointConfig(base_every=job.base_every)
+    record = job.gradient_nbytes * job.parameters
+    sizes = Sizes(BASE_NBYTES * job.parameters, record, record)
+    commits = any(role.survives >= Survives.RACK for role in roles)
+    batch = min(config.batch, job.base_every)
+    limit = found[0].usage.limit_bytes if found[0].usage else None
+    first = holding(
+        sizes,
+        interval=job.base_every,
+        batch=batch,
+        fold_every=min(FOLD_EVERY, job.base_every) if job.folds and commits else 0,
+        each_commits=commits,
+        room_nbytes=None if limit is None else limit // job.ranks,
+    )
+    least, usual = job.ranks * first.nbytes_least, job.ranks * first.nbytes_usual
+    rooms = [
+        TierRoom(roles[0].name, found[0].url, job.ranks, job.parameters, least, usual, limit_bytes=limit),
+    ]
+    for role, each in zip(roles[1:], found[1:], strict=True):
+        need = tier_need(
+            role,
+            sizes,
+            placing=Everywhere(),
+            retaining=kept_by(config.keep_last, config.keep_every),
+            interval=job.base_every,
+            batch=batch,
+            each_commits=commits,
+        )
+        ranks = job.ranks * (job.nodes if role.shared else 1)
+        least, usual = ranks * need.least.nbytes(sizes), ranks * need.usual.nbytes(sizes)
+        limit = each.usage.limit_bytes if each.usage else None
+        rooms.append(TierRoom(role.name, each.url, ranks, job.parameters, least, usual, need, role.shared, limit))
+    return rooms

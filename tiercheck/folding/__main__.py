@@ -1,0 +1,89 @@
+"""``python -m tiercheck.folding LAUNCH``: the process that folds. LAUNCH is JSON.
+
+It ends with its owner, however that ends: the channel closes, or, if a process that the owner has forked holds its end
+open, the owner's process descriptor tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+
+import msgspec
+
+from tiercheck.folding.launch import Launch, SocketChannel
+from tiercheck.folding.messages import Place
+from tiercheck.folding.server import FoldServer
+from tiercheck.hierarchy import OpenTier
+from tiercheck.replication.folds import Folds, FoldsHere
+from tiercheck.streams.state import FoldShards, NotExact
+from tiercheck.tiers.registry import make_driver
+
+__all__ = ["main"]
+
+
+def main(text: str) -> int:
+    launch = msgspec.json.decode(text, type=Launch)
+    end_with(launch.owner)
+    os.umask(0o077)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s fold process %(process)d: %(message)s")
+    launch.settings.take_effect()
+    asyncio.run(live(launch))
+    return 0
+
+
+def end_with(owner: int) -> None:
+    """End this process as soon as its owner has ended."""
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(0)
+    except OSError:  # a system without process descriptors: the channel tells
+        return
+    if os.getppid() != owner:  # it has ended, and another process has its number
+        os._exit(0)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os._exit(0)
+
+    threading.Thread(target=watch, name="owner", daemon=True).start()
+
+
+async def live(launch: Launch) -> None:
+    channel = await SocketChannel.over(socket.socket(fileno=launch.descriptor))
+    executor = ThreadPoolExecutor(launch.settings.threads, thread_name_prefix="fold")
+    try:
+        await FoldServer(channel, partial(folds_at, executor), launch.settings.threads).serve()
+    finally:
+        os._exit(0)  # a kernel that is being compiled is not waited for
+
+
+@asynccontextmanager
+async def folds_at(executor: Executor, place: Place) -> AsyncIterator[Folds]:
+    shards = await asyncio.get_running_loop().run_in_executor(executor, replays, place.certified)
+    async with make_driver(place.url) as driver:
+        yield FoldsHere(shards, OpenTier(0, place.name, driver), executor)
+
+
+def replays(certified: bool) -> FoldShards:
+    """Errors: ``NotExact``."""
+    try:
+        from tiercheck.streams.tensors.folding import TensorFolding, on_one_thread
+    except ImportError as error:
+        raise NotExact(f"bases cannot be folded: {error}; install torch where folds run") from error
+    on_one_thread()
+    return TensorFolding(certified=certified)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

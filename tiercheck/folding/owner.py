@@ -1,0 +1,265 @@
+"""The process that folds, as its owner sees it: an agent, for all ranks of its node, or a trainer, for its own.
+
+It is started when something is to be folded, and again if it has ended, after growing pauses. Its end costs the work
+that was under way, and nothing else: no base is published without its owner's word. If it ends again and again under
+one rank's work, that rank's bases are captured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from tiercheck.errors import Transient
+from tiercheck.folding.messages import (
+    Answer,
+    Ask,
+    Cancel,
+    Channel,
+    Done,
+    Failed,
+    MayPublish,
+    Place,
+    Prepare,
+    Replay,
+    Verdict,
+    pack,
+    read_answer,
+)
+from tiercheck.keys import ShardKey
+from tiercheck.policy.folding import Fold
+from tiercheck.replication.folds import Folds, Made, Outcome, Refused, Superfluous, Wanted
+from tiercheck.runtime.backoff import Backoff
+
+__all__ = ["FoldProcess", "FoldProcessEnded", "StartProcess", "StartedProcess"]
+
+log = logging.getLogger(__name__)
+
+ENDS_MAX = 4
+"""So many ends of the process in a row under one rank's work: then its bases are captured."""
+AGAIN = Backoff(0.5, 30.0)
+IDLE_S = 900.0
+"""After so long without work it is ended, and its memory is free."""
+WORK_S_MAX = 3600.0
+"""A process that has not answered after so long is ended."""
+CANCEL_S_MAX = 10.0
+
+
+class FoldProcessEnded(Transient):
+    """The process that folds has ended under the work."""
+
+
+class StartedProcess(Channel, Protocol):
+    """The owner's end of the channel, and the process behind it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def end(self) -> str:
+        """Close the channel, end the process, and wait for that. Returns how it has ended, in words. Idempotent."""
+        ...
+
+
+StartProcess = Callable[[], Awaitable[StartedProcess]]
+"""Errors: ``OSError``."""
+
+
+class _Life:
+    """One start of the process."""
+
+    def __init__(self, process: StartedProcess) -> None:
+        self.process = process
+        self.ended = ""
+        """How it has ended."""
+        self.ended_at = 0.0
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Queue[Answer | None]] = {}
+        self._reading = asyncio.create_task(self._read(), name="what the fold process says")
+
+    @property
+    def idle(self) -> bool:
+        return not self._answers
+
+    async def ask(self, work: Prepare | Replay, wanted: Wanted) -> Outcome:
+        number, answers = next(self._numbers), asyncio.Queue[Answer | None]()
+        self._answers[number] = answers
+        self.process.send(pack(Ask(number, work)))
+        try:
+            async with asyncio.timeout(WORK_S_MAX):
+                answer = await self._final(number, answers, wanted)
+        except TimeoutError:
+            await self.end(f"it was ended, since it had not answered for {WORK_S_MAX:g} s")
+            raise FoldProcessEnded(self.ended) from None
+        except BaseException:
+            await self._cancel(number, answers)
+            raise
+        finally:
+            del self._answers[number]
+        if answer is None:
+            raise FoldProcessEnded(self.ended)
+        if isinstance(answer, Failed):
+            raise answer.error()
+        return answer.outcome
+
+    async def end(self, why: str = "") -> None:
+        """Idempotent."""
+        how = await self.process.end()
+        if not self.ended:
+            self.ended = f"the process that folds ({self.process.pid}) has ended: {why or how}"
+            self.ended_at = _now()
+        for answers in self._answers.values():
+            answers.put_nowait(None)
+        if asyncio.current_task() is not self._reading:
+            self._reading.cancel()
+
+    async def _final(self, number: int, answers: asyncio.Queue[Answer | None], wanted: Wanted) -> Done | Failed | None:
+        """``None``: the process has ended."""
+        while isinstance(answer := await answers.get(), MayPublish):
+            self.process.send(pack(Verdict(number, await wanted())))
+        return answer
+
+    async def _cancel(self, number: int, answers: asyncio.Queue[Answer | None]) -> None:
+        """On return nothing of it is published any more."""
+        if self.ended:
+            return
+        self.process.send(pack(Cancel(number)))
+
+        async def over() -> None:
+            while not isinstance(await answers.get(), Done | Failed | None):
+                pass
+
+        waiting = asyncio.ensure_future(over())
+        until = _now() + CANCEL_S_MAX
+        while not waiting.done() and _now() < until:
+            with suppress(asyncio.CancelledError):  # the first one is raised anyway
+                await asyncio.wait({waiting}, timeout=until - _now())
+        if not waiting.done():
+            waiting.cancel()
+            await self.end(f"it was ended, since it did not break a fold off within {CANCEL_S_MAX:g} s")
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                answer = read_answer(await self.process.receive())
+                if (answers := self._answers.get(answer.id)) is not None:
+                    answers.put_nowait(answer)
+        except (EOFError, ValueError) as error:
+            await self.end(str(error))
+
+
+class FoldProcess:
+    """One process, for all that its owner folds. All methods run on one event loop."""
+
+    def __init__(self, start: StartProcess) -> None:
+        self._start = start
+        self._life: _Life | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._ends = 0
+        """In a row, without a base in between."""
+        self._start_at = 0.0
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """``None`` if none runs."""
+        return None if self._life is None or self._life.ended else self._life.process.pid
+
+    def at(self, place: Place) -> Folds:
+        return _FoldsAt(self, place)
+
+    async def ask(self, work: Prepare | Replay, wanted: Wanted) -> Outcome:
+        """Errors: :class:`FoldProcessEnded`; ``Transient`` if it is not to be started again yet; what the work has
+        raised there."""
+        life = await self._running()
+        if self._idle is not None:
+            self._idle.cancel()
+        try:
+            outcome = await life.ask(work, wanted)
+        finally:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_if_idle)
+        if isinstance(outcome, Made):
+            self._ends = 0
+        return outcome
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        self._closed = True
+        if self._idle is not None:
+            self._idle.cancel()
+        async with self._starting:
+            if self._life is not None:
+                await self._life.end()
+
+    async def _running(self) -> _Life:
+        async with self._starting:
+            if self._closed:
+                raise Transient("the process that folds is ended for good")
+            if self._life is not None and not self._life.ended:
+                return self._life
+            if self._life is not None:
+                log.warning("%s", self._life.ended)
+                self._put_off(self._life.ended_at)
+                self._life = None
+            if (left_s := self._start_at - _now()) > 0:
+                raise Transient(f"the process that folds has ended, and is started again in {left_s:.1f} s")
+            try:
+                self._life = _Life(await self._start())
+            except OSError as error:
+                self._put_off(_now())
+                raise FoldProcessEnded(f"the process that folds cannot be started: {error}") from error
+            log.info("the process that folds: %d", self._life.process.pid)
+            return self._life
+
+    def _put_off(self, since: float) -> None:
+        self._ends += 1
+        self._start_at = since + AGAIN.pause_s(self._ends)
+
+    def _end_if_idle(self) -> None:
+        if self._life is not None and self._life.idle and not self._life.ended:
+            life, self._life = self._life, None
+            self._ending = asyncio.ensure_future(life.end("nothing is to be folded"))
+
+
+class _FoldsAt:
+    """One rank's folds in that process. See :class:`~tiercheck.replication.folds.Folds`."""
+
+    def __init__(self, process: FoldProcess, place: Place) -> None:
+        self._process = process
+        self._place = place
+        self._ends = 0
+
+    @property
+    def where(self) -> str:
+        pid = self._process.pid
+        return "a process of its own" if pid is None else f"process {pid}"
+
+    async def prepare(self, base: ShardKey) -> Outcome:
+        async def wanted() -> bool:
+            return False  # nothing is to be published
+
+        return await self._asked(Prepare(self._place, str(base)), wanted)
+
+    async def fold(self, fold: Fold, wanted: Wanted) -> Outcome:
+        differentials = tuple(map(str, fold.differentials))
+        outcome = await self._asked(Replay(self._place, str(fold.base), differentials, fold.version), wanted)
+        if isinstance(outcome, Made | Superfluous):
+            self._ends = 0
+        return outcome
+
+    async def _asked(self, work: Prepare | Replay, wanted: Wanted) -> Outcome:
+        try:
+            return await self._process.ask(work, wanted)
+        except FoldProcessEnded as error:
+            self._ends += 1
+            if self._ends < ENDS_MAX:
+                raise
+            return Refused(f"{error.message}; that was end {self._ends} in a row", until_captured=False)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,158 @@
+"""What every tier will hold, told before the first step; a tier that cannot hold the least is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercheck.config import CheckpointConfig
+from tiercheck.errors import CapacityExceeded, TierCheckError
+from tiercheck.hierarchy import OpenHierarchy, OpenTier
+from tiercheck.opening.admission import Demand
+from tiercheck.opening.policies import JobPolicies
+from tiercheck.policy.first_tier import Sizes
+from tiercheck.policy.other_tiers import TierNeed, tier_need
+from tiercheck.recovery.ranks import Ranks
+from tiercheck.types import Usage, bytes_text
+
+__all__ = ["TierRoom", "check_rooms", "rooms_text", "tell_rooms", "tier_rooms", "too_little_room"]
+
+log = logging.getLogger(__name__)
+
+USAGE_S_MAX = 5.0
+"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
+
+
+@dataclass(frozen=True)
+class TierRoom:
+    """What a tier will hold of all ranks that bring their objects there, and what it has room for."""
+
+    name: str
+    url: str
+    ranks: int
+    parameters: int
+    """That one rank trains; 0: nobody knows."""
+    least_nbytes: int
+    usual_nbytes: int
+    need: TierNeed | None = None
+    """Of one rank; ``None``: of the first tier, which is checked by itself."""
+    shared: bool = False
+    limit_bytes: int | None = None
+    """``None``: nobody knows."""
+
+    @property
+    def holds_least(self) -> bool:
+        """As far as is known."""
+        return self.limit_bytes is None or self.least_nbytes <= self.limit_bytes
+
+    def a_parameter(self, nbytes: int) -> str:
+        return f"{nbytes / self.ranks / self.parameters:.0f}" if self.parameters else "?"
+
+
+async def tier_rooms(
+    ranks: Ranks,
+    tiers: OpenHierarchy,
+    demand: Demand,
+    policies: JobPolicies,
+    sizes: Sequence[Sizes],
+    first_limit: int | None,
+) -> list[TierRoom]:
+    """``sizes``: of every rank. A tier that all ranks share is asked by rank 0 alone what it has room for."""
+    holding, parameters = demand.holding, demand.parameters
+    first = tiers.first
+    least, usual = demand.ranks * holding.nbytes_least, demand.ranks * holding.nbytes_usual
+    found = [TierRoom(first.name, first.driver.url, demand.ranks, parameters, least, usual, limit_bytes=first_limit)]
+    for tier in tiers.tiers[1:]:
+        need = tier_need(
+            tier.role,
+            holding.sizes,
+            placing=policies.placing,
+            retaining=policies.retaining,
+            interval=policies.cadence.interval,
+            batch=policies.batch,
+            each_commits=policies.each_commits(tiers),
+            encodes=bool(tier.codec),
+        )
+        shared = tier.role.shared
+        here = sizes if shared else [holding.sizes] * demand.ranks
+        usage = await usage_of(ranks, tier) if ranks.rank == 0 or not shared else None
+        found.append(
+            TierRoom(
+                tier.name,
+                tier.driver.url,
+                len(here),
+                parameters,
+                sum(map(need.least.nbytes, here)),
+                sum(map(need.usual.nbytes, here)),
+                need,
+                shared,
+                None if usage is None else usage.limit_bytes,
+            )
+        )
+    return found
+
+
+async def usage_of(ranks: Ranks, tier: OpenTier) -> Usage | None:
+    """What the tier holds and may hold, if it says so soon."""
+    try:
+        asking = tier.driver.usage()
+        return await ranks.scheduler.call(asking, what=f"the usage of {tier.name}", deadline_s=USAGE_S_MAX)
+    except TierCheckError as error:
+        log.debug("%s", error)
+        return None
+
+
+def check_rooms(rooms: Sequence[TierRoom], config: CheckpointConfig) -> None:
+    """Errors: ``CapacityExceeded`` for a tier behind the first one that cannot hold the least."""
+    for room in rooms:
+        if room.need is None or room.limit_bytes is None or room.holds_least:
+            continue
+        least = room.need.least
+        each = f" of each of {room.ranks} ranks" if room.ranks > 1 else ""
+        a_parameter = f" ({room.a_parameter(room.least_nbytes)} bytes a trained parameter)" if room.parameters else ""
+        records = f" and {least.records} differentials or snapshots" if least.records else ""
+        raise CapacityExceeded(
+            f"{room.name} must hold at least {least.bases} bases{records}{each}, "
+            f"{bytes_text(room.least_nbytes)} in all{a_parameter}, but has room for {bytes_text(room.limit_bytes)}: "
+            f"{' or '.join(ways_out(room, config))}",
+            tier=room.url,
+        )
+
+
+def ways_out(room: TierRoom, config: CheckpointConfig) -> list[str]:
+    ways = ["give it more room (free space, size=, or the neighbour's 'tiercheck agent --memory')"]
+    if room.need is not None and room.need.least.records:
+        ways.append(f"lower base_every (now {config.base_every})")
+        if room.shared:
+            ways.append(f'send it bases alone (placement="bases_only?tier={room.name}")')
+    return ways
+
+
+def too_little_room(rooms: Sequence[TierRoom], config: CheckpointConfig) -> str | None:
+    """A tier that holds the least, and not what is kept there usually."""
+    found = [
+        f"{room.name} has room for {bytes_text(room.limit_bytes)}, but usually holds {bytes_text(room.usual_nbytes)}: "
+        f"give it more" + (f", or lower keep_last (now {config.keep_last})" if room.shared else "")
+        for room in rooms
+        if room.need is not None and room.limit_bytes is not None and room.usual_nbytes > room.limit_bytes
+    ]
+    return "; ".join(found) or None
+
+
+def tell_rooms(rooms: Sequence[TierRoom]) -> None:
+    """Log what each tier will hold."""
+    log.info("%s", rooms_text(rooms))
+
+
+def rooms_text(rooms: Sequence[TierRoom]) -> str:
+    """A table: a row a tier."""
+    rows = [("tier", "ranks", "least", "usual", "bytes a parameter", "room")]
+    for room in rooms:
+        bytes_each = f"{room.a_parameter(room.least_nbytes)} / {room.a_parameter(room.usual_nbytes)}"
+        limit = "not known" if room.limit_bytes is None else bytes_text(room.limit_bytes)
+        least, usual = bytes_text(room.least_nbytes), bytes_text(room.usual_nbytes)
+        rows.append((room.name, str(room.ranks), least, usual, bytes_each, limit))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n  ".join(["what each tier will hold:", *lines])

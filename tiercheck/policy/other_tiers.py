@@ -1,0 +1,87 @@
+"""What the tiers behind the first one hold of a rank: worked out before the first step.
+
+A neighbour's memory holds what a first tier would hold if no bases were folded in between: it gets the bases that are
+due, and each differential, and lets them go by the same rules (:mod:`tiercheck.policy.watermark`). That is two bases,
+the differentials of an interval, and a few; a third base after a restart, or while one takes long to the durable tier.
+If the durable tier lags, training waits before a third base would drain: until then there may be three bases, and three
+intervals of differentials.
+
+In bytes a trained parameter, with Adam in fp32 (12 a base), a base each 50 versions, in batches of 5::
+
+    2 bases x 12 + (50 + 3) differentials x 2 (bf16) or 4 (fp32) = 130 or 236, while the durable tier keeps up
+    3 bases x 12 + (50 + 3) differentials x 2 (bf16) or 4 (fp32) = 142 or 248, the least room that is enough
+    3 bases x 12 + (150 + 5) differentials x 2 (bf16) or 4 (fp32) = 346 or 656, while it lags as far as it may
+
+A shared tier holds what retention keeps, and the next base while it comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercheck.keys import Stream
+from tiercheck.policy.compose.placement import Candidate, PlacementPolicy
+from tiercheck.policy.compose.retention import AnyKeep, KeepLast, RetentionPolicy
+from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, CONSTANTS_MAX, RECORDS_BESIDE, Sizes, holding
+from tiercheck.policy.guard import ask_placement
+from tiercheck.policy.observation import Role
+
+__all__ = ["Held", "TierNeed", "tier_need"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of one rank."""
+
+    bases: int
+    records: int
+
+    def nbytes(self, sizes: Sizes) -> int:
+        constants = CONSTANTS_MAX * sizes.constants_nbytes
+        return self.bases * sizes.base_nbytes + constants + self.records * sizes.record_nbytes
+
+
+@dataclass(frozen=True)
+class TierNeed:
+    """What one rank brings to a tier."""
+
+    least: Held
+    """With less, the tier cannot hold what a recovery needs and what comes next."""
+    usual: Held
+    """While the tiers keep up."""
+
+
+def tier_need(
+    role: Role,
+    sizes: Sizes,
+    *,
+    placing: PlacementPolicy,
+    retaining: RetentionPolicy,
+    interval: int,
+    batch: int,
+    each_commits: bool,
+    encodes: bool = False,
+) -> TierNeed:
+    """``each_commits``: as of :func:`~tiercheck.policy.first_tier.holding`. ``encodes``: the tier has a codec of its
+    own, so that nobody knows how few bytes a record takes there."""
+    if role.shared:
+        kept, ahead = kept_last(retaining), 2 if sizes.supersedes else RECORDS_BESIDE + batch
+        spans = 0 if sizes.supersedes else interval
+        least, usual = Held(2, spans + ahead), Held(kept + 1, kept * spans + ahead)
+    else:
+        held = holding(sizes, interval=interval, batch=batch, fold_every=0, each_commits=each_commits)
+        least, usual = Held(BASES_MAX, held.records_usual), Held(BASES_USUAL, held.records_usual)
+    stream = Stream.SNAPSHOT if sizes.supersedes else Stream.DIFFERENTIAL
+    if not ask_placement(placing, Candidate(role.name, role.survives, stream, 1, 1, 0))[0]:
+        return TierNeed(Held(least.bases, 0), Held(usual.bases, 0))
+    return TierNeed(Held(least.bases, 0) if encodes else least, usual)
+
+
+def kept_last(policy: RetentionPolicy) -> int:
+    """How many of the last bases stay at least."""
+    match policy:
+        case KeepLast(n):
+            return n
+        case AnyKeep(policies):
+            return max(map(kept_last, policies))
+    return 1

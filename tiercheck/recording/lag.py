@@ -1,0 +1,93 @@
+"""Training waits before a tier lags by more versions than the user allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tiercheck.errors import SaveError
+from tiercheck.hierarchy import OpenHierarchy
+from tiercheck.recording.modes import Modes, Room, RoomEvent
+from tiercheck.recording.saves import Saves
+from tiercheck.replication.mover import MoverHandle
+from tiercheck.runtime.runtime import Scheduler
+
+__all__ = ["LagBound"]
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+NUDGE_S = 0.5
+TELL_S = 5.0
+"""A wait that is longer than this is told."""
+
+
+class LagBound:
+    """How many versions of one rank the other tiers may lack: ``versions_max``; 0: as many as memory has room for."""
+
+    def __init__(
+        self,
+        hierarchy: OpenHierarchy,
+        mover: MoverHandle,
+        scheduler: Scheduler,
+        nudge: Callable[[], None],
+        *,
+        saves: Saves,
+        modes: Modes,
+        rank: int,
+        versions_max: int,
+        deadline_s: float,
+    ) -> None:
+        self._urls = {tier.name: tier.driver.url for tier in hierarchy.tiers[1:]}
+        self._mover = mover
+        self._scheduler = scheduler
+        self._nudge = nudge
+        self._saves = saves
+        self._room = modes.lag_room
+        self._rank = rank
+        self._versions_max = versions_max
+        self._deadline_s = deadline_s
+
+    async def admit(self, version: int) -> None:
+        """Wait until this version may be captured. Errors: ``SaveError`` naming the tiers that lag."""
+        if not self._versions_max:
+            return
+        if self._lagging(version):
+            await self._wait(version)
+        if self._room.state is Room.IN_DOUBT:
+            self._room.on(RoomEvent.FOUND)
+
+    def _lagging(self, version: int) -> dict[str, int]:
+        """By tier that would lag too far: the version up to which it has everything."""
+        reached = self._mover.status.reached_versions
+        return {tier: reached[tier] for tier in self._urls if version - reached.get(tier, version) > self._versions_max}
+
+    async def _wait(self, version: int) -> None:
+        deadline_s = 0.0 if self._room.state is Room.IN_DOUBT else self._deadline_s
+        self._room.on(RoomEvent.ASKED)
+        began = nudged = self._scheduler.time()
+        told = False
+        self._nudge()
+        try:
+            while lagging := self._lagging(version):
+                now = self._scheduler.time()
+                if now - began >= deadline_s:
+                    raise SaveError(f"{self._said(version, lagging)}; it did not catch up within {deadline_s:g} s")
+                if now - began >= TELL_S and not told:
+                    told = True
+                    log.warning("training waits: %s", self._said(version, lagging))
+                if now - nudged >= NUDGE_S:
+                    self._nudge()
+                    nudged = now
+                await self._scheduler.sleep(LOOK_S)
+        finally:
+            self._saves.count(drain_stall_s=self._scheduler.time() - began)
+
+    def _said(self, version: int, lagging: dict[str, int]) -> str:
+        errors = self._mover.status.errors
+        tiers = [
+            f"{name} ({self._urls[name]}) lacks {version - 1 - last} versions, those after {last}"
+            + (f": {errors[name]}" if name in errors else "")
+            for name, last in sorted(lagging.items())
+        ]
+        return f"rank {self._rank} has captured as far ahead as lag_max={self._versions_max} allows: {'; '.join(tiers)}"

@@ -1,0 +1,68 @@
+"""A long object read in parts, some ahead, and verified as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from tiercheck.format.container import Shard, header_length
+from tiercheck.format.index.logical import MASTER
+from tiercheck.format.landing import LandedShard, Landing
+from tiercheck.format.memory import fresh_memory
+from tiercheck.tiers.driver import TierDriver
+from tiercheck.types import ByteRange
+
+__all__ = ["LONG_NBYTES", "landed"]
+
+WINDOW_NBYTES = 16 << 20
+WINDOWS = 3
+"""Of so many windows all are being filled but for the one that is verified."""
+LONG_NBYTES = 2 * WINDOW_NBYTES
+"""What is shorter is read at once."""
+
+
+async def landed(
+    driver: TierDriver, key: str, tier: str, parsed: Callable[[memoryview, int], Shard]
+) -> LandedShard | None:
+    """The base under this key, all of it verified. Its trained tensors lie in memory of their own, since they are
+    copied once more. ``tier``: its name. ``parsed``: reads the header, of its bytes and the object's length. ``None``:
+    it is too short, or its header too long, to be read like this. Takes the memory of the base and of :data:`WINDOWS`.
+    Errors: those of the driver; ``Corruption``."""
+    nbytes = (await driver.stat(key)).nbytes
+    if nbytes < LONG_NBYTES:
+        return None
+    landing: Landing | None = None
+    async with aclosing(_windows(driver, key, nbytes)) as windows:
+        async for window in windows:
+            begins = 0
+            if landing is None:
+                begins = header_length(window, key=key, tier=tier)
+                if begins > len(window):
+                    return None
+                shard = parsed(memoryview(bytes(window[:begins])), nbytes)
+                landing = Landing(shard, lambda name: name.startswith(MASTER))
+            await asyncio.to_thread(landing.take, window[begins:])
+    assert landing is not None
+    return landing.finish()
+
+
+async def _windows(driver: TierDriver, key: str, nbytes: int) -> AsyncGenerator[memoryview, None]:
+    """The object from its beginning to its end; each window is good until the next one is asked for."""
+    free = deque(fresh_memory(WINDOW_NBYTES) for _ in range(WINDOWS))
+    coming: deque[tuple[memoryview, asyncio.Future[memoryview]]] = deque()
+    starts = deque(range(0, nbytes, WINDOW_NBYTES))
+    try:
+        while starts or coming:
+            while starts and free:
+                part = ByteRange(starts[0], min(starts.popleft() + WINDOW_NBYTES, nbytes))
+                window = free.popleft()
+                coming.append((window, asyncio.ensure_future(driver.get(key, range=part, into=window))))
+            window, reading = coming.popleft()
+            yield await reading
+            free.append(window)
+    finally:
+        for _, reading in coming:
+            reading.cancel()
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
