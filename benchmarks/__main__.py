@@ -1,5 +1,5 @@
-"""``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity``, ``scale``, ``reshape``, ``peers``
-and ``overhead``."""
+"""``python -m benchmarks tiers``, ``soak``, ``kernels``, ``fidelity``, ``scale``, ``reshape``, ``peers``,
+``overhead`` and ``recover``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.fidelity import command as fidelity
 from benchmarks.kernels import command as kernels
 from benchmarks.overhead import command as overhead
 from benchmarks.peers import command as peers
+from benchmarks.recover import command as recover
 from benchmarks.reshape import command as reshape
 from benchmarks.scale import command as scale
 from benchmarks.soak import command as soak
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reshape.add_command(commands.add_parser("reshape", help="resuming on other ranks, against torch DCP"))
     peers.add_command(commands.add_parser("peers", help="saving and restarting, against what others use"))
     overhead.add_command(commands.add_parser("overhead", help="what saving costs the step"))
+    recover.add_command(commands.add_parser("recover", help="what a recovery takes, against what its bytes need"))
     chosen = parser.parse_args(arguments)
     # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

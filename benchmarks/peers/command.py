@@ -13,31 +13,29 @@ import dataclasses
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.figures import Unavailable
 from benchmarks.machine import machine_facts
 from benchmarks.measure import size
 from benchmarks.peers.environments import python_with
 from benchmarks.peers.job import Order
+from benchmarks.peers.plot import plot_peers
+from benchmarks.peers.results import Result, markdown, read_lines, results_of, table_of
 from benchmarks.peers.ways import WAYS, cleaned, delete
 from benchmarks.report import progress
-from tiercheck.types import bytes_text
 
-__all__ = ["Result", "add_command", "results_of"]
+__all__ = ["add_command"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -53,29 +51,6 @@ VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one way costs at one interval. Seconds and bytes; medians over the blocks."""
-
-    way: str
-    every: int
-    """Steps from one save to the next; 1 for what saves each step by itself."""
-    step_s: float
-    """Without saving."""
-    stall_s: float
-    """By how much a saved step is longer."""
-    step_ratio: float
-    """The mean step with saving, against the mean step without it."""
-    durable_s: float
-    """Until one whole version is on the disk, while nothing is trained."""
-    restart_s: float
-    """From a process with its model to the end of its first step."""
-    peak_bytes: int
-    """Of memory, shared memory included, beyond what training alone takes."""
-    saved_bytes: int
-    """Of one whole version on the disk."""
-
-
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--size", type=size, nargs="+", default=[500_000_000], help="bytes of parameters and moments")
@@ -89,36 +64,54 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--environments", type=Path, default=ROOT / ".venv" / "peers", help="where their environments are, or are made"
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures, as SVG or PNG")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="what --json printed before: measure nothing")
+    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 if a way failed. One whose packages cannot be had is reported as skipped."""
+    """1 if a way failed. One whose packages cannot be had is reported as skipped. Lines that are none of this command's
+    are wrong usage: 2."""
     results: list[Result] = []
-    failed = 0
-    if arguments.json:
-        print(json.dumps(machine_facts()), flush=True)
+    failed = False
+    if arguments.lines is None:
+        for found in outcomes(arguments):
+            if isinstance(found, Result):
+                results.append(found)
+                found = dataclasses.asdict(found)
+            failed = failed or "failed" in found
+            if arguments.json:
+                print(json.dumps(found), flush=True)
+            elif "way" in found and "every" not in found:
+                progress(str(found))
+    else:
+        try:
+            results = read_lines(arguments.lines)
+        except (OSError, ValueError) as error:
+            progress(f"error: {error}")
+            return 2
+    if arguments.markdown:
+        print(markdown(results), end="")
+    elif not arguments.json:
+        Console(width=TABLE_WIDTH).print(table_of(results))
+    if arguments.plot is not None and results:
+        plot_peers(arguments.plot, results)
+    return int(failed)
+
+
+def outcomes(arguments: argparse.Namespace) -> Iterator[Result | dict[str, Any]]:
+    """The machine's facts; then the results of each way, or why there are none."""
+    yield machine_facts()
     for nbytes in arguments.size:
         for name in arguments.only:
             progress(f"{name}, {nbytes / 1e6:.0f} MB")
             try:
-                found = measured(name, nbytes, arguments)
+                yield from measured(name, nbytes, arguments)
             except Unavailable as missing:
-                told: dict[str, Any] = {"way": name, "skipped": str(missing)}
+                yield {"way": name, "skipped": str(missing)}
             except RuntimeError as error:
-                failed, told = 1, {"way": name, "failed": str(error)}
-            else:
-                results += found
-                told = {}
-            lines = [told] if told else [{"state_bytes": nbytes, **dataclasses.asdict(each)} for each in found]
-            for line in lines:
-                if arguments.json:
-                    print(json.dumps(line), flush=True)
-                elif told:
-                    progress(str(told))
-    if not arguments.json:
-        Console(width=TABLE_WIDTH).print(table_of(results))
-    return failed
+                yield {"way": name, "failed": str(error)}
 
 
 def measured(name: str, nbytes: int, arguments: argparse.Namespace) -> list[Result]:
@@ -242,51 +235,3 @@ def taken_by(process: psutil.Process) -> int:
             memory = each.memory_info()
             nbytes += memory.rss - memory.shared
     return nbytes
-
-
-def results_of(
-    order: Order, trained: Sequence[Mapping[str, Any]], restarted: Sequence[Mapping[str, Any]], peak_bytes: int
-) -> list[Result]:
-    """A result for each interval. Errors: ``RuntimeError`` if another state was restored than was saved."""
-    *blocks, single, last = trained
-    (again,) = restarted
-    if again["digest"] != last["digest"]:
-        raise RuntimeError("what was restored is not what was saved last")
-    found = []
-    for every in dict.fromkeys(block["every"] for block in blocks):
-        own = [block for block in blocks if block["every"] == every]
-        steps = [statistics.median(block["plain"]) for block in own]
-        stalls = [
-            statistics.median(seconds for seconds, saved in block["saving"] if saved) - step
-            for block, step in zip(own, steps, strict=True)
-        ]
-        ratios = [
-            statistics.fmean(seconds for seconds, _ in block["saving"]) / statistics.fmean(block["plain"])
-            for block in own
-        ]
-        found.append(
-            Result(
-                way=order.way,
-                every=every,
-                step_s=round(statistics.median(steps), 6),
-                stall_s=round(statistics.median(stalls), 6),
-                step_ratio=round(statistics.median(ratios), 4),
-                durable_s=round(single["durable_s"], 4),
-                restart_s=round(again["load_s"] + again["first_step_s"], 4),
-                peak_bytes=peak_bytes,
-                saved_bytes=single["bytes"],
-            )
-        )
-    return found
-
-
-def table_of(results: Sequence[Result]) -> Table:
-    table = Table()
-    for column in ("way", "every", "step", "stall", "step ratio", "durable", "restart", "peak", "saved"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
-    for each in results:
-        seconds = (f"{1e3 * taken:.1f} ms" for taken in (each.step_s, each.stall_s))
-        longer = (f"{taken:.2f} s" for taken in (each.durable_s, each.restart_s))
-        sizes = map(bytes_text, (each.peak_bytes, each.saved_bytes))
-        table.add_row(each.way, str(each.every), *seconds, f"{each.step_ratio:.3f}", *longer, *sizes)
-    return table

@@ -302,7 +302,7 @@ class DeepSpeedTorch(Way):
 
 
 class TierCheck(Way):
-    """Every step, as it is by default: into shared memory, and from there to a directory."""
+    """Every step, into shared memory, and from there to a directory."""
 
     every_step = True
     bases = "capture"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from benchmarks.report import progress
+from benchmarks.scale.relayout import Start
 from benchmarks.scale.store import SharedStore, run
 from tiercheck import schema
 from tiercheck.format import container
@@ -103,6 +104,7 @@ def costs(world: int) -> Iterator[Cost]:
         yield from run(_moving(world, rank, who))
     yield run(_commit(world))
     yield from run(_recovery(world))
+    yield run(_start_on_others(world))
 
 
 # What a rank's mover does
@@ -205,6 +207,21 @@ async def _recovery(world: int) -> list[Cost]:
             "an opening", lambda: open_generation(hierarchy, branch, past=merged.worth_telling(PAST))
         )
         return [looked, merging, opening.cost]
+
+
+async def _start_on_others(world: int) -> Cost:
+    async with _job(world, 0) as (hierarchy, store):
+        start = Start(hierarchy, world)
+        await start.lay(store)
+        meter = _Meter(store, world, "a rank")
+        found = (await meter.measure("a start on other ranks: whom to read", start.look)).cost
+    group = start.group
+    return dataclasses.replace(
+        found,
+        told_bytes=group.told_bytes,
+        received_bytes=found.received_bytes + group.received_bytes,
+        processor_s=found.processor_s - group.made_s,
+    )
 
 
 # One rank in its job

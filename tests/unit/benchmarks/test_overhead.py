@@ -1,13 +1,16 @@
-"""The stall of many small tensors, on a small scale."""
+"""What saving costs the step, on a small scale."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.overhead import jobs
 from benchmarks.overhead.command import summary_of
+from benchmarks.overhead.matrix import Block, BlockPair, Cell, cells_of, figures_of, seconds_of
 from benchmarks.pairs import Pair
 
 
@@ -17,8 +20,72 @@ def test_a_ratio_is_that_of_each_pair() -> None:
 
 
 def test_each_number_of_tensors_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["overhead", "--json", "--elements", "400", "--tensors", "20", "--pairs", "5"]) == 0
+    options = ["--only", "tensors.*", "--elements", "400", "--tensors", "20", "--pairs", "5"]
+    assert main(["overhead", "--json", *options]) == 0
     machine, line = map(json.loads, capsys.readouterr().out.splitlines())
     assert machine["figure"] == "machine"
     assert (line["figure"], line["tensors"], line["bytes"], line["goal"]) == ("stall.tensors.20/10", 20, 1600, "<= 3")
     assert line["value"] > 0
+
+
+def test_a_job_is_told_apart_into_its_stall_and_what_the_mover_does_to_it() -> None:
+    saving = Block((1.3, 1.1), 2.2, 0.5, 0.25, stalls=(0.1, 0.1), other_stall=0.1, captured=80)
+    pairs = [BlockPair(saving, Block((1.0,), 1.0, 0.0, 0.0), 0.05)] * 2
+    (step, found), (stall, held) = figures_of(Cell("40M", "exact", "shm+durable"), pairs)
+    assert (step.name, step.goal, stall.name, stall.goal) == (
+        "step.40M.exact.shm+durable",
+        1.02,
+        "stall.40M.exact.shm+durable",
+        1.6,
+    )
+    assert (found.summary.value, found.summary.ceiling, found.summary.ratio) == pytest.approx((1.2, 1.0, 1.2))
+    assert found.details["stall_s"] == pytest.approx(0.15)
+    assert found.details["interference_s"] == pytest.approx(0.05)
+    assert found.details["more_cpu_s"] == pytest.approx(0.1)
+    assert found.details["waiting_s"] == pytest.approx(0.1)
+    assert found.details["threads_cpu_s"] == pytest.approx(0.25)
+    assert found.details["captured_bytes"] == 40
+    assert held.summary.ratio == pytest.approx(2.0)
+
+
+def test_a_job_that_saves_nothing_has_no_stall_and_no_goal() -> None:
+    pairs = [BlockPair(Block((1.0,), 1.0, 0.0, 0.0), Block((1.0,), 1.0, 0.0, 0.0), 0.05)]
+    ((figure, found),) = figures_of(Cell("40M", "outside", "disk"), pairs)
+    assert (figure.goal, found.summary.ratio, found.summary.spread) == (None, 1.0, (1.0, 1.0))
+
+
+def test_the_jobs_share_the_time_by_how_long_their_steps_are() -> None:
+    cells = cells_of(("demo", "40M", "125M"))
+    shares = seconds_of(cells, 540.0)
+    assert sum(shares.values()) == pytest.approx(540.0)
+    assert shares[Cell("demo", "exact", "shm")] < shares[Cell("40M", "outside", "disk")]
+    assert shares[Cell("40M", "exact", "shm")] < shares[Cell("125M", "folded", "shm+peer")]
+
+
+def test_saved_jobs_and_bytes_moved_outside_are_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = ["quick.folded.shm+durable", "quick.outside.memory"]
+    assert main(["overhead", "--json", "--quick", "--directory", str(tmp_path), "--only", *names]) == 0
+    _, step, stall, outside = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (step["figure"], stall["figure"]) == (f"step.{names[0]}", f"stall.{names[0]}")
+    assert outside["figure"] == f"step.{names[1]}"
+    assert step["captured_bytes"] > step["bytes"] == stall["bytes"] == outside["bytes"]
+    assert step["steps"] == 8
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_job_for_which_there_is_too_little_memory_is_skipped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(jobs.STATES_HELD, "shm", 1 << 60)
+    assert main(["overhead", "--json", "--quick", "--only", "quick.exact.shm"]) == 0
+    _, skipped = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "of memory" in skipped["skipped"]
+
+
+def test_a_job_that_fails_keeps_no_other_from_being_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "missing")
+    assert main(["overhead", "--json", "--quick", "--directory", missing, "--only", "quick.exact.shm"]) == 1
+    _, failed = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "missing" in failed["failed"]

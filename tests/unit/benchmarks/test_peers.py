@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.peers.command import results_of
 from benchmarks.peers.job import Order
+from benchmarks.peers.results import results_of
 
 ORDER = Order("dcp", "/nowhere", 10**9, (2, 4), blocks=2, block=4)
 SINGLE = {"durable_s": 3.0, "bytes": 10**9}
@@ -41,10 +42,25 @@ def test_a_way_runs_in_an_environment_of_its_own(tmp_path: Path, capsys: pytest.
     small = ["--size", "12MB", "--every", "1", "--blocks", "1", "--block", "2", "--directory", str(tmp_path)]
     ways = ["--only", "torch.save", "--environments", str(tmp_path / "environments")]
     assert main(["peers", "--json", *small, *ways]) == 0
-    machine, *lines = map(json.loads, capsys.readouterr().out.splitlines())
+    out = capsys.readouterr().out
+    machine, *lines = map(json.loads, out.splitlines())
     assert machine["figure"] == "machine"
     (line,) = lines
     assert (line["way"], line["every"], line["state_bytes"]) == ("torch.save", 1, 12_000_000)
     assert line["restart_s"] > 0
     assert line["saved_bytes"] > 12e6
     assert [path.name for path in tmp_path.iterdir()] == ["environments"], "nothing else is left"
+    kept, picture = tmp_path / "lines.json", tmp_path / "picture.svg"
+    kept.write_text(out)
+    assert main(["peers", "--lines", str(kept), "--plot", str(picture), "--markdown"]) == 0
+    assert "| 12 MB | torch.save | 1 |" in capsys.readouterr().out
+    texts = "".join(ElementTree.fromstring(picture.read_bytes()).itertext())
+    for text in ("torch.save", "restart to first step (s)", "each step saved"):
+        assert text in texts
+
+
+def test_lines_that_are_none_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"figure": "shm.put/memcpy"}\n')
+    assert main(["peers", "--lines", str(other)]) == 2
+    assert "no figure of peers" in capsys.readouterr().err

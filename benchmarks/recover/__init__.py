@@ -1,0 +1,1 @@
+"""What a recovery takes, against what the machine needs for its bytes."""
