@@ -1,12 +1,13 @@
-"""What ranks have left that are no more, or that run elsewhere now: it goes when nobody can need it any more.
+"""Frees the memory of ranks that have left this node, once no recovery can need what they captured.
 
-After a start with fewer ranks, under another layout, or with the hosts in another order, an agent still holds
-replication jobs of older generations, and their memory; after a clean end the memory alone. When the newest generation
-has committed a base in a shared tier, nobody goes back behind it. Then the agent forgets such a job, and frees what its
-rank has captured. A rank that comes back finds what it needs in the shared tiers.
+A rank leaves a node when the job starts again with fewer ranks, under another layout, or with its hosts in another
+order. The agent then still holds the rank's replication job, of an older generation, and its memory. (After a clean end
+it holds the memory alone.) When the newest generation has committed a base in a shared tier, no recovery goes back
+behind that base. Then the agent forgets the replication job and deletes what the rank captured. If the rank comes back,
+it finds what it needs in the shared tiers.
 
-Which generation that is, no trainer tells. So the agent looks for it in the shared tier, the more seldom the longer it
-has looked in vain.
+No trainer tells the agent which generation is the newest. So the agent looks in the shared tier, after 15 s at first,
+and less and less often while nothing changes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ async def is_past(job: ReplicationJob) -> bool:
 
 
 async def free_memory(job: ReplicationJob) -> None:
-    """Delete the job's record in the first tier and what the rank captured up to its generation. If nothing else is in
-    the memory under this name, and no process has it open, it goes as a whole. What has changed meanwhile stays.
+    """Delete the job's record in the first tier and what :func:`captured` names. If nothing else is in the memory under
+    this name, and no process has it open, it goes as a whole. What has changed meanwhile stays.
     Errors: ``JobConflict``; ``TierError``."""
     try:
         async with first_tier(job.namespace) as first:
@@ -71,6 +72,10 @@ async def is_newest(first: TierDriver, job: ReplicationJob) -> bool:
 
 
 async def captured(tier: TierDriver, job: ReplicationJob) -> list[str]:
-    """What the rank has there, up to the job's generation."""
+    """What the rank has there, up to the job's generation. Nothing if a newer generation of the rank captures there,
+    too: its bases may refer to older constants, and its own mover deletes what they do not need."""
     found = {info.key: keys.parse(info.key) async for info in tier.list(rank_prefix(job.rank))}
-    return [name for name, key in found.items() if isinstance(key, ShardKey) and key.generation <= job.generation]
+    shards = {name: key for name, key in found.items() if isinstance(key, ShardKey)}
+    if any(key.generation > job.generation for key in shards.values()):
+        return []
+    return list(shards)

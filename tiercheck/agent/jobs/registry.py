@@ -175,10 +175,18 @@ class JobRegistry:
                     await free_copies(job)
             except (TierCheckError, TimeoutError) as error:
                 log.info("%s: what it left in memory stays for now: %s", where, error)
-            looked = self._looks[key][1] + 1
-            self._looks[key] = _now() + LOOK_AGAIN.pause_s(looked), looked
-            if looked >= LOOKS_MAX:
-                self._withdrawn.pop(key, None)
+            except Exception:
+                # A driver's bug is this rank's trouble alone: the other ranks are looked at all the same.
+                log.exception(
+                    "%s: an unexpected error. What it left in memory stays for now. If this goes on, report the error, "
+                    "and free the memory by `tiercheck gc` on this node once the job has ended",
+                    where,
+                )
+            finally:
+                looked = self._looks[key][1] + 1
+                self._looks[key] = _now() + LOOK_AGAIN.pause_s(looked), looked
+                if looked >= LOOKS_MAX:
+                    self._withdrawn.pop(key, None)
 
     async def _forget(self, key: ReplicatorKey, job: ReplicationJob) -> bool:
         """Free its memory, unless its trainer has come back. Returns whether it is forgotten. Errors: ``TierError``."""

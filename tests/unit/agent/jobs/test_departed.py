@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
-from tests.servers.agents import Node, base, capture, held, node
+from tests.servers.agents import Node, base, capture, held, node, open_generation, shard
 from tests.shared_memory import root_of
 from tests.unit.agent.server.test_service import Clock, brisk, clock, running, trainer, until
 from tiercheck.agent.client.trainer_lock import TrainerLock
+from tiercheck.agent.jobs.departed import captured
 from tiercheck.agent.protocol.rundir import RunDirectory
 from tiercheck.agent.server.service import Agent
-from tiercheck.keys import CommitKey
+from tiercheck.keys import CommitKey, ShardKey
+from tiercheck.replication.job import ReplicationJob
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.registry import make_driver
 
@@ -113,6 +115,62 @@ async def test_after_a_clean_end_memory_stays_until_the_job_has_gone_on_without_
             await looked(agent)
             assert not root_of(departed).exists()
             assert str(base(1, generation=2)) in await held(hierarchy, 0)
+
+
+async def test_what_a_newer_generation_refers_to_stays(node: Node, clock: Clock) -> None:
+    """Its trainer moves its objects itself, so the agent has no job of it, and sees no trainer that holds the rank."""
+    job, frozen = node.job(node.shm()), ShardKey.constant(1, 0, 0)
+    async with running(node) as agent:
+        async with trainer(node, job) as (mover, hierarchy, _):
+            await mover.register()
+            await capture(hierarchy, frozen, ShardKey.base(1, 0, 0, (1, 0)))
+            assert await mover.cycle()
+        async with node.open(job) as hierarchy:
+            await open_generation(hierarchy, 2)
+            referring = ShardKey.base(2, 1, 0, (1, 0))
+            await capture(hierarchy, referring)
+            for key in referring, CommitKey(2, 1):
+                await hierarchy.tiers[1].driver.put(str(key), shard(referring))
+            clock.ahead_s += 20
+            await looked(agent)
+            assert not len(agent.registry), "what it was to move is past"
+            assert {str(frozen), str(referring)} <= set(await held(hierarchy, 0))
+
+
+async def test_a_neighbour_keeps_what_a_newer_generation_refers_to(node: Node) -> None:
+    """With the hosts in another order, two generations of a rank may have one neighbour."""
+    async with make_driver("memory://") as neighbour:
+        frozen, older, newer = ShardKey.constant(1, 0, 0), base(5), ShardKey.base(2, 6, 0, (1, 0))
+        job = node.job(node.shm())
+        for key in frozen, older, base(5, rank=1):
+            await neighbour.put(str(key), shard(key))
+        assert set(await captured(neighbour, job)) == {str(frozen), str(older)}
+        await neighbour.put(str(newer), shard(newer))
+        assert await captured(neighbour, job) == []
+
+
+async def test_a_look_that_fails_is_put_off_and_keeps_no_other_rank_from_its_look(
+    node: Node, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.shm()
+    (name,) = node.namespaces
+    looks: list[int] = []
+
+    async def fails(job: ReplicationJob) -> bool:
+        looks.append(job.rank)
+        if job.rank == 0:
+            raise ValueError("a driver's bug")
+        return False
+
+    monkeypatch.setattr("tiercheck.agent.jobs.registry.is_past", fails)
+    monkeypatch.setattr("tiercheck.agent.jobs.registry.LOOK_AGAIN", Backoff(600.0, 600.0))
+    async with running(node) as agent:
+        await saved(node, f"shm://{name}", 0, 1)
+        clock.ahead_s += 1000
+        await looked(agent, 3)
+        assert sorted(looks) == [0, 1]
+    assert "a driver's bug" in caplog.text
+    assert "tiercheck gc" in caplog.text
 
 
 async def test_memory_of_a_job_that_is_down_stays(node: Node, clock: Clock) -> None:
