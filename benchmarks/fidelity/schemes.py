@@ -20,9 +20,9 @@ from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.kernels import AdamStep, SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec, codec_names, decode, decode_sparse
+from tiercheck.streams.gradients.encoder import GradientEncoder
 from tiercheck.streams.optimizers.replay import Replay
 from tiercheck.streams.records.base import BaseCapture, read_base
-from tiercheck.streams.records.gradient_encoder import GradientEncoder
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, SnapshotStream, advanced
 
 __all__ = ["EncodedGradients", "Replayed", "Scheme", "Snapshot", "Stale", "schemes"]

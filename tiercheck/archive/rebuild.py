@@ -1,7 +1,7 @@
 """One rank's state at any version, rebuilt without the model and the job that wrote it.
 
 The copies are read and verified as in a recovery (:mod:`tiercheck.recovery.reading.reader`), and replayed on tensors
-that the base itself brings (:mod:`tiercheck.streams.tensors.stored`). What comes out has the bits that the job would
+that the base itself brings (:mod:`tiercheck.streams.rebuilding.stored`). What comes out has the bits that the job would
 have recovered; where this machine rounds otherwise than the one that took the steps, the fidelity and the notes say so.
 
 Memory: the rank's state once, the base's shard once more if its tier does not map files, and two batches of
@@ -24,9 +24,9 @@ from tiercheck.policy.recovery.plan import Plan
 from tiercheck.recovery.reading.reader import Reader
 from tiercheck.recovery.reading.rebuilding import rebuilt
 from tiercheck.runtime.runtime import Scheduler
-from tiercheck.streams.tensors.carry_over import options_at_end
+from tiercheck.streams.rebuilding.carry_over import options_at_end
+from tiercheck.streams.rebuilding.stored import StoredReader, StoredState, check_replayable
 from tiercheck.streams.tensors.provider import Identity
-from tiercheck.streams.tensors.stored import StoredReader, StoredState, check_replayable
 from tiercheck.types import Fidelity
 
 __all__ = ["RankState", "StoredVersion"]

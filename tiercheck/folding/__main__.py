@@ -78,7 +78,7 @@ async def folds_at(executor: Executor, place: Place) -> AsyncIterator[Folds]:
 def replays(certified: bool) -> FoldShards:
     """Errors: ``NotExact``."""
     try:
-        from tiercheck.streams.tensors.folding import TensorFolding, on_one_thread
+        from tiercheck.streams.rebuilding.folding import TensorFolding, on_one_thread
     except ImportError as error:
         raise NotExact(f"bases cannot be folded: {error}; install torch where folds run") from error
     on_one_thread()

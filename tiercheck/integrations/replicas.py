@@ -20,10 +20,10 @@ from tiercheck.recovery.ranks import gather
 from tiercheck.runtime.front import run
 from tiercheck.runtime.group import BlockingGroup, Group
 from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.rebuilding.stored import torch_optimizers
 from tiercheck.streams.tensors.owned import OwnedProvider, Owners
 from tiercheck.streams.tensors.provider import StateProvider, identity_digest
 from tiercheck.streams.tensors.sharing import digest, fingerprints
-from tiercheck.streams.tensors.stored import torch_optimizers
 from tiercheck.types import Survives, bytes_text
 
 __all__ = ["Alike", "share_out"]

@@ -80,7 +80,7 @@ class Restored:
     """What was asked for, if it was carried out."""
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
-    (:mod:`tiercheck.streams.records.gradient_encoder`)."""
+    (:mod:`tiercheck.streams.gradients.encoder`)."""
     sound: frozenset[Copy] = frozenset()
     """This rank's copies, less those that were found damaged."""
     constants: tuple[Copy, References] | None = None

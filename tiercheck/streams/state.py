@@ -274,7 +274,7 @@ class Rebuilt:
     """What was replayed, for :meth:`StateReader.reached`."""
     residuals: Mapping[str, Any] = field(default_factory=dict)
     """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
-    (:mod:`tiercheck.streams.records.gradient_encoder`)."""
+    (:mod:`tiercheck.streams.gradients.encoder`)."""
 
 
 class StateReader(Protocol):

@@ -22,9 +22,9 @@ from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.opening.startup import _Startup
 from tiercheck.policy.policies import EverySeconds, EveryVersions, Policies, When
 from tiercheck.replication.mover import Mover
+from tiercheck.streams.rebuilding import folding
 from tiercheck.streams.replay import kernel_selection
 from tiercheck.streams.state import InDoubt, NotExact
-from tiercheck.streams.tensors import folding
 from tiercheck.tiers.memory import MemoryDriver
 from tiercheck.tiers.wrappers.base import Call, Operation
 

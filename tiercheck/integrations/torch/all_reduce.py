@@ -5,7 +5,7 @@ them up in the order of the ranks. So all ranks get the same bits, and zeros whe
 ``codec="nonzero"`` the differentials hold the sum without loss, and so small, whatever clipping does to it afterwards.
 
 Source: Deep Gradient Compression (Lin et al., 2018), section 3; of error feedback, see
-:mod:`tiercheck.streams.records.gradient_encoder`.
+:mod:`tiercheck.streams.gradients.encoder`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A base v is the state after iteration v. Its tensors are
 - ``extra/NAME``: what no optimizer updates: persistent buffers, frozen parameters. What has not changed lies in the
   rank's constants instead (:mod:`tiercheck.streams.records.constants`), and the object ``references`` tells of it,
 - ``residual/NAME``: where training uses compressed gradients with error feedback, what of the master's gradients it
-  has not used yet (:mod:`tiercheck.streams.records.gradient_encoder`),
+  has not used yet (:mod:`tiercheck.streams.gradients.encoder`),
 
 and its objects ``identity``, ``optimizer`` (options of the parameter groups, the group of each master, and state that
 is no tensor), ``host``, ``index`` and ``blocks``. The index says what of the model each tensor is

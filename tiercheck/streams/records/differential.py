@@ -38,10 +38,10 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import Encoding, Slot, codec, decode, decode_sparse, fidelity_of
 from tiercheck.streams.codecs.exact import Exact, encode_scaled
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.gradients.encoder import GradientEncoder, scratch
+from tiercheck.streams.gradients.gathered import Gathered, GatheredGradients, check_trained
+from tiercheck.streams.gradients.room import GradientRoom
 from tiercheck.streams.records.audit import audit_nbytes_max, audit_of
-from tiercheck.streams.records.gathered import Gathered, GatheredGradients, check_trained
-from tiercheck.streams.records.gradient_encoder import GradientEncoder, scratch
-from tiercheck.streams.records.gradient_room import GradientRoom
 from tiercheck.streams.records.iteration import RECORD_SPARE_BYTES, IterationCapture, IterationStream
 from tiercheck.streams.records.record_names import (
     audit_name,

@@ -8,7 +8,7 @@ from tiercheck.errors import ConfigurationError
 from tiercheck.kernels import Kernel
 from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.codecs.registry import codec, refuse_unknown
-from tiercheck.streams.records import gathered, gradient_encoder
+from tiercheck.streams.gradients import encoder, gathered
 from tiercheck.streams.records.differential import DifferentialStream
 from tiercheck.streams.records.iteration import IterationStream
 from tiercheck.streams.records.snapshot import SNAPSHOT_CODECS, SnapshotStream
@@ -50,5 +50,5 @@ def kernels_used(codec_name: str, *, train_on_compressed: bool = False) -> tuple
     if codec_name in SNAPSHOT_CODECS:
         return SNAPSHOT_CODECS[codec_name].kernels_used()
     used = codec(codec_name)
-    beside = gradient_encoder.KERNELS_USED if train_on_compressed else ()
+    beside = encoder.KERNELS_USED if train_on_compressed else ()
     return (*used.kernels_used(), *beside, *(gathered.KERNELS_USED if type(used) is Exact else ()))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tiercheck.errors import TierCheckError
+from tiercheck.streams.rebuilding.stored import StoredState, check_replayable
 from tiercheck.streams.replay.fidelity import Tally
 from tiercheck.streams.replay.kernel_selection import kernel_for
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer, threads_granted
 from tiercheck.streams.replay.runs import Run, Step
 from tiercheck.streams.state import ReplayRate
 from tiercheck.streams.tensors.provider import Identity
-from tiercheck.streams.tensors.stored import StoredState, check_replayable
 
 __all__ = ["replay_rate"]
 

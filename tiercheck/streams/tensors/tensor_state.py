@@ -13,11 +13,11 @@ from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.exact import Exact
 from tiercheck.streams.doubts import Doubts
+from tiercheck.streams.gradients.encoder import forget_sent
 from tiercheck.streams.loading import Loading
 from tiercheck.streams.records.base import BaseState, PackedIndex, read_base
 from tiercheck.streams.records.differential import Differential, read_differentials
 from tiercheck.streams.records.expected import Expected
-from tiercheck.streams.records.gradient_encoder import forget_sent
 from tiercheck.streams.records.snapshot import advanced
 from tiercheck.streams.records.stream_factory import kernels_used, stream_of
 from tiercheck.streams.replay.fidelity import reached
@@ -79,14 +79,14 @@ class TensorState:
         return f"{identity.framework} {identity.model} {meaning.checksum}"
 
     def folding(self, *, certified: bool) -> FoldShards:
-        from tiercheck.streams.tensors.folding import TensorFolding, check_foldable  # which needs the reader below
+        from tiercheck.streams.rebuilding.folding import TensorFolding, check_foldable  # which needs the reader below
 
         provider = self._provider
         check_foldable(provider.identity(), self._config, provider.hyperparameters() if certified else None)
         return TensorFolding(certified=certified)
 
     def conversion(self) -> Conversion:
-        from tiercheck.streams.tensors.conversion import TensorConversion  # which needs the reader below
+        from tiercheck.streams.rebuilding.conversion import TensorConversion  # which needs the reader below
 
         return TensorConversion(self._provider, self._loading)
 

@@ -10,9 +10,9 @@ import torch
 
 from tiercheck.errors import Mismatch
 from tiercheck.integrations.torch.module_provider import ModuleProvider
+from tiercheck.streams.rebuilding.stored import StoredState
 from tiercheck.streams.records.base import BaseState
 from tiercheck.streams.tensors.placing import placed
-from tiercheck.streams.tensors.stored import StoredState
 
 SHAPE = (64, 80)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -26,7 +26,7 @@ from tiercheck import kernels
 from tiercheck.config import CheckpointConfig
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.streams.codecs import codec, codec_names, FLOATS, decode, decode_sparse
-from tiercheck.streams.records import gathered
+from tiercheck.streams.gradients import gathered
 from tiercheck.streams.tensors.tensor_state import TensorState
 
 def compiled():

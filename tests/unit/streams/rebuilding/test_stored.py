@@ -15,8 +15,8 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
+from tiercheck.streams.rebuilding.stored import StoredState, optimizer_class
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
-from tiercheck.streams.tensors.stored import StoredState, optimizer_class
 from tiercheck.types import Fidelity
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.training import memory
-from tests.unit.streams.tensors.test_stored import OPTIMIZERS
+from tests.unit.streams.rebuilding.test_stored import OPTIMIZERS
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError
 from tiercheck.format import container
@@ -20,9 +20,9 @@ from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.torch import attach
 from tiercheck.recording.bases import Bases
+from tiercheck.streams.rebuilding.folding import check_foldable, fold
 from tiercheck.streams.records.audit import read_audit
 from tiercheck.streams.state import NotExact
-from tiercheck.streams.tensors.folding import check_foldable, fold
 from tiercheck.streams.tensors.provider import Identity, OptimizerIdentity
 from tiercheck.tiers.wrappers.base import WrappingDriver
 

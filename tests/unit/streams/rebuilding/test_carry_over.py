@@ -19,7 +19,7 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.integrations.torch import attach
 from tiercheck.runtime.group import SimulatedGroup
 from tiercheck.streams.loading import Loading
-from tiercheck.streams.tensors.carry_over import carried_over
+from tiercheck.streams.rebuilding.carry_over import carried_over
 from tiercheck.tiers.memory import MemoryDriver
 
 CONFIG = CheckpointConfig(base_every=4, batch=1, deadline_s=30)

@@ -14,7 +14,7 @@ from tiercheck.errors import CapacityExceeded, SaveError
 from tiercheck.format.container import ShardWriter, parse
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
-from tiercheck.streams.records import gathered
+from tiercheck.streams.gradients import gathered
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
 
 SMALL: list[tuple[int, ...]] = [(3,), (), (0,), (64, 32), (7, 5), (1,), (419,)]

@@ -22,9 +22,9 @@ from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.kernels import SparseGradient
 from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import codec_names
-from tiercheck.streams.records import gradient_encoder
+from tiercheck.streams.gradients import encoder
+from tiercheck.streams.gradients.encoder import forget_sent
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
-from tiercheck.streams.records.gradient_encoder import forget_sent
 from tiercheck.tiers.shm.namespaces import remove_namespace
 from tiercheck.types import Fidelity
 
@@ -190,7 +190,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
     given: dict[str, tuple[int, int]] = {}
     decoded: list[tuple[int, int]] = []
     reserved: list[tuple[int, int]] = []
-    slot, decode = ShardWriter.slot, gradient_encoder.decode
+    slot, decode = ShardWriter.slot, encoder.decode
 
     def watched_slot(self: ShardWriter, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
         given[name] = extent(area := slot(self, name, dtype, shape))
@@ -212,7 +212,7 @@ def test_the_optimizer_steps_with_what_lies_in_the_tiers_memory(name: str, monke
         return reservation
 
     monkeypatch.setattr(ShardWriter, "slot", watched_slot)
-    monkeypatch.setattr(gradient_encoder, "decode", watched_decode)
+    monkeypatch.setattr(encoder, "decode", watched_decode)
     monkeypatch.setattr(checkpointer._job.recorder._memory, "reserve", watched_reserve)
     training.backward(1)
     seen = {}

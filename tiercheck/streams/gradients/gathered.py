@@ -29,8 +29,8 @@ from tiercheck.kernels import Kernel
 from tiercheck.kernels.reference.gathering import first_word, words_at
 from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.codecs.exact import SCALE, Exact
+from tiercheck.streams.gradients.scales import Scale, Scales
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name, stamp
-from tiercheck.streams.records.scales import Scale, Scales
 from tiercheck.streams.tensors.as_bytes import NAMES, array_of
 
 __all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]

@@ -17,10 +17,10 @@ from tiercheck.keys import ShardKey
 from tiercheck.streams.codecs import Encoding, decode
 from tiercheck.streams.codecs.encoding import Part
 from tiercheck.streams.codecs.exact import SCALE
-from tiercheck.streams.records import gathered
+from tiercheck.streams.gradients import gathered
+from tiercheck.streams.gradients.encoder import Written
+from tiercheck.streams.gradients.scales import WAIT_MAX, Scales, candidates, scale_of
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
-from tiercheck.streams.records.gradient_encoder import Written
-from tiercheck.streams.records.scales import WAIT_MAX, Scales, candidates, scale_of
 from tiercheck.types import Fidelity
 
 SHAPES = [(300, 70), (9,), (), (0,), (64, 64), (5, 3)]

@@ -25,6 +25,8 @@ from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.feedback import Feedback
 from tiercheck.streams.doubts import Doubts
 from tiercheck.streams.optimizers.registry import find_optimizer
+from tiercheck.streams.rebuilding.carry_over import options_at_end
+from tiercheck.streams.rebuilding.stored import HOST, StoredReader, StoredState, check_replayable
 from tiercheck.streams.records.audit import read_audit
 from tiercheck.streams.records.base import BaseCapture, tensors_of
 from tiercheck.streams.records.constants import CarriedOn
@@ -34,9 +36,7 @@ from tiercheck.streams.replay.fidelity import Tally, reached
 from tiercheck.streams.replay.replay import STEPS_AT_ONCE, Replayer
 from tiercheck.streams.replay.runs import decode_run
 from tiercheck.streams.state import InDoubt, NotExact
-from tiercheck.streams.tensors.carry_over import options_at_end
 from tiercheck.streams.tensors.provider import Identity
-from tiercheck.streams.tensors.stored import HOST, StoredReader, StoredState, check_replayable
 from tiercheck.types import Fidelity
 
 __all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]

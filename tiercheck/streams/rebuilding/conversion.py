@@ -1,7 +1,7 @@
 """What was saved under another layout, put together as a provider's rank holds it.
 
 Each old rank that is needed is rebuilt by itself, under its own layout
-(:class:`~tiercheck.streams.tensors.stored.StoredReader`), and what this rank wants of it is copied into new tensors:
+(:class:`~tiercheck.streams.rebuilding.stored.StoredReader`), and what this rank wants of it is copied into new tensors:
 masters, the optimizer's tensors and residuals that lie as their masters do, buffers and frozen parameters. So steps are
 replayed as they were taken, whatever the optimizer, and one old rank is in memory at a time. The live state changes in
 :meth:`TensorConversion.finish` alone.
@@ -25,11 +25,11 @@ from tiercheck.format.index.assemble import Transfer
 from tiercheck.format.index.boxes import Copy, copy_elements
 from tiercheck.format.index.logical import EXTRA, MASTER, LogicalIndex, Padding, lies_as_master
 from tiercheck.streams.loading import Loading
+from tiercheck.streams.rebuilding.carry_over import carried_over, given_by, options_at_end
+from tiercheck.streams.rebuilding.stored import StoredReader, StoredState, check_replayable
 from tiercheck.streams.state import Rebuilt, StateReader
 from tiercheck.streams.tensors.as_bytes import array_of
-from tiercheck.streams.tensors.carry_over import carried_over, given_by, options_at_end
 from tiercheck.streams.tensors.provider import Identity, StateProvider, extras_of
-from tiercheck.streams.tensors.stored import StoredReader, StoredState, check_replayable
 
 __all__ = ["TensorConversion"]
 

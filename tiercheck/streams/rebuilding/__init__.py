@@ -1,0 +1,1 @@
+"""States put together from what is stored: without the job that wrote it, or under another layout."""
