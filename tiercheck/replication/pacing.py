@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from tiercheck.runtime.turns import in_turns
 __all__ = ["Pacer"]
 
 PART_S_MAX = 2.0
-"""No part of an object waits for longer: a store would take its sender for dead."""
+"""No part of an object waits for longer: a store would take its sender for dead. The rate is asked for again after so
+long."""
+PAUSE_S_MIN = 0.001
+"""A shorter pause is not worth its timer. It stays owed."""
 YOUNG = 0.5
 """The weight of the newest measurement of how long a version takes."""
 
@@ -30,7 +34,8 @@ class Pacer:
 
     What was sent is paid for afterwards: the next copy to that tier, and the next part of this one, waits until the
     bytes before it have flowed at the rate that held then. So a copy never waits for its own bytes, and the mean is
-    bounded, whatever the sizes.
+    bounded, whatever the sizes. A stream that is not paced any more owes nothing. Whoever begins to wait for the tiers
+    ends a pause, if the policy then says so.
     """
 
     def __init__(
@@ -42,11 +47,12 @@ class Pacer:
         self._seen = seen
         self._waiting = 0
         """So many wait until everything, or another base, is where it belongs."""
-        self._paid_at: dict[int, float] = {}
-        """By tier index, when the copies before are paid for (loop time, seconds)."""
+        self._debts: defaultdict[int, _Debt] = defaultdict(_Debt)
+        """By tier index."""
         self._passing: Counter[int] = Counter()
         """By tier index, the differentials under way."""
-        self._passed = asyncio.Condition()
+        self._changed = asyncio.Condition()
+        """Told when a differential has passed, and when somebody begins to wait."""
         self._newest: tuple[int, float] | None = None
         """The newest version that was seen, and when."""
         self._version_s: float | None = None
@@ -56,6 +62,7 @@ class Pacer:
         """Inside, somebody waits until everything, or another base, is where it belongs."""
         self._waiting += 1
         try:
+            await self._tell()
             yield
         finally:
             self._waiting -= 1
@@ -65,8 +72,7 @@ class Pacer:
         """Inside, the shard is put into the tier. Waits for its turn first. What is cancelled before that has paid
         nothing."""
         turns = _Turns(self, tier, key, nbytes)
-        if self._rate(turns) is not None:
-            await self._until_paid(tier)
+        await self._until_paid(turns, math.inf)
         began = _now()
         if key.stream is not Stream.BASE:
             self._passing[tier.index] += 1
@@ -74,8 +80,7 @@ class Pacer:
                 yield
             finally:
                 self._passing[tier.index] -= 1
-                async with self._passed:
-                    self._passed.notify_all()
+                await self._tell()
         else:
             with in_turns(turns):
                 yield
@@ -85,24 +90,35 @@ class Pacer:
         """Wait until the next part of a base may go."""
         index, began = turns.tier.index, _now()
         with suppress(TimeoutError):
-            async with asyncio.timeout(PART_S_MAX), self._passed:
-                await self._passed.wait_for(lambda: not self._passing[index])
-        at = max(began, self._paid_at.get(index, 0.0))
-        if self._pay(turns, nbytes, began):
-            await asyncio.sleep(min(began + PART_S_MAX, at) - _now())
+            async with asyncio.timeout(PART_S_MAX), self._changed:
+                await self._changed.wait_for(lambda: not self._passing[index])
+        await self._until_paid(turns, began + PART_S_MAX)
+        self._pay(turns, nbytes, began)
         turns.left = max(0, turns.left - nbytes)
 
-    async def _until_paid(self, tier: OpenTier) -> None:
-        if (pause_s := self._paid_at.get(tier.index, 0.0) - _now()) > 0:
-            await asyncio.sleep(pause_s)
+    async def _until_paid(self, turns: _Turns, until: float) -> None:
+        """Wait until what went before is paid for, or until that time."""
+        debt = self._debts[turns.tier.index]
+        while self._rate(turns) is not None:
+            pause_s = min(until, debt.paid_at) - _now()
+            if pause_s < PAUSE_S_MIN:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(pause_s, PART_S_MAX)), self._changed:
+                    await self._changed.wait()
+        debt.forgive(turns.key.stream)
 
-    def _pay(self, turns: _Turns, nbytes: int, began: float) -> bool:
-        """Whether there is anything to pay for bytes that go from ``began`` on."""
+    def _pay(self, turns: _Turns, nbytes: int, began: float) -> None:
+        """For bytes that go from ``began`` on."""
+        debt, stream = self._debts[turns.tier.index], turns.key.stream
         if (rate := self._rate(turns)) is None:
-            return False
-        index = turns.tier.index
-        self._paid_at[index] = max(self._paid_at.get(index, 0.0), began) + nbytes / rate
-        return True
+            debt.forgive(stream)
+        else:
+            debt.add(stream, began, nbytes / rate)
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _rate(self, turns: _Turns) -> float | None:
         if isinstance(self._policy, Unpaced):
@@ -137,6 +153,32 @@ class Pacer:
         version_s = (now - self._newest[1]) / (newest - self._newest[0])
         before = version_s if self._version_s is None else self._version_s
         self._newest, self._version_s = (newest, now), YOUNG * version_s + (1 - YOUNG) * before
+
+
+class _Debt:
+    """What went to one tier and is not paid for yet. Times are the event loop's, in seconds."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[Stream, float, float]] = []
+        """In their order: when it began, and how long it takes at its rate."""
+
+    @property
+    def paid_at(self) -> float:
+        at = -math.inf
+        for _, began, seconds in self._items:
+            at = max(at, began) + seconds
+        return at
+
+    def add(self, stream: Stream, began: float, seconds: float) -> None:
+        if self.paid_at <= began:
+            self._items.clear()
+        elif self._items[-1][0] is stream:  # else each part of a base would be an item
+            _, before, owed = self._items.pop()
+            began, seconds = before, owed + seconds
+        self._items.append((stream, began, seconds))
+
+    def forgive(self, stream: Stream) -> None:
+        self._items = [item for item in self._items if item[0] is not stream]
 
 
 @dataclass(eq=False)

@@ -91,6 +91,8 @@ class Slow(WrappingDriver):
 
     inner: MemoryDriver
     bytes_per_s: float
+    part: int = PART
+    """Bytes of a part; 0: it never asks, and an object is one part."""
     parts: list[tuple[float, int]] = field(default_factory=list)
     """Of bases: when each part went, and how long it is."""
     came: dict[ShardKey, float] = field(default_factory=dict)
@@ -105,9 +107,10 @@ class Slow(WrappingDriver):
     async def around(self, call: Call, work: Callable[[], Awaitable[T]]) -> T:
         key, clock = parse(call.key or ""), asyncio.get_running_loop().time
         if call.operation is Operation.PUT and isinstance(key, ShardKey):
-            for start in range(0, call.sent_bytes, PART):
-                part = min(PART, call.sent_bytes - start)
-                await next_part(part)
+            for start in range(0, call.sent_bytes, self.part or call.sent_bytes):
+                part = min(self.part or call.sent_bytes, call.sent_bytes - start)
+                if self.part:
+                    await next_part(part)
                 if key.stream is Stream.BASE and key.first:
                     self.parts.append((clock(), part))
                 await asyncio.sleep(part / self.bytes_per_s)
@@ -128,12 +131,16 @@ def stored(key: ShardKey) -> list[bytes | bytearray | memoryview]:
 
 
 def trained(
-    policy: PacingPolicy, bytes_per_s: float, versions: int, then: Callable[[Mover], Awaitable[object]] | None = None
+    policy: PacingPolicy,
+    bytes_per_s: float,
+    versions: int,
+    then: Callable[[Mover], Awaitable[object]] | None = None,
+    part: int = PART,
 ) -> Slow:
     """A job of a second a version, and a base each 20 of them; both tiers in memory, the second one slow."""
 
     async def train() -> Slow:
-        durable = Slow(MemoryDriver(uuid.uuid4().hex), bytes_per_s)
+        durable = Slow(MemoryDriver(uuid.uuid4().hex), bytes_per_s, part)
         last = Tier(f"memory://{uuid.uuid4().hex}", wrap=lambda _: durable)
         async with Hierarchy.of(f"memory://{uuid.uuid4().hex}", last).open() as tiers:
             placement = Placement(5, interval=INTERVAL)
@@ -182,6 +189,78 @@ def test_a_base_that_is_spread_makes_no_burst_and_is_there_before_the_next_one_i
 def test_who_waits_for_the_tiers_is_not_kept_by_the_pace(wait: Callable[[Mover], Awaitable[object]]) -> None:
     slow = trained(Spread(), 50_000, 22, wait)
     assert slow.came[base(20)] < 22 + PART_S_MAX + BASE_NBYTES / 50_000 + 0.5
+
+
+@pytest.mark.parametrize("part", [0, BASE_NBYTES // 2], ids=["whole", "in large parts"])
+def test_what_went_in_one_piece_is_owed_until_somebody_waits(part: int) -> None:
+    """A base of a driver that sends it whole owes hours by this cap. Nobody who waits for the next base pays them."""
+    slow = trained(Spread(chunk=10), 50_000, 42, lambda mover: mover.drain(10, closing=True), part)
+    assert slow.came[base(40)] < 42 + BASE_NBYTES / 50_000 + 0.5
+
+
+@dataclass(frozen=True)
+class UntilAwaited(PacingPolicy):
+    """Ten bytes a second, unless somebody waits."""
+
+    def bytes_per_s(self, seen: Copying) -> float | None:
+        return None if seen.awaited else 10.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "begins"), [(UntilAwaited(), 1.0), (BytesPerSecond("memory-2", 10), 50.0)], ids=["asks", "does not ask"]
+)
+def test_who_begins_to_wait_ends_a_pause_if_the_policy_says_so(policy: PacingPolicy, begins: float) -> None:
+    """At once, and not at the next look."""
+
+    async def send() -> float:
+        nothing = Observation(ROLES, (Contents(), Contents()), 0, 1, 1, FIRST)
+        pacer, target = Pacer(policy, Refusals(), Placement(), lambda: nothing), tier()
+        clock = asyncio.get_running_loop().time
+        async with pacer.copying(target, base(0), 500):
+            pass
+
+        async def copy() -> float:
+            async with pacer.copying(target, base(1), 0):
+                return clock()
+
+        copying = asyncio.create_task(copy())
+        await asyncio.sleep(1)
+        async with pacer.hurrying():
+            return await copying
+
+    assert virtual_time.run(send()) == begins
+
+
+def test_a_base_that_is_late_waits_for_nothing_that_is_owed() -> None:
+    """Neither for long: that it is late is seen when the next one comes."""
+    slow = trained(Spread(chunk=10), 50_000, 65, part=0)
+    assert slow.came[base(20)] == pytest.approx(40 + BASE_NBYTES / 50_000, abs=PART_S_MAX + 0.5)
+
+
+def test_differentials_that_are_not_paced_forgive_a_base_nothing() -> None:
+    slow = trained(Spread(chunk=4000), 50_000, 45, part=0)
+    assert slow.came[base(20)] == pytest.approx(25 + BASE_NBYTES / 50_000, abs=1.0), "the one before takes 25 s"
+
+
+def test_a_turn_that_is_broken_off_counts_nothing() -> None:
+    async def send() -> float:
+        nothing = Observation(ROLES, (Contents(), Contents()), 0, 1, 1, FIRST)
+        pacer = Pacer(BytesPerSecond("memory-2", 10), Refusals(), Placement(), lambda: nothing)
+        target = tier()
+
+        async def parts() -> None:
+            async with pacer.copying(target, base(0), 300):
+                await next_part(100)
+                await next_part(200)
+
+        sending = asyncio.create_task(parts())
+        await asyncio.sleep(1)
+        sending.cancel()
+        await asyncio.wait([sending])
+        async with pacer.copying(target, base(1), 0):
+            return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(send()) == 10
 
 
 def test_what_exceeds_the_cap_spills_over_and_is_caught_up() -> None:
