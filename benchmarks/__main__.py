@@ -20,9 +20,20 @@ from benchmarks.soak import command as soak
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 1 where something failed or was lost. Wrong usage exits with 2."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    """The exit code: 0, or 1 if something failed or was lost. Wrong usage exits with 2."""
+    chosen = parser().parse_args(arguments)
+    # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        code: int = chosen.run(chosen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = found.add_subparsers(dest="command", required=True)
     measure.add_command(commands.add_parser("tiers", help="what the tiers reach, against what the machine allows"))
     soak.add_command(commands.add_parser("soak", help="races under faults, and an account of what was lost"))
     kernels.add_command(commands.add_parser("kernels", help="what the kernels reach, against what the machine allows"))
@@ -32,14 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peers.add_command(commands.add_parser("peers", help="saving and restarting, against what others use"))
     overhead.add_command(commands.add_parser("overhead", help="what saving costs the step"))
     recover.add_command(commands.add_parser("recover", help="what a recovery takes, against what its bytes need"))
-    chosen = parser.parse_args(arguments)
-    # Whatever ends this, servers are taken down, file systems unmounted and folders removed.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        code: int = chosen.run(chosen)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return code
+    return found
 
 
 if __name__ == "__main__":

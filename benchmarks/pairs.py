@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PAIRS_MIN", "Pair", "Repetition", "Summary", "interleave", "summarise", "timed"]
+__all__ = ["PAIRS_MIN", "Pair", "Repetition", "Summary", "interleave", "summarise", "summarise_times", "timed"]
 
 PAIRS_MIN = 5
 
@@ -73,12 +73,23 @@ async def interleave(
 
 def summarise(pairs: Sequence[Pair], nbytes: int) -> Summary:
     """Rates in bytes a second, where each repetition moved ``nbytes``; a ratio over 1 beats the ceiling."""
-    ratios = [pair.ceiling_s / pair.subject_s for pair in pairs]
+    ratio, spread = ratio_and_quartiles([pair.ceiling_s / pair.subject_s for pair in pairs])
+    subject_s, ceiling_s = medians_s(pairs)
+    return Summary(nbytes / subject_s, nbytes / ceiling_s, ratio, spread, len(pairs))
+
+
+def summarise_times(pairs: Sequence[Pair]) -> Summary:
+    """Seconds of both, and how many times as long the subject took; a ratio under 1 beats the ceiling."""
+    ratio, spread = ratio_and_quartiles([pair.subject_s / pair.ceiling_s for pair in pairs])
+    subject_s, ceiling_s = medians_s(pairs)
+    return Summary(subject_s, ceiling_s, ratio, spread, len(pairs))
+
+
+def ratio_and_quartiles(ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Summary(
-        value=nbytes / statistics.median(pair.subject_s for pair in pairs),
-        ceiling=nbytes / statistics.median(pair.ceiling_s for pair in pairs),
-        ratio=statistics.median(ratios),
-        spread=(low, high),
-        pairs=len(pairs),
-    )
+    return statistics.median(ratios), (low, high)
+
+
+def medians_s(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Of the subject, and of its ceiling."""
+    return statistics.median(pair.subject_s for pair in pairs), statistics.median(pair.ceiling_s for pair in pairs)

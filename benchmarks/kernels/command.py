@@ -19,7 +19,7 @@ ELEMENTS_MIN = 1 << 16
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument(
-        "--only", "--figure", metavar="PATTERN", default="*", help="figures to measure: 'compaction,replay.*'"
+        "--only", metavar="PATTERN", default="*", help="figures to measure: 'compaction,replay.*'"
     )
     parser.add_argument("--elements", type=elements, default=100 * MILLION, help="of a gradient (100000000)")
     parser.add_argument("--replay-elements", type=elements, default=12 * MILLION, help="of a replay (12000000)")

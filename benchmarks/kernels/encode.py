@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from benchmarks.figures import Figure, Measured, Unavailable
 from benchmarks.kernels.settings import KernelSettings
 from benchmarks.machine import cpu_text
-from benchmarks.pairs import Pair, Summary
+from benchmarks.pairs import Pair, summarise_times
 from benchmarks.training import SetUp, Training, threads_of_torch
 from tiercheck.config import CheckpointConfig
 from tiercheck.demo.launch import Trainers
@@ -78,7 +77,7 @@ async def of_a_rank(settings: KernelSettings, *, codec: str) -> Measured:
     if len(found) != RANKS * settings.encode_steps:
         raise RuntimeError(f"the ranks told of {len(found)} steps, not of {RANKS * settings.encode_steps}")
     details = {"threads": 1, "ranks": RANKS, **details_of(setup, codec)}
-    return Measured(share_of(found), "s", cpu_text(), 4 * setup.parameters // RANKS, details)
+    return Measured(summarise_times(found), "s", cpu_text(), 4 * setup.parameters // RANKS, details)
 
 
 def trained(settings: TrainingSettings, folder: Path) -> Sequence[RankProgress]:
@@ -124,7 +123,7 @@ async def of_one_process(settings: KernelSettings, *, codec: str) -> Measured:
     if stats.differentials != steps or stats.failed_saves:
         raise RuntimeError(f"{stats.differentials} of {steps} differentials were captured")
     details = {"threads": settings.threads, **details_of(settings.setup, codec)}
-    return Measured(share_of(found[WARMUP_STEPS:]), "s", cpu_text(), round(written / steps), details)
+    return Measured(summarise_times(found[WARMUP_STEPS:]), "s", cpu_text(), round(written / steps), details)
 
 
 def details_of(setup: SetUp, codec: str) -> dict[str, object]:
@@ -135,19 +134,6 @@ def tier_bytes(parameters: int, steps: int) -> int:
     """Room for three bases, and for the differentials that a checkpointer wants room for before it begins."""
     base, differential = 12 * parameters + SPARE_BYTES, 5 * parameters + SPARE_BYTES
     return 4 * base + (2 * steps + 16) * differential
-
-
-def share_of(pairs: list[Pair]) -> Summary:
-    """Medians of seconds; the ratio is what the differential takes of the step without it."""
-    shares = [pair.subject_s / pair.ceiling_s for pair in pairs]
-    low, _, high = statistics.quantiles(shares, n=4, method="inclusive")
-    return Summary(
-        value=statistics.median(pair.subject_s for pair in pairs),
-        ceiling=statistics.median(pair.ceiling_s for pair in pairs),
-        ratio=statistics.median(shares),
-        spread=(low, high),
-        pairs=len(pairs),
-    )
 
 
 FIGURES: tuple[Figure[KernelSettings], ...] = (

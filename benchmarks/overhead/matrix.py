@@ -51,7 +51,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         "quick": Model(SetUp(width=32, layers=1, heads=1, seed=SEED, sequence=16, micro_batch=1), 1, 4),
         "demo": Model(SetUp(width=320, layers=5, heads=5, seed=SEED, micro_batch=4), 1, 8),
         "40M": Model(SetUp(width=640, layers=8, heads=10, seed=SEED, micro_batch=4), 3, 4),
-        "125M": Model(SetUp(width=1024, layers=10, heads=16, seed=SEED, micro_batch=4), 8, 4),
+        "127M": Model(SetUp(width=1024, layers=10, heads=16, seed=SEED, micro_batch=4), 8, 4),
     }
 )
 CODECS: Mapping[str, CheckpointConfig] = MappingProxyType(
@@ -67,7 +67,7 @@ TIERS = ("shm", "shm+peer", "shm+durable")
 OUTSIDE = ("memory", "disk")
 """Nothing is saved, and a process outside moves as many bytes."""
 WITH_OUTSIDE = ("quick", "40M")
-LARGEST = "125M"
+LARGEST = "127M"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def figures_of(cell: Cell, pairs: Sequence[BlockPair]) -> list[tuple[Figure[Any]
     step = Figure[Any](
         f"step.{cell.name}",
         "the mean step with saving, against the mean step without",
-        goal=STEP_RATIO_MAX if judged and cell.tiers == "shm+durable" and cell.model in ("40M", "125M") else None,
+        goal=STEP_RATIO_MAX if judged and cell.tiers == "shm+durable" and cell.model in ("40M", "127M") else None,
         at_most=True,
     )
     summary = Summary(with_s, without_s, with_s / without_s, quartiles(ratios), len(pairs))

@@ -29,8 +29,7 @@ from benchmarks.ceilings.direct import DirectFile
 from benchmarks.figures import Figure, Measured, Unavailable
 from benchmarks.machine import cpu_text, file_system_text, machine_facts
 from benchmarks.measure import pair_count, size
-from benchmarks.overhead.command import summary_of
-from benchmarks.pairs import PAIRS_MIN, Pair, Summary, summarise
+from benchmarks.pairs import PAIRS_MIN, Pair, Summary, summarise, summarise_times
 from benchmarks.recover.job import STATE_BYTES, WIDTH, Order, layers_of
 from benchmarks.report import JsonReport, Report, TableReport, line_of, progress
 from tiercheck.errors import NotFound
@@ -115,7 +114,7 @@ def measured(tier: str, nbytes: int, replayed: int, arguments: argparse.Namespac
         device = cpu_text() if shape is None else file_system_text(directory)
     lines = lines[1:]  # the first one wakes the machine
     pairs = [Pair(line["recovery_s"], line["ceiling_s"]) for line in lines]
-    summary: Summary = summary_of(pairs) if shape is None else summarise(pairs, nbytes)
+    summary: Summary = summarise_times(pairs) if shape is None else summarise(pairs, nbytes)
     phases = medians([line["phases"] for line in lines])
     details = {"replayed": replayed, "threads": arguments.threads, "phases": phases}
     return Measured(summary, "s" if shape is None else "bytes/s", device, nbytes, details)

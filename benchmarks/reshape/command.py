@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.figures import Figure, Measured
 from benchmarks.machine import file_system_text, machine_facts
 from benchmarks.measure import pair_count, size
-from benchmarks.pairs import Pair, Summary, summarise
+from benchmarks.pairs import Pair, summarise, summarise_times
 from benchmarks.report import JsonReport, Report, TableReport, line_of, progress
 
 __all__ = ["add_command", "report_lines"]
@@ -94,10 +94,6 @@ def report_lines(report: Report, lines: Sequence[Mapping[str, Any]], nbytes: int
     for figure, other in ((TIME, "dcp"), (READING, "reading")):
         summary = summarise(pairs(other, "seconds"), nbytes)
         report.figure(line_of(figure, Measured(summary, "bytes/s", device, nbytes, where)))
-    peaks = pairs("dcp", "peak")
-    ratios = [pair.subject_s / pair.ceiling_s for pair in peaks]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    ours, theirs = (statistics.median(each) for each in zip(*((p.subject_s, p.ceiling_s) for p in peaks), strict=True))
-    summary = Summary(ours, theirs, statistics.median(ratios), (low, high), len(peaks))
+    summary = summarise_times(pairs("dcp", "peak"))  # of bytes here
     report.figure(line_of(PEAK, Measured(summary, "bytes", device, nbytes, where)))
     report.close()

@@ -1,5 +1,6 @@
 """The public names: they exist, are documented, and are the ones the type checker sees."""
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -10,6 +11,7 @@ import pytest
 import typer
 
 import tiercheck
+from benchmarks.__main__ import parser
 from tiercheck.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
@@ -142,3 +144,22 @@ def test_the_index_leads_to_every_page() -> None:
     index = (docs / "index.md").read_text()
     pages = {str(path.relative_to(docs)) for folder in ("", "how-to/") for path in docs.glob(f"{folder}*.md")}
     assert not [page for page in pages - {"index.md"} if f"({page})" not in index]
+
+
+def test_the_page_on_benchmarks_names_every_command_and_its_options() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    intro, *parts = page.split("\n## ")
+    commands = commands_of(parser())
+    assert re.findall(r"^\| `python -m benchmarks (\w+)`", intro, re.MULTILINE) == list(commands)
+    for name, command in commands.items():
+        text = "".join(part for part in parts if f"`python -m benchmarks {name}" in part)
+        if name == "kernels":  # its options are those of the tiers, and more
+            text += next(part for part in parts if part.startswith("Tiers\n"))
+        options = {each for action in command._actions for each in action.option_strings if each.startswith("--")}
+        missing = [each for each in options - {"--help"} if not re.search(rf"{each}(?![-\w])", text)]
+        assert not missing, f"the part on {name} lacks {missing}"
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (choosing,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return dict(choosing.choices)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tiercheck.config import CheckpointConfig
 from tiercheck.diagnostics.doctor import Diagnosis
 from tiercheck.errors import ConfigurationError
-from tiercheck.opening.room import TierRoom
+from tiercheck.opening.room import TierRoom, first_room, room_behind
 from tiercheck.policy.first_tier import Sizes, holding
 from tiercheck.policy.folding import FOLD_EVERY
 from tiercheck.policy.observation import Role
@@ -57,10 +57,7 @@ def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
         each_commits=commits,
         room_nbytes=None if limit is None else limit // job.ranks,
     )
-    least, usual = job.ranks * first.nbytes_least, job.ranks * first.nbytes_usual
-    rooms = [
-        TierRoom(roles[0].name, found[0].url, job.ranks, job.parameters, least, usual, limit_bytes=limit),
-    ]
+    rooms = [first_room(roles[0], found[0].url, first, job.ranks, job.parameters, limit)]
     for role, each in zip(roles[1:], found[1:], strict=True):
         need = tier_need(
             role,
@@ -72,7 +69,6 @@ def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
             each_commits=commits,
         )
         ranks = job.ranks * (job.nodes if role.shared else 1)
-        least, usual = ranks * need.least.nbytes(sizes), ranks * need.usual.nbytes(sizes)
         limit = each.usage.limit_bytes if each.usage else None
-        rooms.append(TierRoom(role.name, each.url, ranks, job.parameters, least, usual, need, role.shared, limit))
+        rooms.append(room_behind(role, each.url, need, [sizes] * ranks, job.parameters, limit))
     return rooms

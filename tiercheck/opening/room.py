@@ -11,12 +11,22 @@ from tiercheck.errors import CapacityExceeded, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.opening.admission import Demand
 from tiercheck.opening.policies import JobPolicies
-from tiercheck.policy.first_tier import Sizes
+from tiercheck.policy.first_tier import Holding, Sizes
+from tiercheck.policy.observation import Role
 from tiercheck.policy.other_tiers import TierNeed, tier_need
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.types import Usage, bytes_text
 
-__all__ = ["TierRoom", "check_rooms", "rooms_text", "tell_rooms", "tier_rooms", "too_little_room"]
+__all__ = [
+    "TierRoom",
+    "check_rooms",
+    "first_room",
+    "room_behind",
+    "rooms_text",
+    "tell_rooms",
+    "tier_rooms",
+    "too_little_room",
+]
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +69,12 @@ async def tier_rooms(
     first_limit: int | None,
 ) -> list[TierRoom]:
     """``sizes``: of every rank. A tier that all ranks share is asked by rank 0 alone what it has room for."""
-    holding, parameters = demand.holding, demand.parameters
-    first = tiers.first
-    least, usual = demand.ranks * holding.nbytes_least, demand.ranks * holding.nbytes_usual
-    found = [TierRoom(first.name, first.driver.url, demand.ranks, parameters, least, usual, limit_bytes=first_limit)]
+    first, sizes_here = tiers.first, [demand.holding.sizes] * demand.ranks
+    found = [first_room(first.role, first.driver.url, demand.holding, demand.ranks, demand.parameters, first_limit)]
     for tier in tiers.tiers[1:]:
         need = tier_need(
             tier.role,
-            holding.sizes,
+            demand.holding.sizes,
             placing=policies.placing,
             retaining=policies.retaining,
             interval=policies.cadence.interval,
@@ -75,22 +83,25 @@ async def tier_rooms(
             encodes=bool(tier.codec),
         )
         shared = tier.role.shared
-        here = sizes if shared else [holding.sizes] * demand.ranks
         usage = await usage_of(ranks, tier) if ranks.rank == 0 or not shared else None
-        found.append(
-            TierRoom(
-                tier.name,
-                tier.driver.url,
-                len(here),
-                parameters,
-                sum(map(need.least.nbytes, here)),
-                sum(map(need.usual.nbytes, here)),
-                need,
-                shared,
-                None if usage is None else usage.limit_bytes,
-            )
-        )
+        limit = None if usage is None else usage.limit_bytes
+        bringing = sizes if shared else sizes_here
+        found.append(room_behind(tier.role, tier.driver.url, need, bringing, demand.parameters, limit))
     return found
+
+
+def first_room(role: Role, url: str, held: Holding, ranks: int, parameters: int, limit_bytes: int | None) -> TierRoom:
+    """Of the first tier, to which each of the ranks brings ``held``."""
+    least, usual = ranks * held.nbytes_least, ranks * held.nbytes_usual
+    return TierRoom(role.name, url, ranks, parameters, least, usual, limit_bytes=limit_bytes)
+
+
+def room_behind(
+    role: Role, url: str, need: TierNeed, sizes: Sequence[Sizes], parameters: int, limit_bytes: int | None
+) -> TierRoom:
+    """Of a tier behind the first one. ``sizes``: of each rank that brings its objects there."""
+    least, usual = sum(map(need.least.nbytes, sizes)), sum(map(need.usual.nbytes, sizes))
+    return TierRoom(role.name, url, len(sizes), parameters, least, usual, need, role.shared, limit_bytes)
 
 
 async def usage_of(ranks: Ranks, tier: OpenTier) -> Usage | None:

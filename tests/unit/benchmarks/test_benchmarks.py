@@ -19,7 +19,7 @@ from benchmarks.ceilings.memcpy import Memcpy
 from benchmarks.ceilings.tcp import PIECES, TcpStream
 from benchmarks.figures import Figure, Measured, Settings, Unavailable
 from benchmarks.measure import chosen_figures, run_figures
-from benchmarks.pairs import Pair, Summary, interleave, summarise
+from benchmarks.pairs import Pair, Summary, interleave, summarise, summarise_times
 from benchmarks.report import JsonReport, TableReport
 from benchmarks.tiers import FIGURES
 from benchmarks.tiers.peak import budget_bytes, own_bytes, watch_put
@@ -60,6 +60,11 @@ def test_the_ratio_is_that_of_pairs_and_not_of_medians() -> None:
     assert found == Summary(value=200, ceiling=200, ratio=1, spread=(1, 1), pairs=5)
     slow = summarise([Pair(pair.ceiling_s * 4, pair.ceiling_s) for pair in pairs], 600)
     assert slow.ratio == 0.25
+
+
+def test_of_times_the_ratio_says_how_many_times_as_long_the_subject_took() -> None:
+    pairs = [Pair(2.0, 1.0), Pair(6.0, 2.0), Pair(4.0, 1.0), Pair(3.0, 1.0), Pair(3.0, 1.0)]
+    assert summarise_times(pairs) == Summary(value=3, ceiling=1, ratio=3, spread=(3, 3), pairs=5)
 
 
 @given(

@@ -15,12 +15,12 @@ from benchmarks.figures import Unavailable
 from benchmarks.kernels import compaction as compaction_figures
 from benchmarks.kernels.compaction import Compaction
 from benchmarks.kernels.device import cupy_with_device
-from benchmarks.kernels.encode import pairs_of, share_of
+from benchmarks.kernels.encode import pairs_of
 from benchmarks.kernels.figures import FIGURES
 from benchmarks.kernels.gradients import RATIO, SPARSE_STEPS, harvest, repeated, repeated_sparse, shuffled
 from benchmarks.kernels.replay import closely, exactly
 from benchmarks.kernels.settings import KernelSettings
-from benchmarks.pairs import Pair
+from benchmarks.pairs import Pair, summarise_times
 from benchmarks.report import ratio_text, rounded
 from benchmarks.training import SetUp
 from tiercheck import kernels
@@ -218,7 +218,7 @@ def test_a_replay_that_is_off_is_no_figure() -> None:
 
 
 def test_a_share_is_of_the_step_without_the_differential() -> None:
-    found = share_of([Pair(0.01, 1.0), Pair(0.02, 1.0), Pair(0.03, 1.0)])
+    found = summarise_times([Pair(0.01, 1.0), Pair(0.02, 1.0), Pair(0.03, 1.0)])
     assert found.ratio == 0.02
     assert found.value == 0.02
     assert found.ceiling == 1.0

@@ -9,14 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.overhead import jobs
-from benchmarks.overhead.command import summary_of
 from benchmarks.overhead.matrix import Block, BlockPair, Cell, cells_of, figures_of, seconds_of
-from benchmarks.pairs import Pair
-
-
-def test_a_ratio_is_that_of_each_pair() -> None:
-    found = summary_of([Pair(2.0, 1.0), Pair(6.0, 2.0), Pair(4.0, 1.0), Pair(3.0, 1.0), Pair(3.0, 1.0)])
-    assert (found.value, found.ceiling, found.ratio, found.pairs) == (3.0, 1.0, 3.0, 5)
 
 
 def test_each_number_of_tensors_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,11 +48,11 @@ def test_a_job_that_saves_nothing_has_no_stall_and_no_goal() -> None:
 
 
 def test_the_jobs_share_the_time_by_how_long_their_steps_are() -> None:
-    cells = cells_of(("demo", "40M", "125M"))
+    cells = cells_of(("demo", "40M", "127M"))
     shares = seconds_of(cells, 540.0)
     assert sum(shares.values()) == pytest.approx(540.0)
     assert shares[Cell("demo", "exact", "shm")] < shares[Cell("40M", "outside", "disk")]
-    assert shares[Cell("40M", "exact", "shm")] < shares[Cell("125M", "folded", "shm+peer")]
+    assert shares[Cell("40M", "exact", "shm")] < shares[Cell("127M", "folded", "shm+peer")]
 
 
 def test_saved_jobs_and_bytes_moved_outside_are_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
