@@ -25,6 +25,8 @@ export DS_ACCELERATOR := cpu
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 # Tests start hundreds of interpreters: what one has compiled, the next one loads, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
+# One that a signal ends says where it was.
+export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types imports whole pytest cluster servers bench bench-kernels fidelity soak format hooks clean

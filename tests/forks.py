@@ -4,6 +4,9 @@ An interpreter that imports both needs seconds of a core, and DeepSpeed's engine
 imported, again and again. Here one process imports them once, takes what it has out of the garbage collector's sight
 (``gc.freeze``), and forks the processes of every launch of a test run: all workers of pytest-xdist share it. Each of
 them is as fresh as a new interpreter: the process that forks runs nothing of a test.
+
+A launch that ends otherwise than with zeros says how in its log: which rank ended first and how, and, if it was by a
+signal or at the deadline, what each thread was doing. :func:`tail` is what a failing test shows of it.
 """
 
 from __future__ import annotations
@@ -23,16 +26,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["Forks", "Server", "forks", "join", "pytest_configure", "pytest_configure_node"]
+__all__ = ["Forks", "Server", "forks", "join", "pytest_configure", "pytest_configure_node", "tail"]
 
 ROOT = Path(__file__).parents[1]
+TAIL_CHARS = 16_000
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONFAULTHANDLER": "1"}
+DUMP_S_MAX = 10.0
+"""At the deadline a rank may take so long to write down what its threads are doing."""
 PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import when they are built, and it the compiler
     "numba",
@@ -54,7 +61,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forks", str(listener.fileno()), *PRELOADED],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
@@ -81,7 +88,8 @@ class Forks:
         deadline_s: float = 240.0,
         environment: Mapping[str, str] | None = None,
     ) -> list[int]:
-        """The exit status of each rank of ``program``; what they print is in ``log``.
+        """The exit status of each rank of ``program``; what they print is in ``log``, and how they ended unless all
+        ended with 0.
 
         ``program``: a module of the tests, whose ``main`` is called, or the path of a script.
 
@@ -112,6 +120,11 @@ class Forks:
         script.write_text(text)
         (code,) = self.run(str(script), *arguments, log=log, **options)
         return code, log.read_text()
+
+
+def tail(log: Path) -> str:
+    """The end of a launch's log, for people."""
+    return log.read_text(errors="replace")[-TAIL_CHARS:]
 
 
 SERVER = pytest.StashKey[Server]()
@@ -181,10 +194,14 @@ def answer(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def launch(ranks: int, deadline_s: float, **what: Any) -> list[int]:
+def launch(ranks: int, deadline_s: float, *, log: str, **what: Any) -> list[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        pids = [start(rank, ranks, listener, **what) for rank in range(ranks)]
-    return wait(pids, time.monotonic() + deadline_s)
+        pids = [start(rank, ranks, listener, log=log, **what) for rank in range(ranks)]
+    codes, ended = wait(pids, deadline_s)
+    if any(codes):
+        with Path(log).open("a") as file:
+            file.write(f"\n=== the launch has failed: {'; '.join(ended)} ===\n")
+    return codes
 
 
 def start(
@@ -248,23 +265,50 @@ def run_as_interpreter(program: str, arguments: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def wait(pids: list[int], until: float) -> list[int]:
-    """The ranks' exit statuses. When one fails, or at the deadline, all are killed with what they started."""
+def wait(pids: list[int], deadline_s: float) -> tuple[list[int], list[str]]:
+    """The ranks' exit statuses, and how they ended, in words and in that order. When one fails, or at the deadline, all
+    are killed with what they started."""
     codes: dict[int, int] = {}
+    ended: list[str] = []
     living = {os.pidfd_open(pid): pid for pid in pids}
-    killed = False
-    while living:
-        ended, _, _ = select.select(list(living), [], [], None if killed else max(0.0, until - time.monotonic()))
-        for descriptor in ended:
+
+    def reap(until: float | None, why: str = "") -> bool:
+        """Whether one ended until then."""
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        descriptors, _, _ = select.select(list(living), [], [], timeout)
+        for descriptor in descriptors:
             pid = living.pop(descriptor)
             os.close(descriptor)
             codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if not killed and (any(codes.values()) or not ended):
-            killed = True
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-    return [codes[pid] for pid in pids]
+            by_us = codes[pid] in (-signal.SIGABRT, -signal.SIGKILL)
+            ended.append(f"rank {pids.index(pid)} {in_words(codes[pid])}{why if by_us else ''}")
+        return bool(descriptors)
+
+    until, why = time.monotonic() + deadline_s, ", killed since another one had failed"
+    while living and not any(codes.values()):
+        if not reap(until):
+            why = f", killed at the deadline of {deadline_s:g} s"
+            send(living.values(), signal.SIGABRT, os.kill)  # faulthandler writes down what each thread is doing
+            until = time.monotonic() + DUMP_S_MAX
+            while living and reap(until, why):
+                pass
+            break
+    if living or any(codes.values()):
+        send(pids, signal.SIGKILL, os.killpg)
+    while living:
+        reap(None, why)
+    return [codes[pid] for pid in pids], ended
+
+
+def send(pids: Iterable[int], number: signal.Signals, to: Callable[[int, int], None]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            to(pid, number)
+
+
+def in_words(code: int) -> str:
+    names = {-number: number.name for number in signal.Signals}
+    return f"ended by {names.get(code, f'signal {-code}')}" if code < 0 else f"ended with exit status {code}"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main() -> None:
     for name in [check for each in chosen for check in sets.get(each, [each])]:
         try:
             results[name] = list(checks[name]())
-        except Exception:  # the other rank may wait for this one in a collective: end both
+        except BaseException:  # the other rank may wait for this one in a collective: end both
             results[name] = [traceback.format_exc()]
             raise
         finally:

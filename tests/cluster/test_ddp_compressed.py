@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.ddp_compressed_worker import checks
-from tests.forks import Forks
+from tests.forks import Forks, tail
 
 pytestmark = pytest.mark.cluster
 
@@ -43,7 +43,9 @@ def launch(forks: Forks, directory: Path, ranks: int) -> Results:
     codes = forks.run(program, directory, *RANKS[ranks], ranks=ranks, log=log, deadline_s=LAUNCH_SECONDS_MAX)
     files = [directory / f"r{rank}.json" for rank in range(ranks)]
     if not all(file.exists() for file in files):
-        pytest.fail(f"the launch ended with {codes}:\n{log.read_text()[-4000:]}")
+        pytest.fail(f"the launch ended with {codes}:\n{tail(log)}")
+    if any(codes):
+        print(tail(log))
     return [json.loads(file.read_text()) for file in files]
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import Forks, tail
 
 pytestmark = [
     pytest.mark.cluster,
@@ -118,19 +119,31 @@ INDEXES = (
     "index-pipeline-with-tied-layers",
 )
 
-Results = list[dict[str, list[str]]]
+
+@dataclass(frozen=True)
+class Results:
+    """What a launch found."""
+
+    ranks: list[dict[str, list[str]]]
+    """What did not hold in each check, for each rank."""
+    ending: str = ""
+    """How the launch ended and what it printed last, if a rank failed."""
+
+    def __getitem__(self, rank: int) -> dict[str, list[str]]:
+        return self.ranks[rank]
 
 
 def launch(forks: Forks, directory: Path, checks: str, ranks: int = RANKS) -> Results:
-    """Run one set of checks on all ranks; per rank, what did not hold in each."""
+    """Run one set of checks on all ranks."""
     log = directory / "log"
     codes = forks.run(
         "tests.cluster.deepspeed_worker", directory, checks, ranks=ranks, log=log, deadline_s=LAUNCH_SECONDS_MAX
     )
     files = [directory / f"r{rank}.json" for rank in range(ranks)]
+    ending = f"the launch ended with {codes}:\n{tail(log)}" if any(codes) else ""
     if not all(file.exists() for file in files):
-        pytest.fail(f"the launch ended with {codes} before its first check:\n{log.read_text()[-4000:]}")
-    return [json.loads(file.read_text()) for file in files]
+        pytest.fail(f"before its first check {ending}")
+    return Results([json.loads(file.read_text()) for file in files], ending)
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +172,13 @@ def indexes(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def failures(results: Results, check: str) -> str:
-    """One line for each thing that did not hold, on any rank."""
+    """One line for each thing that did not hold, on any rank; and if the launch failed, how."""
     lines = []
-    for rank, checks in enumerate(results):
-        found = checks.get(check, [f"never ran; the launch ended in {list(checks)[-1]}"])
+    for rank, checks in enumerate(results.ranks):
+        found = checks.get(check, [f"never ran; the last one that did was {list(checks)[-1]}"])
         lines += [f"rank {rank}: {failure}" for failure in found[:20]]
+    if lines and results.ending:
+        lines.append(results.ending)
     return "\n".join(lines)
 
 

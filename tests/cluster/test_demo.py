@@ -15,7 +15,7 @@ import pytest
 
 from tests.cluster.forked_demo import SMALL
 from tests.cluster.test_demo_trainers import wait_until_gone
-from tests.forks import Forks
+from tests.forks import Forks, tail
 from tiercheck.cli import main
 
 pytestmark = pytest.mark.cluster
@@ -42,7 +42,7 @@ GONE_S_MAX = 10.0
 def run_forked(forks: Forks, directory: Path, *names: str) -> Path:
     """Where demos ran that start no interpreter of their own."""
     codes = forks.run("tests.cluster.forked_demo", directory, *names, log=directory / "log")
-    assert codes == [0], (directory / "log").read_text()[-4000:]
+    assert codes == [0], tail(directory / "log")
     return directory
 
 

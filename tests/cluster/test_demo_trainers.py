@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.forked_trainers import ENDLESS
-from tests.forks import Forks
+from tests.forks import Forks, tail
 from tiercheck.demo.launch import TrainerFailure, Trainers, gone
 
 pytestmark = pytest.mark.cluster
@@ -26,7 +26,7 @@ def wait_until_gone(processes: Sequence[psutil.Process], seconds: float) -> list
 
 def test_trainers_train_are_stopped_are_missed_and_say_of_what_they_died(forks: Forks, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert forks.run("tests.cluster.forked_trainers", tmp_path, log=log) == [0], log.read_text()[-4000:]
+    assert forks.run("tests.cluster.forked_trainers", tmp_path, log=log) == [0], tail(log)
 
 
 def test_workers_die_with_their_agent(tmp_path: Path) -> None:

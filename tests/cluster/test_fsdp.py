@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.fsdp_worker import CASES, FAILED_AT, LAST
-from tests.forks import Forks
+from tests.forks import Forks, tail
 from tiercheck.tiers.shm.namespaces import namespaces, remove_namespace
 
 pytestmark = pytest.mark.cluster
@@ -28,12 +28,12 @@ def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return forks.run("tests.cluster.fsdp_worker", what, directory, name, ranks=ranks, log=directory / what)
 
     def said(what: str, ranks: int) -> list[Any]:
-        assert launch(what, ranks) == [0] * ranks, (directory / what).read_text()[-4000:]
+        assert launch(what, ranks) == [0] * ranks, tail(directory / what)
         return [json.loads((directory / f"{what}-{rank}.json").read_text()) for rank in range(ranks)]
 
     try:
         codes = launch("fail", RANKS)
-        assert (directory / "killed").exists(), (directory / "fail").read_text()[-4000:]
+        assert (directory / "killed").exists(), tail(directory / "fail")
         assert codes[1] == -signal.SIGKILL
         yield {"resume": said("resume", RANKS), "fewer": said("fewer", RANKS - 1)}
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import Forks, tail
 
 pytestmark = [
     pytest.mark.cluster,
@@ -22,7 +22,7 @@ def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     directory = tmp_path_factory.mktemp("loading")
     log = directory / "log"
     codes = forks.run("tests.cluster.loading_worker", directory, ranks=2, log=log)
-    assert codes == [0, 0], log.read_text()[-4000:]
+    assert codes == [0, 0], tail(log)
     return [json.loads((directory / f"r{rank}.json").read_text()) for rank in range(2)]
 
 

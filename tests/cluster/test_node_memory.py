@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import Forks, tail
 from tiercheck.agent.server.neighbours import shm_name
 from tiercheck.demo.nodes import kill_agent, remove_when_released
 from tiercheck.errors import NotFound
@@ -51,9 +51,9 @@ def life(
     environment = {"TIERCHECK_RUN_DIR": os.environ["TIERCHECK_RUN_DIR"]}
     arguments = (name, directory, hosts, str(last), replicas)
     codes = forks.run("tests.cluster.node_memory_worker", *arguments, ranks=ranks, log=log, environment=environment)
-    assert set(codes) <= {-signal.SIGKILL}, log.read_text()[-4000:]
+    assert set(codes) <= {-signal.SIGKILL}, tail(log)
     found = [directory / f"{hosts.replace(',', '-')}-r{rank}.json" for rank in range(ranks)]
-    assert all(each.exists() for each in found), log.read_text()[-4000:]
+    assert all(each.exists() for each in found), tail(log)
     return [json.loads(each.read_text()) for each in found]
 
 

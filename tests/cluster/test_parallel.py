@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import Forks, tail
 
 pytestmark = pytest.mark.cluster
 
@@ -37,7 +37,7 @@ def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
     def launch(ranks: int, *arguments: str | Path) -> tuple[list[int], str]:
         log = directory / f"log-{arguments[0]}-{ranks}"
-        return forks.run(WORKER, *arguments, ranks=ranks, log=log), log.read_text()[-4000:]
+        return forks.run(WORKER, *arguments, ranks=ranks, log=log), tail(log)
 
     codes, log = launch(4, "save", directory, *KINDS)
     assert set(codes) <= {-signal.SIGKILL}, log
@@ -73,7 +73,7 @@ def test_deepspeeds_pipelines_and_slices_go_on_divided_otherwise(forks: Forks, t
     for what, (kind, ranks) in zip(("save", "resume"), DEEPSPEED[split], strict=True):
         log = tmp_path / f"log-{kind}"
         codes = forks.run("tests.cluster.parallel_deepspeed", what, tmp_path, kind, "saved", ranks=ranks, log=log)
-        assert set(codes) <= {-signal.SIGKILL}, log.read_text()[-4000:]
+        assert set(codes) <= {-signal.SIGKILL}, tail(log)
         states.append([json.loads((tmp_path / f"{what}-{kind}-{rank}.json").read_text()) for rank in range(ranks)])
     wanted = states[0][0]["state"]
     for report in states[1]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.relayout_pairs import Pair, covering, every, in_fp32
-from tests.forks import Forks
+from tests.forks import Forks, tail
 
 pytestmark = [
     pytest.mark.cluster,
@@ -39,7 +39,7 @@ def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Reports:
         kinds = sorted({pair.kind for pair in PAIRS if pair.saved_by == ranks})
         log, arguments = directory / f"save-{ranks}", ("save", directory, *kinds)
         codes = forks.run(WORKER, *arguments, ranks=ranks, log=log, deadline_s=LAUNCH_S_MAX)
-        assert set(codes) <= {-signal.SIGKILL}, log.read_text()[-4000:]
+        assert set(codes) <= {-signal.SIGKILL}, tail(log)
 
     @cache
     def resume(ranks: int) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def reports(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Reports:
             save(saved_by)
         log, arguments = directory / f"resume-{ranks}", ("resume", directory, *(pair.name for pair in pairs))
         codes = forks.run(WORKER, *arguments, ranks=ranks, log=log, deadline_s=LAUNCH_S_MAX)
-        assert codes == [0] * ranks, log.read_text()[-4000:]
+        assert codes == [0] * ranks, tail(log)
         return [json.loads((directory / f"{ranks}-r{rank}.json").read_text()) for rank in range(ranks)]
 
     return resume
