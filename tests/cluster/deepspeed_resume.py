@@ -18,7 +18,7 @@ from tiercheck.archive.rebuild import RankState
 from tiercheck.checkpointer import Checkpointer
 from tiercheck.config import CheckpointConfig
 from tiercheck.errors import ConfigurationError, NotFound
-from tiercheck.hierarchy import Hierarchy
+from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.integrations.deepspeed import attach, read_block
 from tiercheck.integrations.deepspeed.partitions import DeepSpeedProvider
 from tiercheck.tiers.shm.namespaces import remove_namespace
@@ -41,6 +41,9 @@ NAMES = (
 
 FOLDED = ("zero0-fp32", "zero1-bf16", "zero2-fp32", "zero3-bf16", "zero1-bf16-accumulate-fp32", "pipeline-zero1-bf16")
 """In these the mover makes the bases that are due."""
+FOLDED_APART = "zero1-bf16"
+"""There by a process of its own: of each rank's at each start, which takes seconds of a core to import torch. In the
+others by the mover itself: no other process can open a tier with a wrapper."""
 
 
 def resumes(directory: Path) -> dict[str, Any]:
@@ -69,12 +72,14 @@ def resumes(directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def tiers(directory: Path, name: str) -> Iterator[tuple[Hierarchy, str]]:
-    """A namespace of shared memory for each rank, as if each were a node; and a directory that both see."""
+def tiers(directory: Path, name: str, *, apart: bool = True) -> Iterator[tuple[Hierarchy, str]]:
+    """A namespace of shared memory for each rank, as if each were a node; and a directory that both see. ``apart``:
+    another process can open that memory."""
     rank = torch.distributed.get_rank()
     job = hashlib.sha256(f"{os.getppid()} {directory} {name}".encode()).hexdigest()[:16]
     namespace = f"test-resume-{job}"
-    hierarchy = Hierarchy.of(f"shm://{namespace}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack")
+    first = Tier(f"shm://{namespace}-{{rank}}?size=64MiB", wrap=None if apart else lambda driver: driver)
+    hierarchy = Hierarchy.of(first, f"nvme://{directory}/{name}?survives=rack")
     try:
         yield hierarchy, f"{namespace}-{rank}"
     finally:
@@ -98,7 +103,7 @@ def check_resume(case: Case, failure: str, directory: Path, name: str) -> Iterab
     engine = build(case, seed=5)
     reference = train(engine, DeepSpeedProvider(engine), END)
     bases = "fold" if case in (CASES[folded] for folded in FOLDED) else "capture"
-    with tiers(directory, name) as (hierarchy, namespace):
+    with tiers(directory, name, apart=case == CASES[FOLDED_APART]) as (hierarchy, namespace):
         engine, provider, checkpointer = start(case, 5, hierarchy, bases)
         train(engine, provider, FLUSHED)
         checkpointer.flush()

@@ -24,12 +24,14 @@ from tests.cluster.deepspeed_pipeline import meetings
 from tests.cluster.deepspeed_replay import check_case
 from tests.cluster.deepspeed_resume import resumes
 from tests.forks import join
+from tests.servers.agents import EAGER
 
 Check = Callable[[], Iterable[str]]
 
 
 def main() -> None:
     directory, chosen = Path(sys.argv[1]), sys.argv[2:]
+    sys.path.insert(0, str(EAGER))  # a fold process that stands back may need minutes to import torch
     torch.set_num_threads(1)
     join(timeout=timedelta(seconds=60))
     deepspeed.init_distributed(dist_backend="gloo")
