@@ -157,7 +157,8 @@ class JobConflict(TierCheckError):
 
 
 class SaveError(TierCheckError):
-    """A version could not be saved; the message names the version, the tier and the cause."""
+    """A version could not be saved, or it is saved as a differential and its base could not be made. The message says
+    which, and names the version, the tier and the cause."""
 
 
 class RecoveryError(TierCheckError):

@@ -18,9 +18,7 @@ ELEMENTS_MIN = 1 << 16
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument(
-        "--only", metavar="PATTERN", default="*", help="figures to measure: 'compaction,replay.*'"
-    )
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="figures to measure: 'compaction,replay.*'")
     parser.add_argument("--elements", type=elements, default=100 * MILLION, help="of a gradient (100000000)")
     parser.add_argument("--replay-elements", type=elements, default=12 * MILLION, help="of a replay (12000000)")
     parser.add_argument("--pairs", type=pair_count, default=9, help=f"pairs a ratio, at least {PAIRS_MIN} (9)")

@@ -1,4 +1,4 @@
-"""Does a job fit? What each tier of a hierarchy would hold, beside the room that was found there."""
+"""Does a job fit? What each tier of a hierarchy would hold, compared with the room that the doctor found there."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tiercheck.types import Survives
 __all__ = ["JobSize", "fit"]
 
 BASE_NBYTES = 12
-"""Of a trained parameter: a master and Adam's moments, in fp32."""
+"""Bytes of a base for each trained parameter: a master and Adam's two moments, in fp32."""
 
 
 @dataclass(frozen=True)
 class JobSize:
-    """``parameters``: that one rank trains. ``ranks``: on each of ``nodes``. ``gradient_nbytes``: of a parameter."""
+    """The size of a job. ``parameters``: how many one rank trains. ``ranks``: how many run on each of ``nodes`` nodes.
+    ``gradient_nbytes``: what a differential takes for each parameter. ``folds``: whether bases are folded."""
 
     parameters: int
     ranks: int = 1
@@ -36,12 +37,13 @@ class JobSize:
 
 
 def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:
-    """``found``: of each tier, fastest first. Headers and host state, which are small, are not counted. Errors:
-    ``ConfigurationError`` for a tier that could not be opened: what it survives is not known."""
+    """What each tier would hold. ``found``: the doctor's diagnosis of each tier, fastest first. Headers and host state
+    are small, and not counted. Errors: ``ConfigurationError`` for a tier that could not be opened, since nobody knows
+    then what it survives."""
     roles: list[Role] = []
     for index, each in enumerate(found):
         if each.capabilities is None:
-            raise ConfigurationError(f"what {each.url} would hold cannot be said: it could not be opened")
+            raise ConfigurationError(f"what {each.url} would hold is not known: the tier could not be opened")
         roles.append(Role(index, TierURL.parse(each.url).scheme, each.capabilities.survives))
     config = CheckpointConfig(base_every=job.base_every)
     record = job.gradient_nbytes * job.parameters

@@ -1,4 +1,4 @@
-"""What every tier will hold, told before the first step; a tier that cannot hold the least is refused."""
+"""What every tier will hold: logged before the first step. A tier that is too small for the least is refused."""
 
 from __future__ import annotations
 
@@ -31,32 +31,37 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 USAGE_S_MAX = 5.0
-"""A store that must be listed to tell what it holds may take longer: then it is not asked."""
+"""The longest wait for what a tier holds. A store that must list everything may take longer: then its room counts as
+not known."""
 
 
 @dataclass(frozen=True)
 class TierRoom:
-    """What a tier will hold of all ranks that bring their objects there, and what it has room for."""
+    """What a tier will hold, of all ranks that store objects there, and what it has room for."""
 
     name: str
     url: str
     ranks: int
+    """How many store objects there."""
     parameters: int
-    """That one rank trains; 0: nobody knows."""
+    """How many parameters one rank trains; 0: not known."""
     least_nbytes: int
+    """Bytes of all those ranks. With less room the job does not fit."""
     usual_nbytes: int
+    """Bytes of all those ranks while the tiers keep up."""
     need: TierNeed | None = None
-    """Of one rank; ``None``: of the first tier, which is checked by itself."""
+    """What one rank needs there. ``None``: this is the first tier, which :class:`Demand` checks."""
     shared: bool = False
     limit_bytes: int | None = None
-    """``None``: nobody knows."""
+    """What the tier may hold; ``None``: not known."""
 
     @property
     def holds_least(self) -> bool:
-        """As far as is known."""
+        """Whether there is room for the least; also if the limit is not known."""
         return self.limit_bytes is None or self.least_nbytes <= self.limit_bytes
 
     def a_parameter(self, nbytes: int) -> str:
+        """Bytes a trained parameter, in words."""
         return f"{nbytes / self.ranks / self.parameters:.0f}" if self.parameters else "?"
 
 
@@ -68,7 +73,8 @@ async def tier_rooms(
     sizes: Sequence[Sizes],
     first_limit: int | None,
 ) -> list[TierRoom]:
-    """``sizes``: of every rank. A tier that all ranks share is asked by rank 0 alone what it has room for."""
+    """The first tier and those behind it, in order. ``sizes``: of every rank of the job. If all ranks share a tier,
+    rank 0 alone asks what it has room for."""
     first, sizes_here = tiers.first, [demand.holding.sizes] * demand.ranks
     found = [first_room(first.role, first.driver.url, demand.holding, demand.ranks, demand.parameters, first_limit)]
     for tier in tiers.tiers[1:]:
@@ -91,7 +97,7 @@ async def tier_rooms(
 
 
 def first_room(role: Role, url: str, held: Holding, ranks: int, parameters: int, limit_bytes: int | None) -> TierRoom:
-    """Of the first tier, to which each of the ranks brings ``held``."""
+    """Of the first tier, in which each of the ranks holds ``held``."""
     least, usual = ranks * held.nbytes_least, ranks * held.nbytes_usual
     return TierRoom(role.name, url, ranks, parameters, least, usual, limit_bytes=limit_bytes)
 
@@ -99,13 +105,13 @@ def first_room(role: Role, url: str, held: Holding, ranks: int, parameters: int,
 def room_behind(
     role: Role, url: str, need: TierNeed, sizes: Sequence[Sizes], parameters: int, limit_bytes: int | None
 ) -> TierRoom:
-    """Of a tier behind the first one. ``sizes``: of each rank that brings its objects there."""
+    """Of a tier behind the first one. ``sizes``: of each rank that stores objects there."""
     least, usual = sum(map(need.least.nbytes, sizes)), sum(map(need.usual.nbytes, sizes))
     return TierRoom(role.name, url, len(sizes), parameters, least, usual, need, role.shared, limit_bytes)
 
 
 async def usage_of(ranks: Ranks, tier: OpenTier) -> Usage | None:
-    """What the tier holds and may hold, if it says so soon."""
+    """What the tier holds and may hold; ``None`` if it fails, or does not answer within :data:`USAGE_S_MAX`."""
     try:
         asking = tier.driver.usage()
         return await ranks.scheduler.call(asking, what=f"the usage of {tier.name}", deadline_s=USAGE_S_MAX)
@@ -115,7 +121,7 @@ async def usage_of(ranks: Ranks, tier: OpenTier) -> Usage | None:
 
 
 def check_rooms(rooms: Sequence[TierRoom], config: CheckpointConfig) -> None:
-    """Errors: ``CapacityExceeded`` for a tier behind the first one that cannot hold the least."""
+    """Refuse a tier behind the first one that has no room for the least. Errors: ``CapacityExceeded``."""
     for room in rooms:
         if room.need is None or room.limit_bytes is None or room.holds_least:
             continue
@@ -132,19 +138,21 @@ def check_rooms(rooms: Sequence[TierRoom], config: CheckpointConfig) -> None:
 
 
 def ways_out(room: TierRoom, config: CheckpointConfig) -> list[str]:
+    """What the user may do so that the least fits."""
     ways = ["give it more room (free space, size=, or the neighbour's 'tiercheck agent --memory')"]
     if room.need is not None and room.need.least.records:
         ways.append(f"lower base_every (now {config.base_every})")
         if room.shared:
-            ways.append(f'send it bases alone (placement="bases_only?tier={room.name}")')
+            ways.append(f'send it bases only (placement="bases_only?tier={room.name}")')
     return ways
 
 
 def too_little_room(rooms: Sequence[TierRoom], config: CheckpointConfig) -> str | None:
-    """A tier that holds the least, and not what is kept there usually."""
+    """A warning that names the tiers with room for the least, but not for what they usually hold; ``None`` if there are
+    none."""
     found = [
         f"{room.name} has room for {bytes_text(room.limit_bytes)}, but usually holds {bytes_text(room.usual_nbytes)}: "
-        f"give it more" + (f", or lower keep_last (now {config.keep_last})" if room.shared else "")
+        f"give it more room" + (f", or lower keep_last (now {config.keep_last})" if room.shared else "")
         for room in rooms
         if room.need is not None and room.limit_bytes is not None and room.usual_nbytes > room.limit_bytes
     ]
@@ -157,7 +165,7 @@ def tell_rooms(rooms: Sequence[TierRoom]) -> None:
 
 
 def rooms_text(rooms: Sequence[TierRoom]) -> str:
-    """A table: a row a tier."""
+    """A table with one row for each tier."""
     rows = [("tier", "ranks", "least", "usual", "bytes a parameter", "room")]
     for room in rooms:
         bytes_each = f"{room.a_parameter(room.least_nbytes)} / {room.a_parameter(room.usual_nbytes)}"

@@ -1,10 +1,10 @@
-"""What the tiers behind the first one hold of a rank: worked out before the first step.
+"""What each tier behind the first one holds of one rank: worked out before the first step.
 
-A neighbour's memory holds what a first tier would hold if no bases were folded in between: it gets the bases that are
-due, and each differential, and lets them go by the same rules (:mod:`tiercheck.policy.watermark`). That is two bases,
-the differentials of an interval, and a few; a third base after a restart, or while one takes long to the durable tier.
-If the durable tier lags, training waits before a third base would drain: until then there may be three bases, and three
-intervals of differentials.
+A neighbour's memory gets the bases that are due, and each differential. It lets them go by the rules of the first tier
+(:mod:`tiercheck.policy.watermark`), but gets none of the bases that are folded in between. So it usually holds two
+bases, the differentials of one interval, and a few more. It holds a third base after a restart, or while a base takes
+long to reach the durable tier. If the durable tier lags, training waits before a third base would drain: until then
+there may be three bases, and the differentials of three intervals.
 
 In bytes a trained parameter, with Adam in fp32 (12 a base), a base each 50 versions, in batches of 5::
 
@@ -12,7 +12,7 @@ In bytes a trained parameter, with Adam in fp32 (12 a base), a base each 50 vers
     3 bases x 12 + (50 + 3) differentials x 2 (bf16) or 4 (fp32) = 142 or 248, the least room that is enough
     3 bases x 12 + (150 + 5) differentials x 2 (bf16) or 4 (fp32) = 346 or 656, while it lags as far as it may
 
-A shared tier holds what retention keeps, and the next base while it comes.
+A shared tier holds what retention keeps, and the next base while that is being copied.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ __all__ = ["Held", "TierNeed", "tier_need"]
 
 @dataclass(frozen=True)
 class Held:
-    """Of one rank."""
+    """What a tier holds of one rank, counted in objects."""
 
     bases: int
     records: int
+    """Differentials or snapshots."""
 
     def nbytes(self, sizes: Sizes) -> int:
+        """What they take, with the constants that the bases refer to."""
         constants = CONSTANTS_MAX * sizes.constants_nbytes
         return self.bases * sizes.base_nbytes + constants + self.records * sizes.record_nbytes
 
 
 @dataclass(frozen=True)
 class TierNeed:
-    """What one rank brings to a tier."""
+    """What one rank needs in a tier."""
 
     least: Held
-    """With less, the tier cannot hold what a recovery needs and what comes next."""
+    """What a recovery needs, and what is copied next. A tier with less room is refused."""
     usual: Held
-    """While the tiers keep up."""
+    """What the tier holds while all tiers keep up."""
 
 
 def tier_need(
@@ -62,8 +64,9 @@ def tier_need(
     each_commits: bool,
     encodes: bool = False,
 ) -> TierNeed:
-    """``each_commits``: as of :func:`~tiercheck.policy.first_tier.holding`. ``encodes``: the tier has a codec of its
-    own, so that nobody knows how few bytes a record takes there."""
+    """What one rank needs in a tier of this role. ``each_commits``: see :func:`~tiercheck.policy.first_tier.holding`.
+    ``encodes``: the tier has a codec of its own. Then the size of its records is not known beforehand, and the least
+    counts bases only."""
     if role.shared:
         kept, ahead = kept_last(retaining), 2 if sizes.supersedes else RECORDS_BESIDE + batch
         spans = 0 if sizes.supersedes else interval
@@ -78,7 +81,7 @@ def tier_need(
 
 
 def kept_last(policy: RetentionPolicy) -> int:
-    """How many of the last bases stay at least."""
+    """How many of the newest bases this policy keeps at least."""
     match policy:
         case KeepLast(n):
             return n

@@ -1,4 +1,4 @@
-"""Training waits before a tier lags by more versions than the user allows."""
+"""The bound on lag: training waits before a tier lacks more versions than ``lag_max`` allows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ __all__ = ["LagBound"]
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
+"""How often a wait looks whether it may end, in seconds."""
 NUDGE_S = 0.5
+"""How often a wait asks the mover to look at the tiers, in seconds."""
 TELL_S = 5.0
-"""A wait that is longer than this is told."""
+"""After so many seconds of waiting there is a warning."""
 
 
 class LagBound:
-    """How many versions of one rank the other tiers may lack: ``versions_max``; 0: as many as memory has room for."""
+    """Keeps each tier behind the first one from lacking more than ``versions_max`` of one rank's versions. 0: there is
+    no such bound, and the room in the first tier is one."""
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class LagBound:
         self._deadline_s = deadline_s
 
     async def admit(self, version: int) -> None:
-        """Wait until this version may be captured. Errors: ``SaveError`` naming the tiers that lag."""
+        """Wait until this version may be captured, at most for the deadline. Errors: ``SaveError`` naming the tiers
+        that lag."""
         if not self._versions_max:
             return
         if self._lagging(version):
@@ -58,7 +62,7 @@ class LagBound:
             self._room.on(RoomEvent.FOUND)
 
     def _lagging(self, version: int) -> dict[str, int]:
-        """By tier that would lag too far: the version up to which it has everything."""
+        """The tiers that would lag too far with this version, and the version up to which each has everything."""
         reached = self._mover.status.reached_versions
         return {tier: reached[tier] for tier in self._urls if version - reached.get(tier, version) > self._versions_max}
 
@@ -72,7 +76,10 @@ class LagBound:
             while lagging := self._lagging(version):
                 now = self._scheduler.time()
                 if now - began >= deadline_s:
-                    raise SaveError(f"{self._said(version, lagging)}; it did not catch up within {deadline_s:g} s")
+                    raise SaveError(
+                        f"{self._said(version, lagging)}; that did not change within {deadline_s:g} s. Make sure that "
+                        "the tier answers and is fast enough, or raise lag_max"
+                    )
                 if now - began >= TELL_S and not told:
                     told = True
                     log.warning("training waits: %s", self._said(version, lagging))
@@ -86,8 +93,9 @@ class LagBound:
     def _said(self, version: int, lagging: dict[str, int]) -> str:
         errors = self._mover.status.errors
         tiers = [
-            f"{name} ({self._urls[name]}) lacks {version - 1 - last} versions, those after {last}"
+            f"{name} ({self._urls[name]}) lacks the {version - 1 - last} versions after version {last}"
             + (f": {errors[name]}" if name in errors else "")
             for name, last in sorted(lagging.items())
         ]
-        return f"rank {self._rank} has captured as far ahead as lag_max={self._versions_max} allows: {'; '.join(tiers)}"
+        bound = f"lag_max={self._versions_max} lets no tier lack more versions"
+        return f"rank {self._rank} cannot capture version {version} yet, since {bound}: {'; '.join(tiers)}"

@@ -56,7 +56,7 @@ class Saves:
             return False
         self._modes.base.on(BaseEvent.NEEDED)
         self.count(failed_saves=1)
-        what = f"the base of version {version} could not be made, its differential is there" if recorded else ""
+        what = f"version {version} is saved as a differential, but its base could not be made" if recorded else ""
         message = f"{what or f'version {version} could not be saved'}: {error}"
         if self._config.on_save_error == "fail":
             self.failure = message

@@ -44,6 +44,7 @@ from tiercheck.recovery.finding.survey import Survey, survey
 from tiercheck.recovery.finding.told import Told, packed_others
 from tiercheck.recovery.layouts.relayout import Relayout
 from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
 from tiercheck.recovery.reading.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reading.reader import Lost, Reader, VerifiedPart
 from tiercheck.recovery.reading.rebuilding import fitting
@@ -62,8 +63,6 @@ ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
-ROUNDS_MAX = 64
-"""Times the ranks decide again before they give up: each round some copy was found damaged."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ class Restorer:
                     constants=part.constants,
                     in_memory=self._turn is None and self._found.in_memory(version),
                 )
-        raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
+        raise RecoveryError(TOO_MANY_DAMAGED)
 
     def _way(self, version: int) -> RecoveryPoint:
         """This rank's way to a version that all ranks can come to."""

@@ -90,8 +90,8 @@ class Folder:
             return f"{PREPARING} in {self._folds.where}"
         if not status.unfolded_bases:
             return ""
-        lag = f"{status.fold_lag_versions} versions came after it"
-        return f"a base that is due is not folded: {lag}; {self._folds.where} folds"
+        lag = f"{status.fold_lag_versions} versions were captured since"
+        return f"a base that was due is not folded yet ({lag}); {self._folds.where} folds it"
 
     @property
     def preparing(self) -> bool:

@@ -1,4 +1,4 @@
-"""A tier's lanes: actions of some kinds, one after the other, while those of other lanes go on."""
+"""A tier's lanes: queues of actions that do not wait for each other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ COMMITS = (REPORTING, COMMITTING)
 """Reports come before a commit, so that a rank that sees a commit sees what was reported before."""
 MOVES = (RECORDING, MARKING, DELETING, COPYING)
 BASES = (COPYING_BASES,)
-"""A base may take long: differentials do not wait for it."""
+"""Copying a base may take long: it has a lane of its own, so that differentials do not wait for it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """Actions of some kinds for one tier: one after the other, while other lanes go on."""
+    """One queue of a tier: its actions of some kinds, one after the other, while the other lanes go on."""
 
     tier: OpenTier
     kinds: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Copies wait for their turn, as the pacing policy says; and a base lets differentials pass."""
+"""When a copy to a tier may go on: the pacing policy bounds its rate, and bases let differentials pass."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tiercheck.runtime.turns import in_turns
 __all__ = ["Pacer"]
 
 PART_S_MAX = 2.0
-"""No part of an object waits for longer: a store would take its sender for dead. The rate is asked for again after so
-long."""
+"""The longest wait of one part of an object, in seconds: after a longer silence a store would take the sender for dead.
+The policy is also asked for the rate again after this time."""
 PAUSE_S_MIN = 0.001
-"""A shorter pause is not worth its timer. It stays owed."""
-YOUNG = 0.5
-"""The weight of the newest measurement of how long a version takes."""
+"""Shorter pauses, in seconds, are not made. They stay owed, and make the next pause longer."""
+NEWEST_WEIGHT = 0.5
+"""The weight of the newest measurement in the mean of how long a version takes."""
 
 
 class Pacer:
-    """One rank's copies to each tier.
+    """Paces one rank's copies to each tier.
 
-    What was sent is paid for afterwards: the next copy to that tier, and the next part of this one, waits until the
-    bytes before it have flowed at the rate that held then. So a copy never waits for its own bytes, and the mean is
-    bounded, whatever the sizes. A stream that is not paced any more owes nothing. Whoever begins to wait for the tiers
-    ends a pause, if the policy then says so.
+    A copy never waits for its own bytes. Before it starts, and before each further part of a base, it waits until the
+    bytes that went to that tier earlier would have arrived at the rate that the policy gave for them. So the mean rate
+    is bounded, whatever the sizes of the objects. If the policy gives no rate any more, nothing is owed for that
+    stream. If somebody begins to wait for the tiers, the policy is asked again, and a pause may end early.
     """
 
     def __init__(
@@ -46,20 +46,21 @@ class Pacer:
         self._placement = placement
         self._seen = seen
         self._waiting = 0
-        """So many wait until everything, or another base, is where it belongs."""
+        """How many calls wait until everything, or one more base, is where it belongs."""
         self._debts: defaultdict[int, _Debt] = defaultdict(_Debt)
         """By tier index."""
         self._passing: Counter[int] = Counter()
-        """By tier index, the differentials under way."""
+        """By tier index, how many differentials are being copied."""
         self._changed = asyncio.Condition()
-        """Told when a differential has passed, and when somebody begins to wait."""
+        """Notified when a differential has been copied, and when somebody begins to wait."""
         self._newest: tuple[int, float] | None = None
-        """The newest version that was seen, and when."""
+        """The newest version seen so far, and when (seconds of the event loop)."""
         self._version_s: float | None = None
+        """Seconds from one version to the next, a running mean; ``None``: not known yet."""
 
     @asynccontextmanager
     async def hurrying(self) -> AsyncIterator[None]:
-        """Inside, somebody waits until everything, or another base, is where it belongs."""
+        """A context in which somebody waits until everything, or one more base, is where it belongs."""
         self._waiting += 1
         try:
             await self._tell()
@@ -69,8 +70,8 @@ class Pacer:
 
     @asynccontextmanager
     async def copying(self, tier: OpenTier, key: ShardKey, nbytes: int) -> AsyncIterator[None]:
-        """Inside, the shard is put into the tier. Waits for its turn first. What is cancelled before that has paid
-        nothing."""
+        """A context in which the shard is put into the tier. It is entered when the shard may go. A copy that is
+        cancelled before that owes nothing."""
         turns = _Turns(self, tier, key, nbytes)
         await self._until_paid(turns, math.inf)
         began = _now()
@@ -87,7 +88,7 @@ class Pacer:
         self._pay(turns, turns.left, began)
 
     async def turn(self, turns: _Turns, nbytes: int) -> None:
-        """Wait until the next part of a base may go."""
+        """Wait until the next part of a base, of so many bytes, may go."""
         index, began = turns.tier.index, _now()
         with suppress(TimeoutError):
             async with asyncio.timeout(PART_S_MAX), self._changed:
@@ -97,7 +98,7 @@ class Pacer:
         turns.left = max(0, turns.left - nbytes)
 
     async def _until_paid(self, turns: _Turns, until: float) -> None:
-        """Wait until what went before is paid for, or until that time."""
+        """Wait until nothing is owed for earlier bytes, at the latest until the time ``until``."""
         debt = self._debts[turns.tier.index]
         while self._rate(turns) is not None:
             pause_s = min(until, debt.paid_at) - _now()
@@ -109,7 +110,7 @@ class Pacer:
         debt.forgive(turns.key.stream)
 
     def _pay(self, turns: _Turns, nbytes: int, began: float) -> None:
-        """For bytes that go from ``began`` on."""
+        """Owe the time of the bytes that go from ``began`` on."""
         debt, stream = self._debts[turns.tier.index], turns.key.stream
         if (rate := self._rate(turns)) is None:
             debt.forgive(stream)
@@ -121,6 +122,7 @@ class Pacer:
             self._changed.notify_all()
 
     def _rate(self, turns: _Turns) -> float | None:
+        """Bytes a second, as the policy says now; ``None``: as fast as the tier takes them."""
         if isinstance(self._policy, Unpaced):
             return None
         tier, key, seen = turns.tier, turns.key, self._seen()
@@ -145,22 +147,22 @@ class Pacer:
         return rate
 
     def _measure(self, newest: int) -> None:
-        """How long a version takes, from the versions that are seen to come."""
+        """Measure how long a version takes, by when newer versions are seen."""
         now = _now()
         if self._newest is None or newest <= self._newest[0]:
             self._newest = self._newest or (newest, now)
             return
         version_s = (now - self._newest[1]) / (newest - self._newest[0])
         before = version_s if self._version_s is None else self._version_s
-        self._newest, self._version_s = (newest, now), YOUNG * version_s + (1 - YOUNG) * before
+        self._newest, self._version_s = (newest, now), NEWEST_WEIGHT * version_s + (1 - NEWEST_WEIGHT) * before
 
 
 class _Debt:
-    """What went to one tier and is not paid for yet. Times are the event loop's, in seconds."""
+    """The bytes sent to one tier whose time is not over yet. Times are seconds of the event loop."""
 
     def __init__(self) -> None:
         self._items: list[tuple[Stream, float, float]] = []
-        """In their order: when it began, and how long it takes at its rate."""
+        """In the order of sending: stream, when it began, and how long it takes at its rate."""
 
     @property
     def paid_at(self) -> float:
@@ -183,7 +185,7 @@ class _Debt:
 
 @dataclass(eq=False)
 class _Turns:
-    """Of one shard."""
+    """The turns of one base's parts. ``nbytes``: of its whole shard."""
 
     pacer: Pacer
     tier: OpenTier
@@ -192,6 +194,7 @@ class _Turns:
 
     def __post_init__(self) -> None:
         self.left = self.nbytes
+        """Bytes that have not been sent."""
 
     async def turn(self, nbytes: int) -> None:
         await self.pacer.turn(self, nbytes)

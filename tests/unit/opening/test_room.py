@@ -31,7 +31,7 @@ def test_a_tier_that_cannot_hold_the_least_is_refused_with_numbers() -> None:
     assert refused.value.message == (
         "nvme must hold at least 2 bases and 58 differentials or snapshots of each of 2 ranks, 10.0 GiB in all "
         "(80 bytes a trained parameter), but has room for 9.0 GiB: give it more room (free space, size=, or the "
-        "neighbour's 'tiercheck agent --memory') or lower base_every (now 50) or send it bases alone "
+        "neighbour's 'tiercheck agent --memory') or lower base_every (now 50) or send it bases only "
         '(placement="bases_only?tier=nvme")'
     )
     bases = replace(ROOM, need=TierNeed(Held(3, 0), Held(3, 0)), limit_bytes=GIB)
@@ -42,7 +42,7 @@ def test_a_tier_that_cannot_hold_the_least_is_refused_with_numbers() -> None:
 def test_a_tier_that_holds_the_least_alone_is_told() -> None:
     assert too_little_room([replace(ROOM, limit_bytes=16 * GIB), replace(ROOM, limit_bytes=None)], CONFIG) is None
     assert too_little_room([ROOM], CONFIG) == (
-        "nvme has room for 12.0 GiB, but usually holds 16.0 GiB: give it more, or lower keep_last (now 2)"
+        "nvme has room for 12.0 GiB, but usually holds 16.0 GiB: give it more room, or lower keep_last (now 2)"
     )
 
 

@@ -35,6 +35,7 @@ from tiercheck.recovery.layouts.holders import Holders, lacking
 from tiercheck.recovery.layouts.matching import match
 from tiercheck.recovery.layouts.old_ranks import LATE_S, OldRanks, first_of
 from tiercheck.recovery.ranks import Ranks
+from tiercheck.recovery.reading.copies import ROUNDS_MAX, TOO_MANY_DAMAGED
 from tiercheck.recovery.reading.reader import Reader
 from tiercheck.recovery.reading.rebuilding import fitting, rebuilt
 from tiercheck.recovery.report import Fit, Recovery
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 
 COPIES_FACTOR = 8
 """So many times as many copies are looked for, each time that those which were found do not do."""
-ROUNDS_MAX = 64
-"""Times the ranks decide again before they give up: each round some copy was found damaged."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Relayout:
             if done is not None:
                 return await self._settle(version, done, began)
             least = version
-        raise RecoveryError(f"{ROUNDS_MAX} times in a row some rank found another damaged copy; giving up")
+        raise RecoveryError(TOO_MANY_DAMAGED)
 
     # What there is
 

@@ -1,4 +1,4 @@
-"""The batches of one plan on their way to the replay, the next one read while one is replayed."""
+"""Reads the batches of one plan for the replay: the next one is read while one is replayed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["ANSWER_S", "Batches"]
 
 ANSWER_S = 2.0
-"""A read that gives up at the deadline has so long to say why."""
+"""How long after its deadline a read may take to say why it failed, in seconds."""
 
 
 class Batches:
-    """One plan's batches on their way to the replay; at most two of them in memory."""
+    """The batches of one plan, in order, decoded for the replay. At most two of them are in memory."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Batches:
         left_s: float,
     ) -> None:
         self.due = due
-        """The first version that was not handed out."""
+        """The first version that :meth:`run` has not returned yet."""
         self.left_s = left_s
-        """The time that is left to wait for tiers, in seconds."""
+        """Seconds that may still be spent waiting for tiers."""
         self._reader = reader
         self._part = part
         self._own = own
@@ -47,15 +47,17 @@ class Batches:
         self._sources: dict[int, Copy] = {}
 
     def source_of(self, version: int) -> Copy:
+        """The copy from which the version was read."""
         return self._sources[version]
 
     async def run(self, threads: int) -> Run:
-        """The next run. Errors: ``Failed``; ``Undecodable``; ``DeadlineExceeded``."""
+        """The next versions, decoded by at most ``threads`` threads. Errors: ``Failed``; ``Undecodable``;
+        ``DeadlineExceeded``."""
         within = bool(self._read)
         if not within:
             await self._read_group()
-        # Whoever makes one run while another is replayed has let go of the group before this one by its second run;
-        # who takes turns, at once.
+        # Read ahead once the memory of the group before this one is free: if runs are made while others are replayed,
+        # that is so at the second run of a group, and with one thread at the first.
         if (within or self._reader.state.threads == 1) and self._groups:
             self._begin()
 
@@ -68,10 +70,11 @@ class Batches:
         return made
 
     def close(self) -> None:
-        """Stop what is being read."""
+        """Stop reading."""
         if self._coming is not None:
             self._coming[1].cancel()
-            self._coming[1].add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
+            # Its error is taken, so that asyncio does not log it.
+            self._coming[1].add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _begin(self) -> None:
         if self._coming is None:
@@ -94,11 +97,12 @@ class Batches:
                 f"{self._reader.deadline_s:g} s were spent waiting for tiers"
             )
         found = [coming.result()]
-        del coming  # what is parsed below is to be let go there
+        del coming  # it would keep the memory of what is parsed below
         await asyncio.to_thread(self._take, group, found)
 
     def _take(self, group: Sequence[Copy], found: list[list[container.Shard]]) -> None:
-        """Parse a group that was read. It is taken out of the list, as in :meth:`Reader._digest`."""
+        """Parse a group that was read, the one item of ``found``. It is taken out of the list, as in
+        :meth:`Reader._digest`."""
         last = self._part.point.last
         for source, shard in zip(group, found.pop(), strict=True):
             try:

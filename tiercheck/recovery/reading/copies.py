@@ -1,8 +1,8 @@
-"""The copies that one rank has: which have failed, which are in trouble, and which to read next.
+"""The copies that one rank has: which have failed, which cannot be read just now, and which to read next.
 
-A copy that is damaged, or gone, is none; nor is one that is whole, and of another form than this job's state. Any other
-error may pass: the copy is left alone while there are others, and else it is tried again after a pause, until the
-deadline.
+A copy that is damaged or gone is not used again. The same holds for a copy that is whole but has another form than this
+job's state. Any other error may pass: the copy is not read while there are others. If there are none, it is tried again
+after a pause, until the deadline.
 """
 
 from __future__ import annotations
@@ -19,28 +19,35 @@ from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.plan import Unreachable
 from tiercheck.runtime.backoff import Backoff
 
-__all__ = ["Copies", "Failed", "OutOfReach", "Unusable"]
+__all__ = ["ROUNDS_MAX", "TOO_MANY_DAMAGED", "Copies", "Failed", "OutOfReach", "Unusable"]
 
 log = logging.getLogger(__name__)
 
 RETRY = Backoff(0.1, 5.0)
 NAMED_MAX = 3
-"""Copies that an error names."""
+"""The most copies that an error names."""
+ROUNDS_MAX = 64
+"""How often the ranks choose a version again, because some rank found a damaged copy, before they give up."""
+TOO_MANY_DAMAGED = (
+    f"the ranks chose a version {ROUNDS_MAX} times, and each time some rank found one more damaged copy. Each rank's "
+    "log names its copies and tiers ('is not used from tier'). Run 'tiercheck verify URL...' to see what is damaged, "
+    "check the storage, and start again, or resume from an older version with attach(version=...)"
+)
 
 Chosen = TypeVar("Chosen")
 
 
 class Unusable(TierError):
-    """A copy whose checksums hold, and that this job cannot use: it is of another model, has another form than this
+    """A copy that this job cannot use although its checksums hold: it is of another model, has another form than this
     job's state, or was made by a codec that is not installed."""
 
 
 class OutOfReach(RecoveryError):
-    """A copy that may be whole could not be read until the deadline, and there is no other."""
+    """The only copy left may be whole, but could not be read before the deadline."""
 
 
 class Failed(Exception):
-    """A source did not give what it should."""
+    """Reading one copy, ``source``, failed with ``cause``."""
 
     def __init__(self, source: Copy, cause: TierError) -> None:
         super().__init__(str(cause))
@@ -50,7 +57,8 @@ class Failed(Exception):
 
 @dataclass
 class Copies:
-    """What one rank knows of its copies. ``deadline_s``: how long those in trouble are tried again, for messages."""
+    """What one rank knows of its copies. ``deadline_s``: how long a copy that cannot be read is tried again; it is used
+    in messages only."""
 
     hierarchy: OpenHierarchy
     rank: int
@@ -58,9 +66,9 @@ class Copies:
     quarantined: dict[Copy, str] = field(default_factory=dict)
     """Copies that failed, and why."""
     unusable: dict[Copy, str] = field(default_factory=dict)
-    """Of those the ones that are whole."""
+    """Those of them that are whole, and why they cannot be used."""
     silent: set[int] = field(default_factory=set)
-    """Tiers that have not answered in time."""
+    """Indexes of the tiers that did not answer in time."""
     troubled: dict[Copy, TierError] = field(default_factory=dict)
     """Copies that could not be read just now, and why. They are used if there are no others."""
     _pauses: int = 0
@@ -72,8 +80,8 @@ class Copies:
     def choose(
         self, own: Collection[Copy], policy: Callable[[Iterable[Copy]], Chosen | Unreachable]
     ) -> Chosen | Unreachable:
-        """What the policy chooses of the usable copies; without those in trouble and the tiers that keep silent, where
-        it can."""
+        """What the policy chooses of the usable copies. If it can do without them, copies in trouble and silent tiers
+        are left out."""
         usable = self.usable(own)
         answering = [source for source in usable if source not in self.troubled]
         prompt = [source for source in answering if source.tier not in self.silent]
@@ -83,7 +91,8 @@ class Copies:
         return policy(usable)
 
     def note(self, failed: Failed) -> None:
-        """A copy that is damaged, gone or unusable is none. Any other error may pass."""
+        """Remember the failure. A copy that is damaged, gone or unusable is not used again; any other error may
+        pass."""
         if isinstance(failed.cause, Corruption | NotFound | Unusable):
             self.quarantine(failed.source, failed.cause)
             return
@@ -94,9 +103,9 @@ class Copies:
     def pause(
         self, own: Collection[Copy], policy: Callable[[Iterable[Copy]], Chosen | Unreachable], left_s: float
     ) -> float:
-        """How long to wait before the next try; 0 if there is a way without the copies in trouble, or no way at all.
+        """Seconds to wait before the next try. 0 if the copies in trouble are not needed, or would not help.
 
-        After a pause each of them is worth another try. Errors: ``OutOfReach`` if no time is left.
+        After the pause all of them may be tried again. Errors: ``OutOfReach`` if no time is left.
         """
         usable = self.usable(own)
         answering = [source for source in usable if source not in self.troubled]
@@ -105,20 +114,20 @@ class Copies:
         if left_s < RETRY.first_s:
             source, error = min(self.troubled.items(), key=lambda each: each[0])
             raise OutOfReach(
-                f"rank {self.rank} cannot read {source.key} from tier {self.name(source)}, and tried for "
-                f"{self.deadline_s:g} s: {error}. The copy may be whole, so that nothing older is restored in its "
-                "place: start again when the tier can be read, or remove the object to go back without it"
-                + "".join(f"; {key} in {tier} is of no use: {why}" for key, tier, why in self._no_use()[:NAMED_MAX])
+                f"rank {self.rank} tried for {self.deadline_s:g} s to read {source.key} from tier {self.name(source)}: "
+                f"{error}. The copy may be whole, so nothing older is restored in its place. Start again when the tier "
+                "can be read, or delete the object to resume from an older version"
+                + "".join(f"; {key} in {tier} cannot be used: {why}" for key, tier, why in self._no_use()[:NAMED_MAX])
             )
         self.troubled.clear()
         self.silent.clear()
         self._pauses += 1
-        return min(RETRY.pause_s(self._pauses), left_s / 2)  # the last try, too, has time to learn what is wrong
+        return min(RETRY.pause_s(self._pauses), left_s / 2)  # so that the last try has time, too
 
     def is_in_another_tier(self, source: Copy, own: Collection[Copy]) -> bool:
-        """Whether other tiers hold all that is in the source."""
+        """Whether the other tiers together hold every version that is in this copy."""
         key = source.key
-        if key.stream is Stream.SNAPSHOT:  # one of other versions leads elsewhere, even if it spans them
+        if key.stream is Stream.SNAPSHOT:  # only the same snapshot leads to the same version
             return any(each.key == key and each.tier != source.tier for each in self.usable(own) - self.troubled.keys())
         others = [
             each.key
@@ -132,6 +141,7 @@ class Copies:
         return [f"{source.key} in {self.name(source)}: {why}" for source, why in sorted(self.quarantined.items())]
 
     def quarantine(self, source: Copy, cause: TierError) -> None:
+        """Do not use this copy again."""
         log.warning("%s is not used from tier %s: %s", source.key, self.name(source), cause)
         self.quarantined[source] = str(cause)
         if isinstance(cause, Unusable):

@@ -1,4 +1,4 @@
-"""A long object read in parts, some ahead, and verified as they come."""
+"""Reads a long base in parts, some of them ahead, and verifies each part when it has come."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ __all__ = ["LONG_NBYTES", "landed"]
 
 WINDOW_NBYTES = 16 << 20
 WINDOWS = 3
-"""Of so many windows all are being filled but for the one that is verified."""
+"""How many windows there are: one is being verified, the others are being filled."""
 LONG_NBYTES = 2 * WINDOW_NBYTES
-"""What is shorter is read at once."""
+"""Shorter objects are read by one call."""
 
 
 async def landed(
     driver: TierDriver, key: str, tier: str, parsed: Callable[[memoryview, int], Shard]
 ) -> LandedShard | None:
-    """The base under this key, all of it verified. Its trained tensors lie in memory of their own, since they are
-    copied once more. ``tier``: its name. ``parsed``: reads the header, of its bytes and the object's length. ``None``:
-    it is too short, or its header too long, to be read like this. Takes the memory of the base and of :data:`WINDOWS`.
-    Errors: those of the driver; ``Corruption``."""
+    """Read the base under this key, and verify all of it. Its trained tensors are placed in memory of their own, since
+    they are copied once more. ``tier``: its name. ``parsed``: parses the header, from the header's bytes and the
+    object's length. Needs the memory of the base and of :data:`WINDOWS` windows.
+
+    Returns ``None`` if the object is shorter than :data:`LONG_NBYTES`, or its header longer than one window. Errors:
+    those of the driver; ``Corruption``.
+    """
     nbytes = (await driver.stat(key)).nbytes
     if nbytes < LONG_NBYTES:
         return None
@@ -49,7 +52,7 @@ async def landed(
 
 
 async def _windows(driver: TierDriver, key: str, nbytes: int) -> AsyncGenerator[memoryview, None]:
-    """The object from its beginning to its end; each window is good until the next one is asked for."""
+    """The object's bytes from beginning to end. Each window holds its bytes until the next one is asked for."""
     free = deque(fresh_memory(WINDOW_NBYTES) for _ in range(WINDOWS))
     coming: deque[tuple[memoryview, asyncio.Future[memoryview]]] = deque()
     starts = deque(range(0, nbytes, WINDOW_NBYTES))
@@ -65,4 +68,5 @@ async def _windows(driver: TierDriver, key: str, nbytes: int) -> AsyncGenerator[
     finally:
         for _, reading in coming:
             reading.cancel()
-            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks
+            # Its error is taken, so that asyncio does not log it.
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())

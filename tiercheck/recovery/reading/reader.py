@@ -1,37 +1,37 @@
 """Reading one rank's part of a recovery point: once to verify all of it, and once more to replay it.
 
-A copy that turns out to be damaged in the middle of a replay would leave the ranks at different versions, some of
-them in no version at all. So nothing of the live state may change before every rank is known to be able to read *all*
-of its part. There are three ways to know:
+If a copy turned out to be damaged in the middle of a replay, the ranks would be at different versions, and some of them
+between versions. So nothing of the live state may change before every rank knows that it can read *all* of its part.
+There are three ways to know that:
 
-- Keep what was verified in memory until it is replayed. With it grow the memory, by a gradient a version, and the risk
-  that the recovery of a long chain is killed for it.
-- Verify while replaying, and go back to the base where a copy is damaged. Nothing is read twice, but a recovery that
-  ends in an error leaves a state behind that never was.
-- Verify everything and keep what fits, then replay, reading the rest again. That is what is done here. The second
-  read costs nothing if a tier maps its objects (shared memory), and little if the page cache has them; it is
-  made while the versions before are being replayed.
+- Keep what was verified in memory until it is replayed. The memory grows by a gradient with each version, and so does
+  the risk that the recovery of a long chain is killed for it.
+- Verify while replaying, and go back to the base if a copy is damaged. Nothing is read twice, but a recovery that
+  fails leaves a state that never was.
+- Verify everything and keep what fits, then replay, and read the rest again. That is what is done here. The second
+  read costs nothing if a tier maps its objects (shared memory), and little if the page cache has them. It takes place
+  while the versions before are being replayed.
 
-A long base that no tier maps is verified as it comes, through a few windows, into memory that the optimizer keeps but
-for the trained tensors, which take theirs until they are copied (:mod:`tiercheck.recovery.reading.landing`). What is in
-memory beside the base and the live state is bounded by two *batches*, whatever the chain's length: a batch
-is one object, or several that together hold no more versions than are replayed at a time. The chain is verified from
-its end to its beginning, two batches at a time, so that the two that are verified last stay where they are: the
-replay begins with them, and a chain of two batches is read once.
+A long base that no tier maps is verified as it comes, through a few windows
+(:mod:`tiercheck.recovery.reading.landing`). It is placed in memory that the optimizer keeps. Only the trained tensors
+are copied once more, and their memory is freed then. Beside the base and the live state at most two *batches* are in
+memory, whatever the length of the chain: a batch is one object, or several that together hold no more versions than are
+replayed at a time. The chain is verified from its end to its beginning, two batches at a time. So the two that are
+verified last stay in memory, and the replay begins with them: a chain of two batches is read once.
 
-A copy may still go bad between the two reads. Every byte is therefore verified again in the second, and must be of
-the same shard as in the first. A copy that fails is quarantined, and other sources of the versions that are still due
-are taken. Only if there is none is the part :class:`Lost`: then the ranks agree to load the base again, and to
-replay up to an older version, :mod:`tiercheck.recovery.restorer`.
+A copy may still go bad between the two reads. So the second read verifies every byte again, and checks that it belongs
+to the same shard. A copy that fails is quarantined, and the versions that are still due are read from other copies. If
+there is none, the part is :class:`Lost`: the ranks then agree to load the base again, and to replay up to an older
+version (:mod:`tiercheck.recovery.restorer`).
 
-Only damage (``Corruption``) and an object that is not there, asked for twice, cost a copy; and its form does, where the
-checksums hold and this job cannot use it (``Unusable``): nothing older is restored in its place. Every other error may
-pass: other copies are read meanwhile, if there are any, and else this one is tried again with growing pauses until
-the deadline. Then the recovery is refused, naming tier, rank and error: the copy may be whole, so nothing older is
-restored in its place.
+What an error means depends on its kind. Damage (``Corruption``), and an object that was missing twice, cost the copy.
+So does a form that this job cannot use although the checksums hold (``Unusable``), but then nothing older is restored
+in its place. Any other error may pass: other copies are read meanwhile, if there are any. If not, this one is tried
+again, with growing pauses, until the deadline. Then the recovery is refused, and names tier, rank and error: the copy
+may be whole, so nothing older is restored in its place.
 
-Reads have deadlines. An object that another tier holds too may take half of the time that is left; if nothing has
-come by then, its tier counts as silent, and is asked only for what no other one has.
+Reads have deadlines. The read of an object that another tier holds too may take half of the time that is left. If
+nothing has come by then, its tier counts as silent, and is asked only for what no other tier has.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BATCHES_AT_ONCE = 2
-"""Batches in memory: one that is being replayed, and the next."""
+"""How many batches are in memory: one that is being replayed, and the next."""
 OBJECTS_AT_ONCE = 4
-"""Objects of a batch that are being read at a time."""
+"""How many objects of a batch are read at a time."""
 
 
 class Lost(RecoveryError):
-    """In the middle of a replay the last copy of a version turned out to be damaged."""
+    """The last copy of a version turned out to be damaged in the middle of a replay."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class VerifiedPart:
 
     plan: Plan
     base: Any
-    """Over memory that is kept as long as this is."""
+    """The decoded base. It refers to memory that lives as long as this part."""
     start: Any
-    """What is loaded: the base, or if a snapshot leads from it to the point, the state that comes of the two."""
+    """What is loaded: the base, or the state that a snapshot makes of it, if one leads to the point."""
     references: References | None = None
-    """To the constants that the base lacks."""
+    """The base's references to constants, which it does not hold itself."""
     is_given: bool = False
-    """Whether loading it takes its memory: then it can be loaded once."""
+    """Whether loading the base takes over its memory. Then it can be loaded only once."""
 
     @property
     def point(self) -> RecoveryPoint:
@@ -99,17 +99,17 @@ class VerifiedPart:
 
     @property
     def constants(self) -> tuple[Copy, References] | None:
-        """What the base refers to, and where it was read."""
+        """The copy of the constants that the base refers to, and the references."""
         source, references = self.plan.constants, self.references
         return None if source is None or references is None else (source, references)
 
 
 @dataclass
 class Reader:
-    """Reads what one rank needs of the copies it has, ``own``. Its coroutines run on the event loop.
+    """Reads what one rank needs from its copies. Its coroutines run on the event loop.
 
-    ``state`` knows what shards say. ``deadline_s`` bounds the time spent waiting for tiers: once while verifying, and
-    once while replaying.
+    ``state`` decodes shards. ``deadline_s`` bounds the time spent waiting for tiers, separately for verifying and for
+    replaying. In the methods, ``own`` are the rank's copies.
     """
 
     hierarchy: OpenHierarchy
@@ -117,19 +117,19 @@ class Reader:
     deadline_s: float
     state: StateReader
     lineage: Lineage
-    """The job's own past: what another job wrote is no copy of it."""
+    """The job's own past. What another job wrote does not belong to it."""
     copies: Copies = field(init=False)
     used: list[Copy] = field(default_factory=list)
-    """The sources of what was handed out last, in order."""
+    """The copies that the last recovery used, in order."""
     read_bytes: int = 0
-    """Taken from the tiers so far. What is read twice counts twice, unless the tier maps it."""
+    """Bytes read from the tiers so far. What is read twice counts twice, unless the tier maps it."""
     _base: tuple[Copy, Copy | None, Any, References | None, bool] | None = None
-    """The base's source, that of its constants, the base, what it says of them, and whether loading it takes its
+    """The copy of the base, that of its constants, the decoded base, its references, and whether loading takes over its
     memory."""
     _digests: dict[Copy, str] = field(default_factory=dict)
-    """What was verified, and the digest of its header, which holds the checksums of all the rest."""
+    """By verified copy: the digest of its header, which holds the checksums of everything else."""
     _held: dict[Copy, memoryview] = field(default_factory=dict)
-    """What need not be read again."""
+    """By copy: content that need not be read again."""
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.hierarchy, self.rank, self.deadline_s)
@@ -160,7 +160,7 @@ class Reader:
             stream = Batches(self, part, own, deque(grouped(chosen, self.state.steps_at_once)), due, left_s)
             try:
                 while stream.due <= part.point.last:
-                    yield await stream.run(threads)  # not named here: what is replayed is to be let go
+                    yield await stream.run(threads)  # a name here would keep the memory of what was replayed
                 return
             except Undecodable as error:
                 source = stream.source_of(error.version)
@@ -181,7 +181,7 @@ class Reader:
         )
 
     def doubt(self, part: VerifiedPart, own: Collection[Copy], error: Exception) -> bool:
-        """The state that the part's base leads to was refused: whether there is another copy of the base to try."""
+        """Loading what the part's base leads to failed. Returns whether there is another copy of the base to try."""
         anchor = part.plan.anchor
         others = [source for source in self.copies.usable(own) if source.key == anchor.key and source != anchor]
         if others:
@@ -191,7 +191,7 @@ class Reader:
         return bool(others)
 
     def reached(self, part: VerifiedPart, rebuilt: Rebuilt) -> tuple[Fidelity, tuple[str, ...]]:
-        """How true the state is that was rebuilt of the part, and why."""
+        """The fidelity of the state that was rebuilt of the part, and the reasons for it."""
         fidelity, notes = self.state.reached(part.base, rebuilt)
         if part.point.by_snapshot:
             fidelity = Fidelity.APPROXIMATE
@@ -205,8 +205,8 @@ class Reader:
         return fidelity, notes
 
     async def verify(self, point: RecoveryPoint, own: Collection[Copy]) -> VerifiedPart | None:
-        """Read and verify all that the rank needs to get to ``point``; ``None`` if some version has no good copy
-        left: then there are more in :attr:`quarantined`. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
+        """Read and verify all that the rank needs to get to ``point``. ``None`` if no good copy of some version is
+        left; :attr:`quarantined` then has more copies. Errors: ``OutOfReach``; ``DeadlineExceeded``."""
         until = asyncio.get_running_loop().time() + self.deadline_s
         choice = partial(plan, point, self.rank, order=self.hierarchy.order)
         while True:
@@ -218,7 +218,7 @@ class Reader:
             try:
                 base, references, is_given = await self._verified_base(chosen, own, until)
                 await self._verify_batches(chosen, base, own, until)
-                led = point.by_snapshot  # else the base is the point itself, or where a replay begins
+                led = point.by_snapshot  # else the replay begins with the base, or the base is the point
                 start = await self._advanced(chosen.batches[0], base, own, until) if led else base
                 return VerifiedPart(chosen, base, start, references, is_given)
             except Failed as failed:
@@ -249,8 +249,8 @@ class Reader:
         return base, references, shard.is_given
 
     async def _read_base(self, source: Copy, own: Collection[Copy], until: float) -> container.Shard:
-        """All of it verified. If it is long, and its tier does not map it, it is verified as it comes, and the memory
-        of its tensors may be kept."""
+        """The base, with every byte verified. A long base that its tier does not map is verified as it comes, and the
+        optimizer may keep the memory of its tensors."""
         capabilities = self.hierarchy.tiers[source.tier].capabilities
         if source not in self._held and capabilities.ranged_get and not capabilities.mappable:
             name, parsed = self.copies.name(source), partial(self._parsed_header, source)
@@ -265,7 +265,7 @@ class Reader:
     async def _verified_constants(
         self, source: Copy | None, references: References | None, own: Collection[Copy], until: float
     ) -> container.Shard | None:
-        """What a base refers to, all of it verified. Errors: ``Failed``, of the constants."""
+        """The constants that a base refers to, with every byte verified. Errors: ``Failed``, for their copy."""
         if source is None or references is None:
             return None
         name, key = self.copies.name(source), str(source.key)
@@ -284,8 +284,8 @@ class Reader:
 
     @contextmanager
     def _form(self, source: Copy, shard: container.Shard) -> Iterator[None]:
-        """What a reader inside trips over is the copy's form where its checksums hold. Errors: ``Corruption``;
-        ``Unusable``."""
+        """A context in which a shard is decoded. If that fails although its checksums hold, the copy has another form
+        than this job's state. Errors: ``Corruption``; ``Unusable``."""
         try:
             with ill_formed_is_corrupt(tier=self.copies.name(source), key=str(source.key)):
                 yield
@@ -297,12 +297,13 @@ class Reader:
         return Unusable(why, tier=self.copies.name(source), key=str(source.key))
 
     def _led_on(self, source: Copy, base: Any, shard: container.Shard) -> Any:
-        """What a snapshot leads to. Errors: ``Corruption``; ``Unusable``."""
+        """The state that a snapshot makes of the base. Errors: ``Corruption``; ``Unusable``."""
         with self._form(source, shard):
             return self.state.led_on(base, shard, tier=self.copies.name(source))
 
     async def _advanced(self, source: Copy, base: Any, own: Collection[Copy], until: float) -> Any:
-        """Decoded at once: nothing is read again, and what cannot be decoded is known before anything is changed."""
+        """The state that a snapshot makes of the base. It is decoded while everything is verified: so it is not read
+        again, and a snapshot that cannot be decoded is known before anything is changed."""
         try:
             shard = self._parsed(source, await self._get(source, own, until))
             return await asyncio.to_thread(self._led_on, source, base, shard)
@@ -313,7 +314,7 @@ class Reader:
         groups = grouped(chosen.batches, self.state.steps_at_once)
         staying = {source for group in groups[:BATCHES_AT_ONCE] for source in group}
         rooms, slots = asyncio.Semaphore(BATCHES_AT_ONCE), asyncio.Semaphore(OBJECTS_AT_ONCE)
-        verifying = asyncio.Lock()  # one by one, each by all threads
+        verifying = asyncio.Lock()  # one shard at a time, on all threads
         failures: list[Exception] = []
 
         async def verify(source: Copy) -> None:
@@ -326,16 +327,16 @@ class Reader:
                         self._held[source] = found[0]
                     async with verifying:
                         self._digests[source] = await self._digest(source, found, base)
-                except Exception as error:  # noqa: BLE001  raised below, when the others have stopped
+                except Exception as error:  # noqa: BLE001  raised below, once the others have stopped
                     failures.append(Failed(source, error) if isinstance(error, TierError) else error)
 
         async def verify_group(group: Sequence[Copy]) -> None:
             await rooms.acquire()
             await asyncio.gather(*(verify(source) for source in group))
-            if staying.isdisjoint(group):  # what stays keeps its room
+            if staying.isdisjoint(group):  # a batch that stays in memory keeps its place
                 rooms.release()
 
-        # Semaphores let in whoever came first: the last group.
+        # A semaphore admits in order, so the last group is verified first.
         await asyncio.gather(*(verify_group(group) for group in reversed(groups)))
         for failure in failures[1:]:
             if isinstance(failure, Failed):
@@ -344,8 +345,8 @@ class Reader:
             raise failures[0]
 
     async def _digest(self, source: Copy, found: list[memoryview], base: Any) -> str:
-        """Verify every byte of what was found, and that differentials are of the base's state. It is taken out of the
-        list, since a thread pool lets go of arguments some time after the result is there."""
+        """Verify every byte of the one item of ``found``, and that its differentials belong to the base's state. It is
+        taken out of the list, since a thread pool keeps arguments for a while after the result is there."""
         shards = [await asyncio.to_thread(lambda: self._parsed(source, found.pop()))]
         await verified(shards, self.state.threads)
         return await asyncio.to_thread(self._digest_of_base, source, shards, base)
@@ -357,9 +358,9 @@ class Reader:
         return shard.digest
 
     async def read(self, group: Sequence[Copy], own: Collection[Copy], seconds: float) -> list[container.Shard]:
-        """The shards of verified sources once more; their tensors are verified when they are asked for.
+        """The shards of verified copies, read once more. Their tensors are verified when they are used.
 
-        Errors: ``Failed``, of the first in order.
+        Errors: ``Failed``, for the first copy in order.
         """
         until = asyncio.get_running_loop().time() + seconds
         slots = asyncio.Semaphore(OBJECTS_AT_ONCE)
@@ -384,13 +385,14 @@ class Reader:
         return [each for each in found if isinstance(each, container.Shard)]
 
     def differentials(self, source: Copy, shard: container.Shard, base: Any) -> Sequence[Record]:
-        """Errors: ``Corruption``; ``Unusable`` if there is one that is not of the base's state."""
+        """The differentials in a shard. Errors: ``Corruption``; ``Unusable`` if one does not belong to the base's
+        state."""
         with self._form(source, shard):
             return self.state.records(shard, base, tier=self.copies.name(source))
 
     async def _get(self, source: Copy, own: Collection[Copy], until: float) -> memoryview:
-        """The object, from the tier unless it is held. Errors: ``TierError``; ``Transient`` if nothing came in the
-        time left, or in half of it if another tier has the object too."""
+        """The object's bytes, read from its tier unless they are in memory. Errors: ``TierError``; ``Transient`` if
+        nothing came in the time that is left (in half of it, if another tier has the object too)."""
         held = self._held.get(source)
         if held is not None:
             if not self._mapped(source):
@@ -403,11 +405,11 @@ class Reader:
     async def _asked(
         self, source: Copy, own: Collection[Copy], until: float, ask: Callable[[TierDriver], Awaitable[T]]
     ) -> T:
-        """What the source's tier answers. Errors: as :meth:`_get`."""
+        """The answer of the copy's tier. Errors: as :meth:`_get`."""
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         driver = self.hierarchy.tiers[source.tier].driver
         reading = asyncio.ensure_future(asked_twice(lambda: ask(driver)))
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to ask
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # so that nobody logs its error
         try:
             wait_s = left_s / 2 if self.copies.is_in_another_tier(source, own) else left_s
             await asyncio.wait({reading}, timeout=wait_s)
@@ -416,7 +418,7 @@ class Reader:
                 name = self.copies.name(source)
                 raise Transient(f"nothing came within {wait_s:.3g} s", tier=name, key=str(source.key))
         finally:
-            # Not waited for: a tier that does not answer may not hear of it either.
+            # Not waited for: a tier that does not answer may not react to a cancellation either.
             reading.cancel()
         return reading.result()
 
@@ -426,7 +428,7 @@ class Reader:
         return shard
 
     def _parsed_header(self, source: Copy, beginning: memoryview, nbytes: int) -> container.Shard:
-        """Of an object of ``nbytes``. Errors: as :meth:`_parsed`."""
+        """A shard of ``nbytes``, of which ``beginning`` holds the header. Errors: as :meth:`_parsed`."""
         key, tier = str(source.key), self.copies.name(source)
         header = container.parse_header(beginning, nbytes, key=key, tier=tier)
         self._check_own(source, header.metadata)
@@ -438,7 +440,7 @@ class Reader:
             raise Corruption(reason, tier=self.copies.name(source), key=str(source.key))
 
     def _let_go(self) -> None:
-        """Of what tiers do not map: another plan may begin with other batches."""
+        """Free what no tier maps: another plan may begin with other batches."""
         self._held = {source: content for source, content in self._held.items() if self._mapped(source)}
 
     def _mapped(self, source: Copy) -> bool:

@@ -19,12 +19,12 @@ __all__ = ["fitting", "rebuilt"]
 log = logging.getLogger(__name__)
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-"""What torch, its optimizers and users' objects raise if a state is none of theirs."""
+"""What torch, its optimizers and users' objects raise if a state does not fit them."""
 
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """What is raised inside where a state does not fit becomes a ``RecoveryError``. ``what``: that cannot be done, in
+    """A context in which the errors of a state that does not fit become a ``RecoveryError``. ``what``: what failed, in
     words."""
     try:
         yield
@@ -35,8 +35,8 @@ def fitting(what: str) -> Iterator[None]:
 async def rebuilt(
     reader: Reader, point: RecoveryPoint, own: Collection[Copy], scheduler: Scheduler
 ) -> tuple[VerifiedPart, Rebuilt] | None:
-    """Read and verify what leads the reader's rank to ``point``, and replay it. ``own``: the rank's copies. ``None`` if
-    some version has no good copy left: ``reader.copies`` tells.
+    """Read and verify what the reader's rank needs to reach ``point``, and replay it. ``own``: the rank's copies.
+    ``None`` if no good copy of some version is left: ``reader.copies`` says which failed.
 
     Errors: ``RecoveryError`` if what was read cannot be put together; ``OutOfReach``; ``DeadlineExceeded``.
     """

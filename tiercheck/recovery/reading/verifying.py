@@ -9,7 +9,8 @@ __all__ = ["verified"]
 
 
 async def verified(shards: list[Shard], threads: int) -> None:
-    """Check every byte of the shards, each by so many of the event loop's threads. Errors: ``Corruption``."""
+    """Check every byte of the shards, one shard after the other, each on ``threads`` of the event loop's threads.
+    Errors: ``Corruption``."""
     for shard in shards:
         verification = Verification(shard)
         await in_threads(verification.parts, verification.hash, threads)

@@ -1,9 +1,10 @@
-"""The room that gradients take in a record: as in the last one. Before there is one, as the provider expects them.
+"""How much room gradients take in a record: as much as in the last record, and in the first one as the provider
+expects.
 
-Gradients of half-precision training come as fp32, and are stored as the bf16 or fp16 numbers that they were made of:
-half of what their dtype takes.
-If more was reserved than a record keeps, the rest is memory that holds nothing. If a record needs more than was
-reserved, it goes on in longer memory (:meth:`~tiercheck.streams.records.iteration.IterationCapture.move`).
+Mixed-precision training hands its gradients over in fp32. They are stored as the bf16 or fp16 numbers that they were
+computed as (:mod:`tiercheck.streams.gradients.scales`), in half the bytes. If more was reserved than a record needs,
+the rest of that memory is unused. If a record needs more than was reserved, it is moved to longer memory
+(:meth:`~tiercheck.streams.records.iteration.IterationCapture.move`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from tiercheck.streams.records.record_names import gradient_name
 __all__ = ["GradientRoom"]
 
 NARROWED = {"F32": ("BF16", "F16")}
-"""As which dtypes the exact codec may store gradients of a dtype, beside their own."""
+"""By dtype of a gradient: the other dtypes in which the exact codec may store it."""
 
 
 class GradientRoom:
-    """Of one rank's gradients. ``expected``: by master, the dtype that should hold what its gradient holds."""
+    """The room of one rank's gradients. ``expected``: by master, the dtype in which the provider expects its gradient
+    to be stored."""
 
     def __init__(self, codec: Codec, masters: Mapping[str, TensorSpec], expected: Mapping[str, str]) -> None:
         self._codec = codec
@@ -33,17 +35,17 @@ class GradientRoom:
         self.count = len(specs)
         self.header_nbytes = header_room(specs)
         self.nbytes_most = self._nbytes(own)
-        """Of gradients in the masters' dtypes."""
+        """Bytes if every gradient is stored in its master's dtype."""
         self.dtypes: Mapping[str, str] = own
-        """By master, as which dtype its gradient is stored, as far as is known."""
+        """By master, the dtype in which its gradient was stored last, or is expected to be."""
         self._noted: Mapping[str, str] = own
         self.nbytes = self.nbytes_most
-        """Of gradients in these."""
+        """Bytes if the gradients are stored in :attr:`dtypes`."""
         if type(codec) is Exact:
             self.note({name: expected[name] for name in own if expected.get(name) in NARROWED.get(own[name], ())})
 
     def note(self, stored: Mapping[str, str]) -> None:
-        """By master, the dtypes in which a record stores its gradients. The mapping never changes."""
+        """Remember how a record stores its gradients: by master, the dtype. The mapping must not change afterwards."""
         if stored is self._noted or type(self._codec) is not Exact:
             return
         self._noted = stored

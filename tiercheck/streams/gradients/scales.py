@@ -1,9 +1,10 @@
-"""The number that clipping or unscaling has multiplied half-precision gradients by, found in the products.
+"""Finds the *scale* of half-precision gradients: the one number that clipping or unscaling multiplied them by.
 
-No framework is asked for it. A gradient of ``m * 2**e`` (m has the significant bits of half precision) times the scale
-is rounded to fp32. So of each product there are few scales for each m, up to powers of two: some hundred of eight
-million. The scales that several products have in common are the one that was used, and those that give the same
-products. It is a guess, and believed of a tensor only when every product was compared (:func:`kernels.are_scaled`).
+No framework is asked for it: the scale is found in the products. A product P is a half-precision number ``m * 2**e``
+times the scale S, rounded to fp32; m has 8 (bf16) or 11 (fp16) significant bits. For each m only a few S give P, up to
+powers of two. So P leaves some hundred or thousand of the 8 million significands that S may have. Those that several
+products have in common are the scale, or give the same products as the scale. This is a guess: it is used for a tensor
+only after every one of its products was compared (:func:`kernels.are_scaled`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from tiercheck.kernels.reference.scaled import SCALE_MAX, SCALE_MIN
 __all__ = ["Scale", "Scales", "candidates", "scale_of"]
 
 HALVES = (("BF16", 8), ("F16", 11))
-"""The significant bits of each."""
+"""The half-precision dtypes, with their significant bits."""
 SIGNIFICAND = 1 << 23
-"""Of fp32, whose significands are from here to twice this."""
+"""The smallest significand of a normal fp32 number, as an integer of 24 bits. The largest is twice this, less 1."""
 LOOKED_AT = 256
-"""Products of a tensor, some way apart."""
+"""How many products of a tensor are sampled, evenly spaced."""
 COMPARED_MIN, COMPARED_MAX = 6, 32
-"""Products whose scales are compared, until one is left. Two of any numbers have one in common once in some tries."""
+"""How many different significands of products are compared. After ``COMPARED_MIN`` of them the search ends as soon as
+one scale is left; with fewer, products that have no scale would often have one in common by chance."""
 TENSORS = 4
-"""Tensors, the largest ones."""
+"""How many tensors are searched, the largest ones first."""
 WAIT_MAX = 16
-"""Steps that are left alone when no scale was found for long."""
+"""The most steps that are not searched after searches without a result."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """``dtype``: that of the numbers, ``BF16`` or ``F16``. ``value``: a number of fp32."""
+    """``dtype``: ``BF16`` or ``F16``, the dtype of the numbers before the multiplication. ``value``: an fp32 number."""
 
     dtype: str
     value: float
@@ -46,7 +48,7 @@ class Scale:
 
     @property
     def pattern(self) -> int:
-        """Of fp32, which a record holds."""
+        """The bits of the fp32 value. A record holds them."""
         return int(np.float32(self.value).view(np.uint32))
 
 
@@ -58,7 +60,8 @@ class Scales:
         self._wait = 0
 
     def find(self, addresses: NDArray[np.int64], sizes: NDArray[np.int64]) -> Scale | None:
-        """Of contiguous fp32 tensors in host memory. ``None``: there is none, or there was none lately."""
+        """The scale of contiguous fp32 tensors in host memory. ``sizes``: in elements. ``None`` if there is none, or if
+        this step is not searched because there was none lately."""
         if self._wait:
             self._wait -= 1
             return None
@@ -84,8 +87,8 @@ def magnitude_of(products: NDArray[np.float32]) -> float:
 
 
 def scale_of(products: NDArray[np.float32], largest: Callable[[], float] | None = None) -> Scale | None:
-    """The scale that products (1-D) may have. Some of them are looked at. ``largest``: the largest magnitude of all
-    products that are to have it; without it, of these."""
+    """The scale that products (1-D) may have; ``None`` if there is none. A sample of them is searched. ``largest``:
+    gives the largest magnitude of all products of that scale; by default that of these products."""
     some = products[:: max(1, products.size // LOOKED_AT)][:LOOKED_AT]
     bits = some.view(np.uint32) & np.uint32(0x7FFFFFFF)
     bits = bits[(bits >= 0x00800000) & (bits < 0x7F800000)]
@@ -96,7 +99,7 @@ def scale_of(products: NDArray[np.float32], largest: Callable[[], float] | None 
     for dtype, precision in HALVES:
         common = in_common(compared.tolist(), precision)
         if common is not None:
-            value = common * 2.0**-24  # bf16 has the range of fp32, so that any power of two will do
+            value = common * 2.0**-24  # any power of two will do: bf16 has the range of fp32
             if dtype == "F16":
                 value *= 2.0 ** (fitting_exponent(value, largest() if largest else magnitude_of(products)))
             return Scale(dtype, value) if SCALE_MIN <= value <= SCALE_MAX else None
@@ -104,7 +107,8 @@ def scale_of(products: NDArray[np.float32], largest: Callable[[], float] | None 
 
 
 def in_common(significands: Iterable[int], precision: int) -> int | None:
-    """A significand of a scale that all products of these significands may have, of numbers of so many bits."""
+    """The significand of a scale that all products with these significands may have, if their numbers have
+    ``precision`` significant bits; ``None`` if there is none."""
     common: NDArray[np.int64] | None = None
     for compared, each in enumerate(significands, start=1):
         found = candidates(each, precision)
@@ -115,13 +119,14 @@ def in_common(significands: Iterable[int], precision: int) -> int | None:
 
 
 def candidates(product: int, precision: int) -> NDArray[np.int64]:
-    """All S in 2**23 to 2**24 - 1, ascending, such that for an m of ``precision`` bits, the first of them set, m * S
-    rounded to 24 bits is ``product`` times a power of two."""
+    """The significands S of the scales that may give this product, ascending, from 2**23 to 2**24 - 1. For each of them
+    there is an m of exactly ``precision`` bits such that m * S, rounded to 24 bits, is ``product`` times a power of
+    two."""
     m = np.arange(1 << (precision - 1), 1 << precision, dtype=np.int64)
     found = []
     for shift in (precision - 1, precision):
-        # |m * S - product << shift| is half a unit, 1 << (shift - 1), at most. A product that was rounded up to a power
-        # of two is one of its units from the number before: the half of that is less.
+        # Rounding moved m * S by half a unit at most: |m * S - (product << shift)| <= 1 << (shift - 1). This also holds
+        # for a product that was rounded up to a power of two: the units below it are smaller.
         half = 1 << (shift - 1)
         least = -(-((product << shift) - half) // m)
         most = ((product << shift) + half) // m
@@ -133,7 +138,7 @@ def candidates(product: int, precision: int) -> NDArray[np.int64]:
 
 
 def fitting_exponent(scale: float, largest: float) -> int:
-    """The e for which the largest number of products by ``scale * 2**e`` is in 2**15 to 2**16, which fp16 ends with.
-    Whatever the numbers were, no bit of them is too small for fp16 then."""
-    # A number has 11 bits. What rounding has made of a power of two is that power again.
+    """The e for which the largest number (product / (scale * 2**e)) lies from 2**15 to 2**16, the top of fp16's range.
+    So no number has bits that are too small for fp16."""
+    # The factor undoes rounding: a power of two that came out slightly smaller counts as that power again.
     return int(np.frexp(largest / scale * (1 + 2.0**-20))[1]) - 16 if np.isfinite(largest) else 0

@@ -370,7 +370,7 @@ class TestOtherForms:
                 raise Transient("503 slow down")
             return bytes(content)
 
-        both = r"from tier durable-1, .*503 slow down.*; .* in durable-0 is of no use: it has options for 2 parameter"
+        both = r"from tier durable-1: 503 slow down.*; .* in durable-0 cannot be used: it has options for 2 parameter"
         with pytest.raises(RecoveryError, match=both):
             two_places.recovered(self.other_form, away, deadline_s=1.0)
 
