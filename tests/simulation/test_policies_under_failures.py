@@ -14,8 +14,8 @@ from tests.simulation.tiers import Tier
 from tiercheck.keys import LineageKey, ShardKey, Stream
 from tiercheck.policy.watermark import LINEAGE_RECORDS_KEPT
 
-SEEDS = (2, 5, 7, 8, 9)
-"""Jobs of one to four ranks, with peers and without, with several intervals of bases and sizes of batches."""
+SEEDS = (2, 5, 7, 8, 9, 10, 15)
+"""Which jobs they stand for, is held by ``test_the_seeds_stand_for_every_kind_of_job``."""
 MODES: dict[str, dict[str, Any]] = {
     "a shared tier": {},
     "a shared tier, snapshots": {"snapshots": True, "saves_fail": True},
@@ -42,6 +42,20 @@ def cluster_of(seed: int, kind: type[Cluster] = Cluster, **mode: Any) -> Cluster
     world = 1 + seed % 4 if per_node == 1 else 2 + seed % 4
     peers = world > per_node and seed % 5 > 0
     return kind(seed, world, base_every=2 + seed % 5, batch=1 + seed % 3, peers=peers, **mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_seeds_stand_for_every_kind_of_job(mode: str) -> None:
+    """Of one rank (or one node) to four, each of the others with peers and without, at two intervals of bases."""
+    assert {MODES[each].get("shared", True) for each in MODES} == {True, False}
+    jobs = [cluster_of(seed, **MODES[mode]) for seed in SEEDS]
+    fewest = MODES[mode].get("per_node", 1)
+    assert {job.world for job in jobs} == set(range(fewest, fewest + 4))
+    for world in range(fewest + 1, fewest + 4):
+        same = [job for job in jobs if job.world == world]
+        assert {job.peers for job in same} == {True, False}, f"{world} ranks, with peers or without"
+        assert len({job.base_every for job in same}) >= 2, f"{world} ranks, one interval of bases"
+    assert {job.placement.batch for job in jobs} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("mode", MODES)

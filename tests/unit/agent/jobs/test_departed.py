@@ -22,8 +22,8 @@ __all__ = ["brisk", "clock", "node"]
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercheck.agent.jobs.registry.LOOK_AGAIN", Backoff(0.02, 0.02))
+def looks_whenever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercheck.agent.jobs.registry.LOOK_AGAIN", Backoff(0.0, 0.0))
 
 
 async def saved(node: Node, first: str, *ranks: int) -> None:
@@ -42,7 +42,6 @@ async def looked(agent: Agent, times: int = 2) -> None:
         looking = agent.registry._looking
         assert looking is not None
         await asyncio.wait([looking])
-        await asyncio.sleep(0.03)
 
 
 async def test_a_rank_that_is_no_more_is_forgotten_and_its_memory_freed(node: Node, clock: Clock) -> None:
