@@ -16,7 +16,7 @@ from tiercheck.policy.recovery.agreement import NO_MARK, agreed, needs_agreement
 from tiercheck.policy.recovery.opening import Reach, anew, superseded_at_opening
 from tiercheck.policy.recovery.spans import Span
 from tiercheck.recovery.ranks import Ranks, gather
-from tiercheck.recovery.restorer import Restored
+from tiercheck.recovery.restored import Restored
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.group import AsyncGroup
 from tiercheck.runtime.runtime import Scheduler

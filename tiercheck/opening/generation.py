@@ -12,7 +12,7 @@ from tiercheck.errors import GroupError, RecoveryError, TierCheckError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.recovery.lineage import Branch, Layout
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.restorer import Restored
+from tiercheck.recovery.restored import Restored
 from tiercheck.replication.objects.generation import (
     UNSEEN,
     Opening,

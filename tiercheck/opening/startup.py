@@ -52,7 +52,8 @@ from tiercheck.recording.recorder import Recorder
 from tiercheck.recovery.finding.node_memory import NodeMemories, NodeMemory
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
-from tiercheck.recovery.restorer import Restored, Restorer
+from tiercheck.recovery.restored import Restored
+from tiercheck.recovery.restorer import Restorer
 from tiercheck.replication.folds import Folds, FoldsHere
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle

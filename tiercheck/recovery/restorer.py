@@ -12,7 +12,7 @@ again: each of them holds it until all have replayed.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from msgspec import Raw, Struct
 
 from tiercheck import schema
 from tiercheck.errors import RecoveryError
-from tiercheck.format.references import References
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.recovery.consensus import Readable, RecoveryPoint
@@ -49,11 +48,12 @@ from tiercheck.recovery.reading.reader import ANSWER_S as READ_ANSWER_S
 from tiercheck.recovery.reading.reader import Lost, Reader, VerifiedPart
 from tiercheck.recovery.reading.rebuilding import fitting
 from tiercheck.recovery.report import Recovery
+from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.turning import is_to_turn, turn, unreachable
 from tiercheck.streams.state import Rebuilt, TrainingState
 from tiercheck.types import Fidelity
 
-__all__ = ["Restored", "Restorer"]
+__all__ = ["Restorer"]
 
 log = logging.getLogger(__name__)
 
@@ -63,42 +63,6 @@ ANSWER_S = 5.0
 """A rank that ends its waiting at the deadline has so long to tell the others why."""
 UNFIT = (ValueError, TypeError, LookupError, AttributeError)
 """What the user's objects and optimizers raise where a state is none of theirs."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What :meth:`Restorer.restore` returns: where the ranks have met, as one of them knows it."""
-
-    recovery: Recovery | None
-    """``None``: nothing was recovered, and training begins at version 0."""
-    past: Past
-    """What all ranks have found, less the copies that were found damaged."""
-    parent: int = 0
-    """The generation of the version that was recovered: the newest one of any rank's; 0 for none."""
-    turn: Turn | None = None
-    """What was asked for, if it was carried out."""
-    residuals: Mapping[str, Any] = field(default_factory=dict)
-    """By master, the residuals of training on compressed gradients: what the base holds, less what was sent since
-    (:mod:`tiercheck.streams.gradients.encoder`)."""
-    sound: frozenset[Copy] = frozenset()
-    """This rank's copies, less those that were found damaged."""
-    constants: tuple[Copy, References] | None = None
-    """What this rank's base referred to, and where that was read: the next bases may refer to it as well."""
-    in_memory: bool = False
-    """Every rank came to the version by what its first tier holds."""
-    converted: bool = False
-    """It was saved under another layout, so that ranks need each other's shards until this generation has a base."""
-
-    @property
-    def version(self) -> int:
-        """The version that the state is at."""
-        return self.recovery.version if self.recovery else 0
-
-    @property
-    def dropped(self) -> bool:
-        """A part of what was saved was left out on purpose."""
-        fit = self.recovery.fit if self.recovery else None
-        return fit is not None and bool(fit.dropped or fit.stopped)
 
 
 class _Found(Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from tiercheck.opening.agreement import Agreement, clear_tiers
 from tiercheck.recovery.finding.past import Past
 from tiercheck.recovery.finding.survey import Survey
 from tiercheck.recovery.ranks import Ranks
-from tiercheck.recovery.restorer import Restored
+from tiercheck.recovery.restored import Restored
 from tiercheck.replication.mover import MoverStatus
 from tiercheck.runtime.front import ThreadScheduler, run
 from tiercheck.runtime.group import BlockingGroup, SimulatedGroup, SingleProcess
