@@ -17,8 +17,8 @@ __all__ = ["Restored"]
 
 @dataclass(frozen=True)
 class Restored:
-    """What :meth:`~tiercheck.recovery.restorer.Restorer.restore` returns: where the ranks have met, as one of them knows
-    it."""
+    """What :meth:`~tiercheck.recovery.restorer.Restorer.restore` returns: where the ranks have met, as one of
+    them knows it."""
 
     recovery: Recovery | None
     """``None``: nothing was recovered, and training begins at version 0."""
