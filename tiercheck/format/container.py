@@ -16,7 +16,7 @@ Three ways in and out:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ from tiercheck.format.header import (
 from tiercheck.format.host_state import pack, unpack
 from tiercheck.format.layout import ShardLayout, object_spec, tensor_spec
 from tiercheck.format.parts import Digests, Part, parts_of
-from tiercheck.format.recurring import Recurring
+from tiercheck.format.recurring import Checksums, Recurring
 from tiercheck.types import Buffer
 
 __all__ = [
@@ -227,7 +227,7 @@ class ShardWriter:
         self._object_checksums[spec.name] = packed.checksum or checksum_of(packed.data)
 
     def finish(
-        self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None, recurring: Sequence[int] = ()
+        self, metadata: ShardMetadata, *, checksums: Mapping[str, str] | None = None, recurring: Checksums = ()
     ) -> int:
         """Write the header; the file is the first so many bytes of the buffer.
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercheck.format.header import ALIGNMENT, COMPACT, STORED_AS, Extent, TensorSpec, description_of, round_up
 
-__all__ = ["Recurring"]
+__all__ = ["Checksums", "Recurring"]
+
+Checksums = Sequence[int] | NDArray[np.uint64]
+"""The numbers whose hexadecimal digits a header has."""
 
 CHECKSUM_DIGITS = 16
 DIGITS = f"V{CHECKSUM_DIGITS}"
@@ -71,9 +75,9 @@ class Recurring:
         whole = memory[: self.nbytes // ALIGNMENT * ALIGNMENT]
         np.frombuffer(whole, np.uint8).reshape(-1, ALIGNMENT)[self._lines] = 0
 
-    def texts(self, stamp: str, checksums: Sequence[int]) -> tuple[memoryview, memoryview]:
+    def texts(self, stamp: str, checksums: Checksums) -> tuple[memoryview, memoryview]:
         """What a header says of them: their checksums, and where they lie. Each text begins with a comma, and holds
-        until the next call. ``checksums``: the numbers whose hexadecimal digits the header has."""
+        until the next call."""
         if len(stamp) != self._stamp_digits or len(checksums) != len(self._digests):
             raise ValueError(f"{stamp!r} and {len(checksums)} checksums do not describe {len(self._digests)} tensors")
         for position, (before, now) in enumerate(zip(self._stamp, stamp, strict=True)):
@@ -81,7 +85,7 @@ class Recurring:
                 for text, stamps in zip(self._texts, self._stamps, strict=True):
                     text[stamps + position] = ord(now)
         self._stamp = stamp
-        octets = np.array(checksums, np.uint64).astype(">u8").view(np.uint8)
+        octets = np.asarray(checksums, np.uint64).astype(">u8").view(np.uint8)
         self._digits[self._digests] = HEXADECIMAL[octets].view(DIGITS)
         return self._texts[0].data, self._texts[1].data
 

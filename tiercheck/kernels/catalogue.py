@@ -28,6 +28,7 @@ from tiercheck.kernels.reference import (
     planes,
     scaled,
     sgd,
+    xxh3,
 )
 from tiercheck.kernels.reference import (
     scatter as scattering,
@@ -45,6 +46,7 @@ __all__ = [
     "from_half",
     "gather_into",
     "gather_scaled_into",
+    "hash_each",
     "is_bfloat16",
     "join_exponents",
     "lose_bfloat16",
@@ -463,7 +465,14 @@ def gathering_scaled_calls(size: int, seed: int) -> Calls:
         yield (addresses, sizes, SCALE, out.dtype == np.float16, starts, room), {}
 
 
+def hashing_calls(size: int, seed: int) -> Calls:
+    data = floats_of(size, seed).view(np.uint8)
+    ends = [np.array(each, np.int64) for each in ([0, 0, size, 3 * size], [0, size, 4 * size, 4 * size])]
+    yield (data, *ends), {}
+
+
 are_scaled = declare(scaled.are_scaled, cpu="scaled", examples=looking_scaled_calls)
 gather_scaled_into = declare(scaled.gather_scaled_into, cpu="scaled", examples=gathering_scaled_calls)
 are_bfloat16 = declare(gathering.are_bfloat16, cpu="gathering", examples=looking_calls)
 gather_into = declare(gathering.gather_into, cpu="gathering", examples=gathering_calls)
+hash_each = declare(xxh3.hash_each, cpu="xxh3", examples=hashing_calls)

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, eq
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from tiercheck import kernels
@@ -38,6 +36,7 @@ __all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
 KERNELS_USED: tuple[Kernel[..., Any], ...] = (
     kernels.are_bfloat16,
     kernels.gather_into,
+    kernels.hash_each,
     kernels.are_scaled,
     kernels.gather_scaled_into,
 )
@@ -46,9 +45,28 @@ FEW = 256
 takes more than a second, and a model of few tensors does without, if bf16 does not hold its gradients."""
 LOOKED_AT = 1 << 20
 """Elements that NumPy looks at, or narrows. For more there is a kernel."""
-SHAPE = attrgetter("shape")
 KEPT_MAX = 4
 """Arrangements kept: gradients that are zero at some steps, such as those of experts, are stored as bf16 then."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tensors of few bytes, or one of many."""
+
+    places: slice
+    """Which ones."""
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    """Where each lies in the memory of all."""
+    copied: NDArray[np.intp] | slice
+    """Which of the piece are copied, perhaps narrowed; the others are ``scaled``."""
+    copied_nbytes: NDArray[np.int64]
+    narrowed: NDArray[np.bool_]
+    """Of those that are copied."""
+    scaled: NDArray[np.intp]
+    scaled_sizes: NDArray[np.int64]
+    is_plain: bool
+    """Whether it is one tensor of many bytes, which are stored as they are."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +74,9 @@ class Arrangement:
     """Where each gradient lies in the record, and what is said of it."""
 
     tensors: Recurring
-    starts: NDArray[np.int64]
-    narrowed: NDArray[np.bool_]
-    scaled: NDArray[np.bool_]
-    pieces: tuple[slice, ...]
-    """Consecutive tensors of few bytes, or one of many."""
+    pieces: tuple[Piece, ...]
+    few: bool
+    """Whether NumPy does it."""
     encodings: Mapping[str, dict[str, Any]]
     """Those that are scaled have some scale."""
     packed: NDArray[np.uint8]
@@ -75,7 +91,7 @@ class Arrangement:
 class Gathered:
     """Gradients in a shard."""
 
-    checksums: list[int]
+    checksums: NDArray[np.uint64]
     arrangement: Arrangement
     scale: Scale | None
     """Of those that are scaled."""
@@ -119,31 +135,58 @@ class GatheredGradients:
         """The gradients, in a shard that holds nothing yet. ``None``: they are to be encoded one by one. Errors:
         ``SaveError`` for one of no trained tensor; ``CapacityExceeded``."""
         tensors = list(gradients.values())
-        if False in [each.is_cpu for each in tensors] or True in [each.is_neg() for each in tensors]:
-            return None  # on another device, or views that torch negates lazily
+        if (found := self._unchanged(list(gradients), tensors)) is None:
+            if (looked_at := self._looked_at(gradients)) is None:
+                return None
+            tensors, found = looked_at, [each.data_ptr() for each in looked_at]
+        addresses = np.array(found, np.int64)
+        if ((addresses == 0) & (self._sizes > 0)).any():
+            return None  # a tensor of a class of its own has its values elsewhere, or makes them when it is read
+        arrangement, scale = self._arranged(addresses)
+        memory = writer.recurring(arrangement.tensors, stamp(version))
+        checksums = np.empty(len(tensors), np.uint64)
+        for piece in arrangement.pieces:
+            if piece.is_plain:
+                source = array_of(tensors[piece.places.start]).reshape(-1).view(np.uint8).data
+                into = memory[piece.starts[0] : piece.stops[0]]
+                checksums[piece.places] = int(copy_with_checksum(into, source), 16)
+            else:
+                copy_piece(piece, addresses[piece.places], scale, arrangement.few, memory)
+                checksums[piece.places] = checksums_of(piece, arrangement.few, memory)
+        return Gathered(checksums, arrangement, scale)
+
+    def _unchanged(self, names: list[str], tensors: list[torch.Tensor]) -> list[int] | None:
+        """Where the tensors lie, if they are like the last ones, and each lies in host memory as it is. In one pass, so
+        that what torch knows of a tensor comes into the processor's cache once. No list of shapes: Python's garbage
+        collector would look at each."""
+        if names != self._names or self._has_complex:
+            return None
+        found = [
+            each.data_ptr()
+            for each, dtype, shape in zip(tensors, self._dtypes, self._shapes, strict=True)
+            if each.dtype is dtype
+            and each.shape == shape
+            and each.is_cpu
+            and each.is_contiguous()
+            and not each.is_neg()
+        ]
+        return found if len(found) == len(tensors) else None
+
+    def _looked_at(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        """The tensors, contiguous. From here on those that come are compared with them. ``None``, and errors: as of
+        :meth:`put`."""
+        tensors = list(gradients.values())
+        if not all(each.is_cpu for each in tensors) or any(each.is_neg() or each.is_conj() for each in tensors):
+            return None  # on another device, or views that torch negates or conjugates lazily
         names, dtypes = list(gradients), [each.dtype for each in tensors]
-        same = names == self._names and dtypes == self._dtypes
-        # Not a list of them: Python's garbage collector would look at each shape in it.
-        if not same or not all(map(eq, map(SHAPE, tensors), self._shapes)):
-            shapes = [each.shape for each in tensors]
+        shapes = [each.shape for each in tensors]
+        if (names, dtypes, shapes) != (self._names, self._dtypes, self._shapes):
             for name, shape in zip(names, shapes, strict=True):
                 check_trained(self._masters, name, shape)
             if not all(each in NAMES for each in dtypes):
                 return None
             self._begin_anew(names, dtypes, shapes)
-        if self._has_complex and True in [each.is_conj() for each in tensors]:
-            return None  # views that torch conjugates lazily
-        if False in [each.is_contiguous() for each in tensors]:
-            tensors = [each.contiguous() for each in tensors]
-        addresses = np.array([each.data_ptr() for each in tensors], np.int64)
-        if ((addresses == 0) & (self._sizes > 0)).any():
-            return None  # a tensor of a class of its own has its values elsewhere, or makes them when it is read
-        arrangement, scale = self._arranged(addresses)
-        memory = writer.recurring(arrangement.tensors, stamp(version))
-        checksums: list[int] = []
-        for piece in arrangement.pieces:
-            checksums += self._copy(arrangement, scale, piece, tensors, addresses, memory)
-        return Gathered(checksums, arrangement, scale)
+        return [each.contiguous() for each in tensors]
 
     def _begin_anew(self, names: list[str], dtypes: list[torch.dtype], shapes: list[torch.Size]) -> None:
         self._names, self._dtypes, self._shapes = names, dtypes, shapes
@@ -201,14 +244,31 @@ class GatheredGradients:
         tensors = Recurring(specs, STAMP_DIGITS)
         return Arrangement(
             tensors=tensors,
-            starts=np.array(tensors.starts, np.int64),
-            narrowed=narrowed,
-            pieces=tuple(pieces_of(tensors.starts, tensors.stops)),
-            scaled=scaled,
+            pieces=tuple(self._piece(places, tensors, narrowed, scaled) for places in pieces_of(tensors)),
+            few=self._few(np.flatnonzero(narrowed | scaled)),
             encodings=one,
             packed=packed,
             scales_at=scales_at,
             stored=stored,
+        )
+
+    def _piece(
+        self, places: slice, tensors: Recurring, narrowed: NDArray[np.bool_], scaled: NDArray[np.bool_]
+    ) -> Piece:
+        starts, stops = (np.array(each[places], np.int64) for each in (tensors.starts, tensors.stops))
+        is_scaled = scaled[places]
+        scales, copied = np.flatnonzero(is_scaled), np.flatnonzero(~is_scaled)
+        computed = bool((narrowed[places] | is_scaled).any())
+        return Piece(
+            places=places,
+            starts=starts,
+            stops=stops,
+            copied=copied if scales.size else slice(None),
+            copied_nbytes=self._nbytes[places][copied],
+            narrowed=narrowed[places][copied],
+            scaled=scales,
+            scaled_sizes=self._sizes[places][scales],
+            is_plain=starts.size == 1 and int(stops[0] - starts[0]) > CACHED_BYTES and not computed,
         )
 
     def _encodings(self, scaled: NDArray[np.bool_], pattern: int) -> dict[str, dict[str, Any]]:
@@ -219,35 +279,26 @@ class GatheredGradients:
             encodings[name] = encoding.to_object()
         return encodings
 
-    def _copy(
-        self,
-        arrangement: Arrangement,
-        scale: Scale | None,
-        piece: slice,
-        tensors: Sequence[torch.Tensor],
-        addresses: NDArray[np.int64],
-        memory: memoryview,
-    ) -> list[int]:
-        """Returns the checksums. Each is computed while its tensor is in the processor's cache."""
-        starts, stops = arrangement.tensors.starts[piece], arrangement.tensors.stops[piece]
-        narrowed, scaled = arrangement.narrowed[piece], arrangement.scaled[piece]
-        if len(starts) == 1 and stops[0] - starts[0] > CACHED_BYTES and not narrowed[0] and not scaled[0]:
-            source = array_of(tensors[piece.start]).reshape(-1).view(np.uint8).data
-            return [int(copy_with_checksum(memory[starts[0] : stops[0]], source), 16)]
-        few = self._few(np.flatnonzero(arrangement.narrowed | arrangement.scaled))
-        out = np.frombuffer(memory, np.uint8)
-        gather_into = kernels.gather_into.reference if few else kernels.gather_into
-        where, at = addresses[piece], arrangement.starts[piece]
-        if scale is not None and scaled.any():
-            gather_scaled_into = kernels.gather_scaled_into.reference if few else kernels.gather_scaled_into
-            sizes = self._sizes[piece][scaled]
-            gather_scaled_into(where[scaled], sizes, scale.value, scale.fp16, at[scaled], out)
-            gather_into(where[~scaled], self._nbytes[piece][~scaled], narrowed[~scaled], at[~scaled], out)
-        else:
-            gather_into(where, self._nbytes[piece], narrowed, at, out)
-        if stops[-1] - starts[-1] > BLOCK_NBYTES:
-            return [int(checksum_of(memory[starts[0] : stops[0]]), 16)]
-        return [*map(xxhash.xxh3_64_intdigest, map(memory.__getitem__, map(slice, starts, stops)))]
+
+def copy_piece(piece: Piece, addresses: NDArray[np.int64], scale: Scale | None, few: bool, memory: memoryview) -> None:
+    """The tensors at these addresses, to where they lie in ``memory``."""
+    out = np.frombuffer(memory, np.uint8)
+    copied, starts = addresses[piece.copied], piece.starts[piece.copied]
+    gather_into = kernels.gather_into.reference if few else kernels.gather_into
+    gather_into(copied, piece.copied_nbytes, piece.narrowed, starts, out)
+    if scale is not None and piece.scaled.size:
+        gather_scaled_into = kernels.gather_scaled_into.reference if few else kernels.gather_scaled_into
+        scaled, starts = addresses[piece.scaled], piece.starts[piece.scaled]
+        gather_scaled_into(scaled, piece.scaled_sizes, scale.value, scale.fp16, starts, out)
+
+
+def checksums_of(piece: Piece, few: bool, memory: memoryview) -> NDArray[np.uint64] | int:
+    """Of tensors that were copied just now, and are in the processor's cache."""
+    start, stop = piece.starts[-1], piece.stops[-1]
+    if stop - start > BLOCK_NBYTES:
+        return int(checksum_of(memory[start:stop]), 16)
+    hash_each = kernels.hash_each.reference if few else kernels.hash_each
+    return hash_each(np.frombuffer(memory, np.uint8), piece.starts, piece.stops)
 
 
 def may_be_bfloat16(address: int, size: int) -> bool:
@@ -266,12 +317,12 @@ def check_trained(masters: Mapping[str, TensorSpec], name: str, shape: Sequence[
         raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(shape)}")
 
 
-def pieces_of(starts: Sequence[int], stops: Sequence[int]) -> Iterator[slice]:
+def pieces_of(tensors: Recurring) -> Iterator[slice]:
     """Tensors that lie behind one another, in pieces that stay in the processor's cache."""
     first = 0
-    for index, stop in enumerate(stops):
-        if index > first and stop - starts[first] > CACHED_BYTES:
+    for index, stop in enumerate(tensors.stops):
+        if index > first and stop - tensors.starts[first] > CACHED_BYTES:
             yield slice(first, index)
             first = index
-    if first < len(stops):
-        yield slice(first, len(stops))
+    if first < len(tensors.stops):
+        yield slice(first, len(tensors.stops))

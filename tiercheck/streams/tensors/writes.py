@@ -1,9 +1,10 @@
 """Who has written to tensors: seen by torch's counters of in-place writes, and by a few elements of each tensor.
 
 torch counts in-place writes to a tensor, but not those through ``.data``, nor those by code that knows its address. So
-some elements of each tensor (:data:`SAMPLES`, spread over it) are compared as well. A write that leaves all of them as
-they were, such as a clamp that few elements need, is not seen by a :class:`Watch`: :func:`contents` tells all bits, and
-is asked if a base is due (:class:`~tiercheck.streams.records.iteration.IterationStream`).
+some elements of each tensor (:data:`SAMPLES`, spread over it) are compared as well, and fewer of each if there are very
+many. A write that leaves all of them as they were, such as a clamp that few elements need, is not seen by a
+:class:`Watch`: :func:`contents` tells all bits, and is asked if a base is due
+(:class:`~tiercheck.streams.records.iteration.IterationStream`).
 
 The samples of all tensors on the host are taken by one call: a look at a tensor costs less than a microsecond, whatever
 its size.
@@ -26,6 +27,10 @@ __all__ = ["SAMPLES", "Unmoved", "Watch", "contents"]
 
 SAMPLES = {1: 16, 2: 4, 3: 3, 4: 2}
 """By the number of dimensions, the elements compared along each of them; of more dimensions the first of each."""
+SAMPLES_OF_MANY = {1: 4, 2: 2}
+"""The same if there are more than :data:`FEW` tensors. Each element is in a cache line of its own, so that 16 of each
+small tensor would be most of what training has."""
+FEW = 2048
 UNITS = (8, 4, 2, 1)
 """The bytes of what samples are read as: as many as divide the elements, and where these lie."""
 
@@ -97,7 +102,8 @@ class Watch:
             addresses = [each.data_ptr() for each in self._live]
             if addresses != self._addresses:
                 on_host = all(tensor.device.type == "cpu" for tensor in self._live)
-                self._samples = HostSamples(self._live) if on_host else DeviceSamples(self._live)
+                views = [picked(each, SAMPLES if len(self._live) <= FEW else SAMPLES_OF_MANY) for each in self._live]
+                self._samples = HostSamples(views) if on_host else DeviceSamples(views)
                 self._addresses = addresses
         samples = self._samples
         counted = writes_to(self._live, self._wrappers)
@@ -114,12 +120,12 @@ class HostSamples:
     would cost more time than its bytes. Whoever has this keeps the tensors, and asks only while they lie where they
     lay."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
         found: dict[int, list[NDArray[np.int64]]] = {unit: [] for unit in UNITS}
         self._units: list[int] = []
         self._counts: list[int] = []
-        for tensor in tensors:
-            unit, addresses = addresses_of(host_view(tensor))
+        for view in views:
+            unit, addresses = addresses_of(host_view(view))
             found[unit].append(addresses)
             self._units.append(unit)
             self._counts.append(addresses.size * unit)
@@ -140,8 +146,8 @@ class HostSamples:
 class DeviceSamples:
     """The picked elements of tensors of which some are on devices."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._views = [picked(tensor) for tensor in tensors]
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views = views
 
     def taken(self) -> Sequence[bytes]:
         return device_samples(self._views)
@@ -169,16 +175,15 @@ def reachable(unit: int, addresses: NDArray[np.int64]) -> tuple[NDArray[Any], ND
     return memory, (addresses - first) // unit
 
 
-def picked(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a few elements, spread over the tensor."""
-    most = SAMPLES.get(tensor.ndim, 1)
+def picked(tensor: torch.Tensor, samples: Mapping[int, int]) -> torch.Tensor:
+    """A view of a few elements, spread over the tensor: so many along each dimension, by their number."""
+    most = samples.get(tensor.ndim, 1)
     steps = [max(1, -(-size // most)) for size in tensor.shape]
     return tensor.detach()[tuple(slice(step // 2, None, step) for step in steps)]
 
 
-def host_view(tensor: torch.Tensor) -> NDArray[Any]:
+def host_view(view: torch.Tensor) -> NDArray[Any]:
     """The picked elements, live: in the dtype in which NumPy can hold their patterns."""
-    view = picked(tensor)
     stand_in = STAND_INS.get(view.dtype)
     return view.numpy() if stand_in is None else view.view(stand_in).numpy()
 

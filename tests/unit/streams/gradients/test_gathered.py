@@ -129,6 +129,28 @@ def test_a_gradient_whose_memory_holds_other_values_is_not_copied_from_there() -
     assert gathering.put({"weight": negated}, ShardWriter(memory, 1 << 12), 1) is None
 
 
+def test_gradients_that_are_not_like_the_last_ones_are_looked_at_anew() -> None:
+    """Of the same names: none is copied as if it were laid out as the one before."""
+    model = torch.nn.ParameterDict({"weight": torch.zeros(4, 6, dtype=torch.float64), "other": torch.zeros(3)})
+    stream = stream_of(model)
+    values = torch.randn(4, 6, dtype=torch.float64)
+    kinds = [
+        values.float(),
+        values.float().t().contiguous().t(),
+        values,
+        values.bfloat16(),
+        torch.randn(4, 12)[:, ::2],
+        torch.view_as_complex(torch.randn(4, 6, 2)).conj().imag,
+        values.float(),
+    ]
+    for version, each in enumerate(kinds, start=1):
+        content = record(stream, version, {"weight": each, "other": torch.ones(3)})
+        (read,) = read_differentials(parse(content), tier="memory://")
+        assert read.is_whole()
+        assert read.gradient("weight").dtype is each.dtype
+        assert torch.equal(read.gradient("weight"), each)
+
+
 def test_the_same_gradient_does_not_come_twice(model: Model, together: DifferentialStream) -> None:
     gradients = gradients_of(model, 7)
     with pytest.raises(SaveError, match="twice"):

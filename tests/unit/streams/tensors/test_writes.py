@@ -10,7 +10,7 @@ import torch
 from tests.training import Training, memory
 from tiercheck.hierarchy import Hierarchy
 from tiercheck.streams.tensors.as_bytes import counting_through
-from tiercheck.streams.tensors.writes import Unmoved, Watch, contents
+from tiercheck.streams.tensors.writes import FEW, Unmoved, Watch, contents
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "scalar": lambda: torch.tensor(1.5),
@@ -63,6 +63,15 @@ def test_of_many_tensors_those_that_were_rewritten_are_named() -> None:
         assert watched.written() == ()
         tensor.data.copy_(torch.zeros_like(tensor) if tensor.dtype is not torch.bool else torch.ones(40))
         assert watched.written() == (kind,)
+
+
+def test_of_very_many_tensors_each_is_looked_at() -> None:
+    held = {f"{index}": torch.zeros((5,) if index % 2 else (3, 4)) for index in range(FEW + 2)}
+    watched = watch(held)
+    for name in ("0", "1", str(FEW + 1)):
+        watched.mark()
+        held[name].data.fill_(1)
+        assert watched.written() == (name,)
 
 
 def test_tensors_that_are_said_to_lie_where_they_lay_are_not_asked_for_that() -> None:
