@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 
 import tiercheck
 from benchmarks.__main__ import parser
-from tiercheck.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -96,39 +94,6 @@ def undocumented_methods(owner: type) -> list[str]:
         for name, value in vars(owner).items()
         if inspect.isfunction(value) and not name.startswith("_") and not inspect.getdoc(getattr(owner, name))
     ]
-
-
-def test_the_reference_names_every_public_name() -> None:
-    reference = (ROOT / "docs" / "reference.md").read_text()
-    missing = [name for name in tiercheck.__all__ if f"`{name}" not in reference]
-    missing += [name for name in tiercheck.errors.__all__ if f"`{name}`" not in reference]
-    assert not missing
-
-
-def test_the_reference_names_every_option_and_every_driver() -> None:
-    from dataclasses import fields
-
-    from tiercheck.config import CheckpointConfig
-    from tiercheck.streams.codecs import codec_names
-    from tiercheck.tiers import registry
-
-    reference = (ROOT / "docs" / "reference.md").read_text()
-    wanted = [each.name for each in fields(CheckpointConfig)] + codec_names()
-    assert not [name for name in wanted if f"`{name}`" not in reference]
-    documented = set(re.findall(r"^\| \[?`([a-z0-9]+)(?:\+PROTOCOL)?://", reference, re.MULTILINE))
-    assert documented == {scheme for scheme, provider in registry.schemes().items() if provider == "tiercheck"}
-
-
-def test_the_reference_names_every_command_and_its_options() -> None:
-    reference = (ROOT / "docs" / "reference.md").read_text()
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
-    rows = {match[1]: match[0] for match in re.finditer(r"^\| `tiercheck (\w+).*", reference, re.MULTILINE)}
-    assert not commands.keys() - rows.keys()
-    for name, command in commands.items():
-        visible = [each for each in command.params if not getattr(each, "hidden", False)]
-        named = [[*each.opts, *each.secondary_opts] for each in visible if each.opts[0].startswith("--")]
-        missing = [opts for opts in named if not any(re.search(rf"{opt}(?![-\w])", rows[name]) for opt in opts)]
-        assert not missing, f"the row of tiercheck {name} lacks {missing}"
 
 
 def test_the_index_names_every_decision_by_its_title() -> None:
