@@ -183,9 +183,9 @@ class HostMover:
     def conflict(self) -> JobConflict | None:
         return self._mover.conflict if self._mover else None
 
-    def nudge(self) -> None:
+    def nudge(self, *, hurry_s: float = 0.0) -> None:
         if self._mover is not None:
-            self._mover.nudge()
+            self._mover.nudge(hurry_s=hurry_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mover, name)

@@ -33,7 +33,7 @@ class Backlog:
         tier: OpenTier,
         mover: MoverHandle,
         scheduler: Scheduler,
-        nudge: Callable[[], None],
+        hurry: Callable[[], None],
         *,
         saves: Saves,
         modes: Modes,
@@ -47,7 +47,7 @@ class Backlog:
         self._tier = tier
         self._mover = mover
         self._scheduler = scheduler
-        self._nudge = nudge
+        self._hurry = hurry
         self._saves = saves
         self._modes = modes
         self._rank = rank
@@ -75,7 +75,7 @@ class Backlog:
         deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._deadline_s
         room.on(RoomEvent.ASKED)
         began = nudged = self._scheduler.time()
-        self._nudge()
+        self._hurry()
         try:
             while (held := await self._held(records_max)) >= records_max:
                 status, now = self._mover.status, self._scheduler.time()
@@ -90,7 +90,7 @@ class Backlog:
                         f"{deadline_s:g} s none could go: {why}"
                     )
                 if now - nudged >= NUDGE_S:
-                    self._nudge()
+                    self._hurry()
                     nudged = now
                 await self._scheduler.sleep(LOOK_S)
         finally:

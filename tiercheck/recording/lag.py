@@ -33,7 +33,7 @@ class LagBound:
         hierarchy: OpenHierarchy,
         mover: MoverHandle,
         scheduler: Scheduler,
-        nudge: Callable[[], None],
+        hurry: Callable[[], None],
         *,
         saves: Saves,
         modes: Modes,
@@ -44,7 +44,7 @@ class LagBound:
         self._urls = {tier.name: tier.driver.url for tier in hierarchy.tiers[1:]}
         self._mover = mover
         self._scheduler = scheduler
-        self._nudge = nudge
+        self._hurry = hurry
         self._saves = saves
         self._room = modes.lag_room
         self._rank = rank
@@ -71,7 +71,7 @@ class LagBound:
         self._room.on(RoomEvent.ASKED)
         began = nudged = self._scheduler.time()
         told = False
-        self._nudge()
+        self._hurry()
         try:
             while lagging := self._lagging(version):
                 now = self._scheduler.time()
@@ -84,7 +84,7 @@ class LagBound:
                     told = True
                     log.warning("training waits: %s", self._said(version, lagging))
                 if now - nudged >= NUDGE_S:
-                    self._nudge()
+                    self._hurry()
                     nudged = now
                 await self._scheduler.sleep(LOOK_S)
         finally:

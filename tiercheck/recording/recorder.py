@@ -36,6 +36,9 @@ __all__ = ["Recorder"]
 
 log = logging.getLogger(__name__)
 
+HURRY_S = 10.0
+"""Training that waits for the tiers says so each half second, and an agent hears of it about once a second."""
+
 
 @dataclass
 class _OpenRecord:
@@ -126,7 +129,7 @@ class Recorder:
             hierarchy.first,
             mover,
             scheduler,
-            self._nudge,
+            self._hurry,
             saves=self._saves,
             modes=self._modes,
             rank=rank,
@@ -139,7 +142,7 @@ class Recorder:
             hierarchy,
             mover,
             scheduler,
-            self._nudge,
+            self._hurry,
             saves=self._saves,
             modes=self._modes,
             rank=rank,
@@ -417,6 +420,10 @@ class Recorder:
     def _nudge(self) -> None:
         self._scheduler.start(_nudge(self._mover))
 
+    def _hurry(self) -> None:
+        """Training waits for the tiers, and says so again meanwhile."""
+        self._scheduler.start(_nudge(self._mover, HURRY_S))
 
-async def _nudge(mover: MoverHandle) -> None:
-    mover.nudge()
+
+async def _nudge(mover: MoverHandle, hurry_s: float = 0.0) -> None:
+    mover.nudge(hurry_s=hurry_s)

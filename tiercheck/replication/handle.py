@@ -9,7 +9,10 @@ from typing import Protocol
 from tiercheck.errors import JobConflict
 from tiercheck.policy.recovery.spans import Span
 
-__all__ = ["MoverHandle", "MoverStatus"]
+__all__ = ["HURRY_S_MAX", "MoverHandle", "MoverStatus"]
+
+HURRY_S_MAX = 60.0
+"""Whoever waits for longer says so again: nobody takes it back if the process that waits dies."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ class MoverHandle(Protocol):
         """Why the mover has stopped for good: a newer generation has opened."""
         ...
 
-    def nudge(self) -> None: ...
+    def nudge(self, *, hurry_s: float = 0.0) -> None:
+        """Something changed: look soon. ``hurry_s``: somebody waits for the tiers, so that for so many seconds no pace
+        need hold a copy back; :data:`HURRY_S_MAX` at most."""
+        ...
 
     async def run(self) -> None: ...
 

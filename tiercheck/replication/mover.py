@@ -137,8 +137,9 @@ class Mover:
         seen, listed = self._observer.seen(), self._observer.listed
         return [(role, seen.contents[role.index] if listed(role.index) else None) for role in seen.roles]
 
-    def nudge(self) -> None:
-        """Something changed: look soon instead of at the next regular look."""
+    def nudge(self, *, hurry_s: float = 0.0) -> None:
+        """As of :class:`MoverHandle`."""
+        self._pacer.hurry(hurry_s)
         self._nudge(self._idle)
 
     async def run(self) -> None:

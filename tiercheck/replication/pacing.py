@@ -15,6 +15,7 @@ from tiercheck.policy.guard import ask_pacing
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases, own_differentials
 from tiercheck.policy.policies import Copying, PacingPolicy, Unpaced
+from tiercheck.replication.handle import HURRY_S_MAX
 from tiercheck.replication.refusals import Refusals
 from tiercheck.runtime.turns import in_turns
 
@@ -47,12 +48,14 @@ class Pacer:
         self._seen = seen
         self._waiting = 0
         """How many calls wait until everything, or one more base, is where it belongs."""
+        self._hurry_until = -math.inf
+        """Until then (seconds of the event loop) training waits, as a nudge has said."""
         self._debts: defaultdict[int, _Debt] = defaultdict(_Debt)
         """By tier index."""
         self._passing: Counter[int] = Counter()
         """By tier index, how many differentials are being copied."""
-        self._changed = asyncio.Condition()
-        """Notified when a differential has been copied, and when somebody begins to wait."""
+        self._changed = asyncio.Event()
+        """Set, and replaced by a new one, when a differential has been copied, and when somebody begins to wait."""
         self._newest: tuple[int, float] | None = None
         """The newest version seen so far, and when (seconds of the event loop)."""
         self._version_s: float | None = None
@@ -63,10 +66,16 @@ class Pacer:
         """A context in which somebody waits until everything, or one more base, is where it belongs."""
         self._waiting += 1
         try:
-            await self._tell()
+            self._tell()
             yield
         finally:
             self._waiting -= 1
+
+    def hurry(self, seconds: float) -> None:
+        """For so long (:data:`HURRY_S_MAX` at most) somebody waits."""
+        if seconds > 0:
+            self._hurry_until = max(self._hurry_until, _now() + min(seconds, HURRY_S_MAX))
+            self._tell()
 
     @asynccontextmanager
     async def copying(self, tier: OpenTier, key: ShardKey, nbytes: int) -> AsyncIterator[None]:
@@ -81,7 +90,7 @@ class Pacer:
                 yield
             finally:
                 self._passing[tier.index] -= 1
-                await self._tell()
+                self._tell()
         else:
             with in_turns(turns):
                 yield
@@ -90,9 +99,8 @@ class Pacer:
     async def turn(self, turns: _Turns, nbytes: int) -> None:
         """Wait until the next part of a base, of so many bytes, may go."""
         index, began = turns.tier.index, _now()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PART_S_MAX), self._changed:
-                await self._changed.wait_for(lambda: not self._passing[index])
+        while self._passing[index] and (left_s := began + PART_S_MAX - _now()) > 0:
+            await self._change(left_s)
         await self._until_paid(turns, began + PART_S_MAX)
         self._pay(turns, nbytes, began)
         turns.left = max(0, turns.left - nbytes)
@@ -104,9 +112,7 @@ class Pacer:
             pause_s = min(until, debt.paid_at) - _now()
             if pause_s < PAUSE_S_MIN:
                 return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(pause_s, PART_S_MAX)), self._changed:
-                    await self._changed.wait()
+            await self._change(min(pause_s, PART_S_MAX))
         debt.forgive(turns.key.stream)
 
     def _pay(self, turns: _Turns, nbytes: int, began: float) -> None:
@@ -117,9 +123,15 @@ class Pacer:
         else:
             debt.add(stream, began, nbytes / rate)
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _change(self, within_s: float) -> None:
+        """Wait for one, but no longer than that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
 
     def _rate(self, turns: _Turns) -> float | None:
         """Bytes a second, as the policy says now; ``None``: as fast as the tier takes them."""
@@ -140,7 +152,7 @@ class Pacer:
             interval,
             key.first // interval * interval + interval - newest,
             self._version_s,
-            self._waiting > 0,
+            self._waiting > 0 or _now() < self._hurry_until,
         )
         rate, refusal = ask_pacing(self._policy, copying)
         self._refusals.note(f"pacing of {tier.name}", [] if refusal is None else [refusal])

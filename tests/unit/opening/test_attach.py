@@ -373,7 +373,7 @@ class InSession:
         return []
 
     def mover(self, job: Any, first: Any) -> Any:
-        return SimpleNamespace(conflict=None, nudge=lambda: None)
+        return SimpleNamespace(conflict=None, nudge=lambda **_: None)
 
     async def register(self) -> None:
         if self.rank == 1:

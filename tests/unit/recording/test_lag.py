@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.processes import until
 from tests.training import Training
 from tiercheck.errors import ConfigurationError, SaveError, Transient
 from tiercheck.hierarchy import Hierarchy, Tier
+from tiercheck.policy.policies import Copying, PacingPolicy, Policies
 from tiercheck.recording import lag
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.wrappers.base import Call, Operation
@@ -60,6 +62,25 @@ def test_training_waits_by_name_for_a_tier_that_lags_too_far(
         checkpointer.flush()
         assert checkpointer.stats.failed_saves == 1
     checkpointer.abort()
+
+
+@dataclass(frozen=True)
+class UntilAwaited(PacingPolicy):
+    """A byte a second, unless somebody waits."""
+
+    def bytes_per_s(self, seen: Copying) -> float | None:
+        return None if seen.awaited else 1.0
+
+
+def test_a_pace_keeps_no_training_that_waits(tmp_path: Path) -> None:
+    training = Training()
+    tiers = Hierarchy.of(f"memory://pace-{tmp_path.name}", f"nvme://{tmp_path}/run?survives=rack")
+    options = {"base_every": 50, "batch": 1, "lag_max": 4, "deadline_s": 60.0}
+    checkpointer = training.attach(tiers, policies=Policies(pacing=UntilAwaited()), **options)
+    for version in range(1, 31):
+        training.step(version)
+    assert checkpointer.stats.mover.lag_versions["nvme"] <= 4
+    checkpointer.close()
 
 
 def test_a_bound_that_no_batch_fits_is_refused(tmp_path: Path) -> None:

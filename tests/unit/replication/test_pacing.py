@@ -20,6 +20,7 @@ from tiercheck.policy.observation import Contents, Observation, Role
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import BytesPerSecond, Copying, PacingPolicy, Spread, Unpaced
 from tiercheck.policy.watermark import Retention
+from tiercheck.replication.handle import HURRY_S_MAX
 from tiercheck.replication.mover import Mover
 from tiercheck.replication.pacing import PART_S_MAX, Pacer
 from tiercheck.replication.refusals import Refusals
@@ -183,8 +184,17 @@ def test_a_base_that_is_spread_makes_no_burst_and_is_there_before_the_next_one_i
     assert slow.most(1.0) <= 1.5 * BASE_NBYTES / 15
 
 
+async def nudged(mover: Mover) -> None:
+    """As training that waits before a tier lags too far, or for room for one more differential."""
+    while mover.status.undrained_bases:
+        mover.nudge(hurry_s=2.0)
+        await asyncio.sleep(0.5)
+
+
 @pytest.mark.parametrize(
-    "wait", [lambda mover: mover.drain(100, closing=True), lambda mover: mover.cycle()], ids=["a flush", "a cycle"]
+    "wait",
+    [lambda mover: mover.drain(100, closing=True), lambda mover: mover.cycle(), nudged],
+    ids=["a flush", "a cycle", "nudges"],
 )
 def test_who_waits_for_the_tiers_is_not_kept_by_the_pace(wait: Callable[[Mover], Awaitable[object]]) -> None:
     slow = trained(Spread(), 50_000, 22, wait)
@@ -209,7 +219,10 @@ class UntilAwaited(PacingPolicy):
 @pytest.mark.parametrize(
     ("policy", "begins"), [(UntilAwaited(), 1.0), (BytesPerSecond("memory-2", 10), 50.0)], ids=["asks", "does not ask"]
 )
-def test_who_begins_to_wait_ends_a_pause_if_the_policy_says_so(policy: PacingPolicy, begins: float) -> None:
+@pytest.mark.parametrize("by_nudge", [False, True])
+def test_who_begins_to_wait_ends_a_pause_if_the_policy_says_so(
+    policy: PacingPolicy, begins: float, by_nudge: bool
+) -> None:
     """At once, and not at the next look."""
 
     async def send() -> float:
@@ -225,10 +238,30 @@ def test_who_begins_to_wait_ends_a_pause_if_the_policy_says_so(policy: PacingPol
 
         copying = asyncio.create_task(copy())
         await asyncio.sleep(1)
+        if by_nudge:
+            pacer.hurry(5)
+            return await copying
         async with pacer.hurrying():
             return await copying
 
     assert virtual_time.run(send()) == begins
+
+
+def test_a_hurry_ends_by_itself() -> None:
+    """Whoever waited may be dead."""
+
+    async def send() -> list[float]:
+        nothing = Observation(ROLES, (Contents(), Contents()), 0, 1, 1, FIRST)
+        pacer, target = Pacer(UntilAwaited(), Refusals(), Placement(), lambda: nothing), tier()
+        clock, found = asyncio.get_running_loop().time, list[float]()
+        pacer.hurry(1e9)
+        for sending_s in (0.0, HURRY_S_MAX, 0.0):
+            async with pacer.copying(target, base(1), 500):
+                found.append(clock())
+                await asyncio.sleep(sending_s)
+        return found
+
+    assert virtual_time.run(send()) == [0, 0, HURRY_S_MAX]
 
 
 def test_a_base_that_is_late_waits_for_nothing_that_is_owed() -> None:

@@ -21,8 +21,8 @@ from tiercheck.agent.protocol.messages import (
     RoomForBase,
 )
 from tiercheck.errors import JobConflict, NotFound, TierCheckError
+from tiercheck.replication.handle import HURRY_S_MAX, MoverStatus
 from tiercheck.replication.job import ReplicationJob
-from tiercheck.replication.mover import MoverStatus
 from tiercheck.tiers.driver import TierDriver
 
 __all__ = ["RemoteMover"]
@@ -55,6 +55,8 @@ class RemoteMover:
         self._status = MoverStatus()
         self._conflict: JobConflict | None = None
         self._nudged = asyncio.Event()
+        self._hurry_s = 0.0
+        """Of the nudges that the agent was not told of yet, the longest."""
 
     @property
     def status(self) -> MoverStatus:
@@ -91,8 +93,9 @@ class RemoteMover:
         """
         await self._client.withdraw(*self._who, deadline_s=deadline_s)
 
-    def nudge(self) -> None:
-        """Something changed: the agent is told so soon."""
+    def nudge(self, *, hurry_s: float = 0.0) -> None:
+        """As :class:`tiercheck.replication.mover.MoverHandle` has it. The agent is told soon."""
+        self._hurry_s = max(self._hurry_s, min(hurry_s, HURRY_S_MAX))
         self._nudged.set()
 
     async def run(self) -> None:
@@ -101,7 +104,8 @@ class RemoteMover:
             try:
                 await self._ask(Look(min(LOOK_S, self._deadline_s), *self._who))
                 if await self._nudged_within(REFRESH_S):
-                    await self._client.tell(Nudge(0.0, *self._who))
+                    hurry_s, self._hurry_s = self._hurry_s, 0.0
+                    await self._client.tell(Nudge(0.0, *self._who, hurry_s))
             except JobConflict as conflict:
                 self._conflict = conflict
             except TierCheckError as error:

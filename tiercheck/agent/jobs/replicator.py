@@ -162,9 +162,9 @@ class RankReplicator:
         if self._life.state is State.RESTING:
             self._on(Event.HEARD)
 
-    def nudge(self) -> None:
+    def nudge(self, *, hurry_s: float = 0.0) -> None:
         if self._mover is not None:
-            self._mover.nudge()
+            self._mover.nudge(hurry_s=hurry_s)
 
     async def pause(self, deadline_s: float) -> None:
         """Stop moving for as long as the rank's trainer recovers: on return nothing moves. What was being done is

@@ -32,7 +32,7 @@ from tiercheck.format.host_state import Limits
 from tiercheck.keys import VERSION_MAX
 from tiercheck.policy.folding import DUE_MAX
 from tiercheck.policy.recovery.agreement import NO_MARK
-from tiercheck.replication.mover import MoverStatus
+from tiercheck.replication.handle import HURRY_S_MAX, MoverStatus
 from tiercheck.schema import Count, Generation, Text, Version
 from tiercheck.schema import Rank as RankNumber
 from tiercheck.types import Buffer, shown
@@ -177,6 +177,9 @@ class Withdraw(JobRequest):
 @dataclass(frozen=True)
 class Nudge(JobRequest):
     """Something was captured. Wants no reply."""
+
+    hurry_s: Annotated[float, Meta(ge=0, le=HURRY_S_MAX)] = 0.0
+    """Somebody waits for the tiers: for so long no pace need hold a copy back."""
 
 
 @dataclass(frozen=True)

@@ -342,8 +342,8 @@ class Agent:
             raise
         result = False
         match request:
-            case Nudge():
-                replicator.nudge()
+            case Nudge(hurry_s=hurry_s):
+                replicator.nudge(hurry_s=hurry_s)
             case Pause():
                 await replicator.pause(deadline_s)
             case Agree(mark=mark):

@@ -65,6 +65,7 @@ REQUESTS = (
     Pause(1.0, "shm://x", 3),
     Withdraw(1.0, "shm://x", 3, 2),
     Nudge(0.0, "shm://x", 3, 2),
+    Nudge(0.0, "shm://x", 3, 2, hurry_s=10.0),
     Look(1.0, "shm://x", 3, 2),
     MakeRoom(300.0, "shm://x", 3, 2),
     Agree(1.0, "shm://x", 3, 2, 40),

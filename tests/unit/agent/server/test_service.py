@@ -37,6 +37,7 @@ from tiercheck.policy.recovery.lineage import Branch, LineageRecord
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.replication.objects.records import seal, unseal
+from tiercheck.replication.pacing import Pacer
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.tiers.driver import TierDriver
 from tiercheck.tiers.posix.file_driver import FileDriver
@@ -117,6 +118,22 @@ async def test_what_is_nominated_is_moved(node: Node) -> None:
         assert str(ShardKey.differential(1, 3, 3, 0)) in await held(hierarchy)
         moving: MoverHandle = mover
         assert moving.conflict is None
+
+
+async def test_a_trainer_that_waits_for_the_tiers_ends_a_pause_of_copies(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, told = node.job(node.shm()), list[float]()
+    monkeypatch.setattr(Pacer, "hurry", lambda _, seconds: told.extend([seconds] if seconds else []))
+    async with running(node), trainer(node, job) as (mover, *_):
+        await mover.register()
+        await mover.cycle()  # its tiers are open
+        mover.nudge(hurry_s=7.0)
+        mover.nudge()
+        life = asyncio.create_task(mover.run())
+        await until(lambda: bool(told), "the nudge")
+        life.cancel()
+    assert told == [7.0]
 
 
 async def test_what_a_trainer_asks_each_second_makes_no_driver(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
