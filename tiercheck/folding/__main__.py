@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from tiercheck.folding.launch import Launch, SocketChannel
-from tiercheck.folding.messages import Place
+from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.server import FoldServer
 from tiercheck.hierarchy import OpenTier
 from tiercheck.replication.folds import Folds, FoldsHere
@@ -69,10 +69,10 @@ async def live(launch: Launch) -> None:
 
 
 @asynccontextmanager
-async def folds_at(executor: Executor, place: Place) -> AsyncIterator[Folds]:
-    shards = await asyncio.get_running_loop().run_in_executor(executor, replays, place.certified)
-    async with make_driver(place.url) as driver:
-        yield FoldsHere(shards, OpenTier(0, place.name, driver), executor)
+async def folds_at(executor: Executor, target: FoldTarget) -> AsyncIterator[Folds]:
+    shards = await asyncio.get_running_loop().run_in_executor(executor, replays, target.certified)
+    async with make_driver(target.url) as driver:
+        yield FoldsHere(shards, OpenTier(0, target.name, driver), executor)
 
 
 def replays(certified: bool) -> FoldShards:

@@ -18,12 +18,13 @@ __all__ = [
     "FRAME_BYTES_MAX",
     "Answer",
     "Ask",
+    "Begun",
     "Cancel",
     "Channel",
     "Done",
     "Failed",
+    "FoldTarget",
     "MayPublish",
-    "Place",
     "Prepare",
     "Replay",
     "Request",
@@ -37,7 +38,7 @@ __all__ = [
 FRAME_BYTES_MAX = 64 << 20
 
 
-class Place(Struct, frozen=True):
+class FoldTarget(Struct, frozen=True):
     """A first tier, and how its bases are folded."""
 
     url: str
@@ -48,12 +49,12 @@ class Place(Struct, frozen=True):
 
 
 class Prepare(Struct, frozen=True, tag=True):
-    place: Place
+    target: FoldTarget
     base: str
 
 
 class Replay(Struct, frozen=True, tag=True):
-    place: Place
+    target: FoldTarget
     base: str
     differentials: tuple[str, ...]
     version: int
@@ -83,6 +84,12 @@ class Cancel(Struct, frozen=True, tag=True):
 # What the process says
 
 
+class Begun(Struct, frozen=True, tag=True):
+    """The work is no longer queued behind other work."""
+
+    id: int
+
+
 class MayPublish(Struct, frozen=True, tag=True):
     """Whether the base is wanted still. Nothing is published without a :class:`Verdict`."""
 
@@ -109,7 +116,7 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 Request = Ask | Verdict | Cancel
-Answer = MayPublish | Done | Failed
+Answer = Begun | MayPublish | Done | Failed
 
 _requests = msgspec.msgpack.Decoder(Request)
 _answers = msgspec.msgpack.Decoder(Answer)

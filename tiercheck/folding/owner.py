@@ -11,19 +11,20 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tiercheck.errors import Transient
 from tiercheck.folding.messages import (
     Answer,
     Ask,
+    Begun,
     Cancel,
     Channel,
     Done,
     Failed,
+    FoldTarget,
     MayPublish,
-    Place,
     Prepare,
     Replay,
     Verdict,
@@ -34,6 +35,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
 from tiercheck.replication.folds import Folds, Made, Outcome, Refused, Superfluous, Wanted
 from tiercheck.runtime.backoff import Backoff
+from tiercheck.runtime.waiting import settled
 
 __all__ = ["FoldProcess", "FoldProcessEnded", "StartProcess", "StartedProcess"]
 
@@ -41,16 +43,26 @@ log = logging.getLogger(__name__)
 
 ENDS_MAX = 4
 """So many ends of the process in a row under one rank's work: then its bases are captured."""
+WHAT_TO_DO = (
+    "see the log of the agent, or of the trainer if there is none, and whether the system has ended it for lack of memory: "
+    "then let fewer folds run at a time (--fold-threads, TIERCHECK_FOLD_THREADS). The next start folds again"
+)
 AGAIN = Backoff(0.5, 30.0)
 IDLE_S = 900.0
 """After so long without work it is ended, and its memory is free."""
 WORK_S_MAX = 3600.0
-"""A process that has not answered after so long is ended."""
+"""A process that has not answered so long after it has begun is ended."""
+QUEUE_S_MAX = 3600.0
+"""Work that has not begun after so long, behind that of other ranks, is put off, and asked for again."""
 CANCEL_S_MAX = 10.0
 
 
 class FoldProcessEnded(Transient):
-    """The process that folds has ended under the work."""
+    """The process that folds has ended under the work. ``blamed``: that work may be why."""
+
+    def __init__(self, message: str, *, blamed: bool = True) -> None:
+        super().__init__(message)
+        self.blamed = blamed
 
 
 class StartedProcess(Channel, Protocol):
@@ -68,6 +80,16 @@ StartProcess = Callable[[], Awaitable[StartedProcess]]
 """Errors: ``OSError``."""
 
 
+@dataclass
+class _Work:
+    """What was asked of the process."""
+
+    what: str
+    begun: bool = False
+    answers: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
+    """``None``: the process has ended."""
+
+
 class _Life:
     """One start of the process."""
 
@@ -77,76 +99,94 @@ class _Life:
         """How it has ended."""
         self.ended_at = 0.0
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Queue[Answer | None]] = {}
+        self._works: dict[int, _Work] = {}
+        self._begun_at_the_end = False
+        """Something was being done when it ended."""
         self._reading = asyncio.create_task(self._read(), name="what the fold process says")
 
     @property
     def idle(self) -> bool:
-        return not self._answers
+        return not self._works
 
-    async def ask(self, work: Prepare | Replay, wanted: Wanted) -> Outcome:
-        number, answers = next(self._numbers), asyncio.Queue[Answer | None]()
-        self._answers[number] = answers
-        self.process.send(pack(Ask(number, work)))
+    async def ask(self, ask: Prepare | Replay, wanted: Wanted) -> Outcome:
+        number, work = next(self._numbers), _Work(f"base {ask.base} of {ask.target.url}")
+        self._works[number] = work
+        self.process.send(pack(Ask(number, ask)))
         try:
-            async with asyncio.timeout(WORK_S_MAX):
-                answer = await self._final(number, answers, wanted)
-        except TimeoutError:
-            await self.end(f"it was ended, since it had not answered for {WORK_S_MAX:g} s")
-            raise FoldProcessEnded(self.ended) from None
+            answer = await self._answered(number, work, wanted)
         except BaseException:
-            await self._cancel(number, answers)
+            await settled(self._break_off(number, work))
             raise
         finally:
-            del self._answers[number]
+            del self._works[number]
         if answer is None:
-            raise FoldProcessEnded(self.ended)
+            raise FoldProcessEnded(self.ended, blamed=work.begun or not self._begun_at_the_end)
         if isinstance(answer, Failed):
             raise answer.error()
         return answer.outcome
 
     async def end(self, why: str = "") -> None:
-        """Idempotent."""
-        how = await self.process.end()
+        """On return the process is dead, also if the caller is cancelled meanwhile. Idempotent."""
+        how = await settled(self.process.end())
         if not self.ended:
             self.ended = f"the process that folds ({self.process.pid}) has ended: {why or how}"
             self.ended_at = _now()
-        for answers in self._answers.values():
-            answers.put_nowait(None)
+            self._begun_at_the_end = any(work.begun for work in self._works.values())
+        for work in self._works.values():
+            work.answers.put_nowait(None)
         if asyncio.current_task() is not self._reading:
             self._reading.cancel()
 
-    async def _final(self, number: int, answers: asyncio.Queue[Answer | None], wanted: Wanted) -> Done | Failed | None:
-        """``None``: the process has ended."""
-        while isinstance(answer := await answers.get(), MayPublish):
-            self.process.send(pack(Verdict(number, await wanted())))
-        return answer
+    async def _answered(self, number: int, work: _Work, wanted: Wanted) -> Done | Failed | None:
+        """Once it has begun, and then once it is done. ``None``: the process has ended. Errors: ``Transient`` if it has
+        not begun in time; those of ``wanted``."""
+        try:
+            async with asyncio.timeout(QUEUE_S_MAX) as queued:
+                answer = await work.answers.get()
+        except TimeoutError:
+            if not queued.expired():
+                raise
+            raise Transient(self._said_of_the_queue(work)) from None
+        if not isinstance(answer, Begun):
+            assert not isinstance(answer, MayPublish), "what has not begun publishes nothing"
+            return answer
+        try:
+            async with asyncio.timeout(WORK_S_MAX) as working:
+                while isinstance(answer := await work.answers.get(), Begun | MayPublish):
+                    self.process.send(pack(Verdict(number, await wanted())))
+                return answer
+        except TimeoutError:
+            if not working.expired():
+                raise
+            await self.end(f"it was ended, since it had not answered for {WORK_S_MAX:g} s")
+            return None
 
-    async def _cancel(self, number: int, answers: asyncio.Queue[Answer | None]) -> None:
+    def _said_of_the_queue(self, waiting: _Work) -> str:
+        others = "; ".join(work.what for work in self._works.values() if work.begun)
+        return (
+            f"{waiting.what} has waited {QUEUE_S_MAX:g} s for its turn: process {self.process.pid} folds "
+            f"{others or 'nothing'} still; give folds more threads (--fold-threads, TIERCHECK_FOLD_THREADS)"
+        )
+
+    async def _break_off(self, number: int, work: _Work) -> None:
         """On return nothing of it is published any more."""
         if self.ended:
             return
         self.process.send(pack(Cancel(number)))
-
-        async def over() -> None:
-            while not isinstance(await answers.get(), Done | Failed | None):
-                pass
-
-        waiting = asyncio.ensure_future(over())
-        until = _now() + CANCEL_S_MAX
-        while not waiting.done() and _now() < until:
-            with suppress(asyncio.CancelledError):  # the first one is raised anyway
-                await asyncio.wait({waiting}, timeout=until - _now())
-        if not waiting.done():
-            waiting.cancel()
+        try:
+            async with asyncio.timeout(CANCEL_S_MAX):
+                while not isinstance(await work.answers.get(), Done | Failed | None):
+                    pass
+        except TimeoutError:
             await self.end(f"it was ended, since it did not break a fold off within {CANCEL_S_MAX:g} s")
 
     async def _read(self) -> None:
         try:
             while True:
                 answer = read_answer(await self.process.receive())
-                if (answers := self._answers.get(answer.id)) is not None:
-                    answers.put_nowait(answer)
+                if (work := self._works.get(answer.id)) is not None:
+                    work.begun = True
+                    work.answers.put_nowait(answer)
         except (EOFError, ValueError) as error:
             await self.end(str(error))
 
@@ -163,14 +203,16 @@ class FoldProcess:
         """In a row, without a base in between."""
         self._start_at = 0.0
         self._idle: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
+        """An idle one is being ended."""
 
     @property
     def pid(self) -> int | None:
         """``None`` if none runs."""
         return None if self._life is None or self._life.ended else self._life.process.pid
 
-    def at(self, place: Place) -> Folds:
-        return _FoldsAt(self, place)
+    def at(self, target: FoldTarget) -> Folds:
+        return _FoldsAt(self, target)
 
     async def ask(self, work: Prepare | Replay, wanted: Wanted) -> Outcome:
         """Errors: :class:`FoldProcessEnded`; ``Transient`` if it is not to be started again yet; what the work has
@@ -194,6 +236,8 @@ class FoldProcess:
         async with self._starting:
             if self._life is not None:
                 await self._life.end()
+        if self._ending is not None:
+            await settled(self._ending)
 
     async def _running(self) -> _Life:
         async with self._starting:
@@ -228,9 +272,9 @@ class FoldProcess:
 class _FoldsAt:
     """One rank's folds in that process. See :class:`~tiercheck.replication.folds.Folds`."""
 
-    def __init__(self, process: FoldProcess, place: Place) -> None:
+    def __init__(self, process: FoldProcess, target: FoldTarget) -> None:
         self._process = process
-        self._place = place
+        self._target = target
         self._ends = 0
 
     @property
@@ -242,11 +286,11 @@ class _FoldsAt:
         async def wanted() -> bool:
             return False  # nothing is to be published
 
-        return await self._asked(Prepare(self._place, str(base)), wanted)
+        return await self._asked(Prepare(self._target, str(base)), wanted)
 
     async def fold(self, fold: Fold, wanted: Wanted) -> Outcome:
         differentials = tuple(map(str, fold.differentials))
-        outcome = await self._asked(Replay(self._place, str(fold.base), differentials, fold.version), wanted)
+        outcome = await self._asked(Replay(self._target, str(fold.base), differentials, fold.version), wanted)
         if isinstance(outcome, Made | Superfluous):
             self._ends = 0
         return outcome
@@ -255,10 +299,11 @@ class _FoldsAt:
         try:
             return await self._process.ask(work, wanted)
         except FoldProcessEnded as error:
-            self._ends += 1
+            self._ends += error.blamed
             if self._ends < ENDS_MAX:
                 raise
-            return Refused(f"{error.message}; that was end {self._ends} in a row", until_captured=False)
+            why = f"{error.message}; that was end {self._ends} in a row under folds of {self._target.url}"
+            return Refused(f"{why}; {WHAT_TO_DO}", until_captured=False)
 
 
 def _now() -> float:

@@ -14,11 +14,12 @@ from tiercheck.errors import ConfigurationError, TierError
 from tiercheck.folding.messages import (
     Answer,
     Ask,
+    Begun,
     Cancel,
     Channel,
     Done,
+    FoldTarget,
     MayPublish,
-    Place,
     Prepare,
     Replay,
     Request,
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 END_S_MAX = 3.0
 """What is broken off at the end may take so long."""
-OpenFolds = Callable[[Place], AbstractAsyncContextManager[Folds]]
+OpenFolds = Callable[[FoldTarget], AbstractAsyncContextManager[Folds]]
 """Opens a first tier for one piece of work: nothing is held there between folds. Errors: ``NotExact`` if nothing can be
 folded in this process; ``TierError``; ``ConfigurationError``."""
 
@@ -55,7 +56,7 @@ class FoldServer:
         self._channel = channel
         self._opens = opens
         self._free = asyncio.Semaphore(at_once)
-        self._prepared: set[Place] = set()
+        self._prepared: set[FoldTarget] = set()
         self._under_way: dict[int, _Work] = {}
 
     async def serve(self) -> None:
@@ -106,13 +107,15 @@ class FoldServer:
             self._channel.send(pack(MayPublish(ask.id)))
             return await self._under_way[ask.id].verdicts.get()
 
-        async with self._free, self._opens(work.place) as folds:
-            if work.place not in self._prepared or isinstance(work, Prepare):
-                outcome = await folds.prepare(_shard(work.base))
-                if not isinstance(outcome, Ready) or isinstance(work, Prepare):
-                    return outcome
-                self._prepared.add(work.place)
-            return await folds.fold(_fold(work), wanted)
+        async with self._free:
+            self._channel.send(pack(Begun(ask.id)))
+            async with self._opens(work.target) as folds:
+                if work.target not in self._prepared or isinstance(work, Prepare):
+                    outcome = await folds.prepare(_shard(work.base))
+                    if not isinstance(outcome, Ready) or isinstance(work, Prepare):
+                        return outcome
+                    self._prepared.add(work.target)
+                return await folds.fold(_fold(work), wanted)
 
 
 def _fold(work: Replay) -> Fold:

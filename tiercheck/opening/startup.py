@@ -19,7 +19,7 @@ from tiercheck.agent.client.node_agent import FindAgent, NodeAgent
 from tiercheck.agent.jobs.job_store import as_agent_opens
 from tiercheck.config import CheckpointConfig, int_of
 from tiercheck.errors import ConfigurationError, GroupError
-from tiercheck.folding.messages import Place
+from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.owner import FoldProcess
 from tiercheck.format.container import checksum_of
 from tiercheck.hierarchy import Hierarchy, OpenHierarchy
@@ -415,7 +415,7 @@ class _Startup:
         if not opened.apart or self.fold_process is None:
             return FoldsHere(opened.folds, opened.tiers.first)
         process = self.held.fold_process = self.fold_process(self.runtime.environment)
-        return process.at(Place(as_agent_opens(first.url), first.name, self.config.bases == "auto"))
+        return process.at(FoldTarget(as_agent_opens(first.url), first.name, self.config.bases == "auto"))
 
     def make_mover(self, opened: _OpenTiers, start: _Start) -> MoverHandle:
         """The mover, in this process; or what stands for it here, if the node's agent has it."""

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from msgspec.structs import replace
 
 from tests.simulation.virtual_time import run
 from tiercheck.errors import CapacityExceeded, Transient
 from tiercheck.folding import owner
-from tiercheck.folding.messages import Place
+from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.owner import ENDS_MAX, FoldProcess, FoldProcessEnded
 from tiercheck.folding.server import FoldServer
 from tiercheck.keys import ShardKey
@@ -19,7 +20,7 @@ from tiercheck.policy.folding import Fold
 from tiercheck.replication.folds import Folds, Made, Outcome, Ready, Refused, Superfluous, Wanted
 from tiercheck.streams.state import NotExact
 
-PLACE = Place("shm://run", "shm", certified=True)
+PLACE = FoldTarget("shm://run", "shm", certified=True)
 BASE = ShardKey.base(1, 0, 0)
 FOLD = Fold(BASE, (ShardKey.differential(1, 1, 1, 0), ShardKey.differential(1, 2, 2, 0)), 2)
 MADE = Made(str(ShardKey.base(1, 2, 0)), 64, audited=True)
@@ -28,8 +29,9 @@ MADE = Made(str(ShardKey.base(1, 2, 0)), 64, audited=True)
 class End:
     """One end of a channel, and what the owner knows of the process behind it."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, machine: Machine) -> None:
         self.pid = pid
+        self.machine = machine
         self.received: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.other: End | None = None
         self.task: asyncio.Task[None] | None = None
@@ -54,6 +56,9 @@ class End:
         self.received.put_nowait(None)
 
     async def end(self) -> str:
+        if self.pid not in self.machine.ended:
+            await asyncio.sleep(self.machine.end_s)
+            self.machine.ended.append(self.pid)
         self.kill()
         return "killed by signal 9"
 
@@ -67,19 +72,23 @@ class Machine:
         self.started: list[End] = []
         self.published: list[int] = []
         self.opened = 0
+        self.end_s = 0.0
+        """Ending one takes so long."""
+        self.ended: list[int] = []
+        """What was ended."""
         self.process = FoldProcess(self.start)
         self.folds = self.process.at(PLACE)
 
     async def start(self) -> End:
-        ours, theirs = End(len(self.started) + 1), End(0)
+        ours, theirs = End(len(self.started) + 1, self), End(0, self)
         ours.other, theirs.other = theirs, ours
         ours.task = asyncio.create_task(FoldServer(theirs, self.opens, 1).serve())
         self.started.append(ours)
         return ours
 
     @asynccontextmanager
-    async def opens(self, place: Place) -> AsyncIterator[Folds]:
-        assert place == PLACE
+    async def opens(self, place: FoldTarget) -> AsyncIterator[Folds]:
+        assert place in (PLACE, replace(OTHER, url=place.url))
         self.opened += 1
         try:
             yield _Folds(self)
@@ -214,6 +223,161 @@ def test_one_that_does_not_break_off_is_ended() -> None:
     played(story)
 
 
+def test_cancelled_again_and_again_it_is_dead_before_the_call_returns() -> None:
+    async def story(machine: Machine) -> None:
+        asked, ended = asyncio.Event(), list[int]()
+
+        async def hangs(wanted: Wanted) -> Outcome:
+            asked.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e9)
+            return await asyncio.sleep(1e9, MADE)
+
+        machine.work = hangs
+        machine.end_s = 5.0
+        folding = asyncio.create_task(machine.folds.fold(FOLD, yes))
+        folding.add_done_callback(lambda _: ended.extend(machine.ended))
+        await asked.wait()
+        for _ in range(20):
+            folding.cancel()
+            await asyncio.sleep(1)
+        await asyncio.wait([folding])
+        assert folding.cancelled()
+        assert ended == [1], "the process, when the call returned"
+
+    played(story)
+
+
+def test_a_cancellation_while_a_fold_is_broken_off_for_an_error_is_raised() -> None:
+    async def story(machine: Machine) -> None:
+        async def slow(wanted: Wanted) -> Outcome:
+            try:
+                await wanted()
+            finally:
+                await asyncio.sleep(5)
+            return MADE
+
+        async def superseded() -> bool:
+            raise Transient("nobody knows")
+
+        machine.work = slow
+        folding = asyncio.create_task(machine.folds.fold(FOLD, superseded))
+        await asyncio.sleep(1)
+        folding.cancel()
+        await asyncio.wait([folding])
+        assert folding.cancelled()
+
+    played(story)
+
+
+def test_one_that_is_cancelled_while_a_silent_process_is_ended_waits_for_that() -> None:
+    async def story(machine: Machine) -> None:
+        async def hangs(wanted: Wanted) -> Outcome:
+            return await asyncio.sleep(1e9, MADE)
+
+        machine.work, machine.end_s = hangs, 5.0
+        folding = asyncio.create_task(machine.folds.fold(FOLD, yes))
+        await asyncio.sleep(owner.WORK_S_MAX + 1)
+        folding.cancel()
+        await asyncio.wait([folding])
+        assert (folding.cancelled(), machine.ended) == (True, [1])
+
+    played(story)
+
+
+def test_closing_waits_for_the_end_of_an_idle_one() -> None:
+    async def story(machine: Machine) -> None:
+        machine.end_s = 5.0
+        await machine.folds.fold(FOLD, yes)
+        await asyncio.sleep(owner.IDLE_S + 1)
+        await machine.process.close()
+        assert machine.ended == [1]
+
+    played(story)
+
+
+OTHER = FoldTarget("shm://other", "shm", certified=True)
+
+
+def test_the_wait_for_other_ranks_folds_is_no_silence() -> None:
+    """One at a time: the last one ends when all have taken longer together than one of them may."""
+
+    async def story(machine: Machine) -> None:
+        async def long(wanted: Wanted) -> Outcome:
+            await asyncio.sleep(0.4 * owner.WORK_S_MAX)
+            return await machine.make(wanted)
+
+        machine.work = long
+        folds = [machine.process.at(replace(OTHER, url=f"shm://{rank}")) for rank in range(3)]
+        assert await asyncio.gather(*(each.fold(FOLD, yes) for each in folds)) == [MADE] * 3
+        assert len(machine.started) == 1
+
+    played(story)
+
+
+def test_one_that_waits_too_long_says_for_whom_and_harms_nobody() -> None:
+    async def story(machine: Machine) -> None:
+        async def long(wanted: Wanted) -> Outcome:
+            await asyncio.sleep(0.9 * owner.WORK_S_MAX)
+            return await machine.make(wanted)
+
+        machine.work = long
+        folds = [machine.process.at(replace(OTHER, url=f"shm://{rank}")) for rank in range(3)]
+        first, second, third = await asyncio.gather(*(each.fold(FOLD, yes) for each in folds), return_exceptions=True)
+        assert (first, second) == (MADE, MADE)
+        assert isinstance(third, Transient) and not isinstance(third, FoldProcessEnded)
+        assert "waited 3600 s for its turn: process 1 folds base" in str(third)
+        assert "of shm://1 still; give folds more threads (--fold-threads, TIERCHECK_FOLD_THREADS)" in str(third)
+        assert len(machine.started) == 1
+
+    played(story)
+
+
+def test_only_whose_work_had_begun_is_blamed_for_its_end() -> None:
+    """A rank that waits for its turn behind one whose folds kill the process goes on folding."""
+
+    async def story(machine: Machine) -> None:
+        async def dies(wanted: Wanted) -> Outcome:
+            machine.kill()
+            return await asyncio.sleep(1e6, MADE)
+
+        machine.work = dies
+        other = machine.process.at(OTHER)
+        for _ in range(ENDS_MAX):
+            killing = asyncio.create_task(machine.folds.fold(FOLD, yes))
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(other.fold(FOLD, yes))
+            await asyncio.wait([killing, waiting])
+            assert isinstance(waiting.exception(), FoldProcessEnded)
+            await asyncio.sleep(60)
+        assert isinstance(killing.result(), Refused)
+        machine.work = machine.make
+        assert await other.fold(FOLD, yes) == MADE
+
+    played(story)
+
+
+def test_one_that_ends_before_it_begins_anything_is_refused() -> None:
+    async def story(machine: Machine) -> None:
+        start = machine.start
+
+        async def dead() -> End:
+            end = await start()
+            end.kill()
+            return end
+
+        process = FoldProcess(dead)
+        folds = process.at(PLACE)
+        for _ in range(ENDS_MAX - 1):
+            with pytest.raises(FoldProcessEnded):
+                await folds.fold(FOLD, yes)
+            await asyncio.sleep(60)
+        assert isinstance(await folds.fold(FOLD, yes), Refused)
+        await process.close()
+
+    played(story)
+
+
 def test_its_end_costs_the_work_and_it_is_started_again_after_a_pause() -> None:
     async def story(machine: Machine) -> None:
         async def dies(wanted: Wanted) -> Outcome:
@@ -246,7 +410,7 @@ def test_if_it_ends_again_and_again_under_a_ranks_work_that_rank_is_refused() ->
             await asyncio.sleep(60)
         refused = await machine.folds.fold(FOLD, yes)
         assert isinstance(refused, Refused)
-        assert f"killed by signal 9; that was end {ENDS_MAX} in a row" in refused.why
+        assert f"killed by signal 9; that was end {ENDS_MAX} in a row under folds of shm://run; see the" in refused.why
         machine.work = machine.make
         await asyncio.sleep(60)
         assert await machine.process.at(PLACE).fold(FOLD, yes) == MADE, "others are not"

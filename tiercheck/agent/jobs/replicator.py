@@ -16,7 +16,7 @@ from tiercheck.agent.jobs.opening import FirstTierGone, for_the_agent, is_leavin
 from tiercheck.agent.jobs.states import FINAL, Event, State, life
 from tiercheck.agent.status.throughput import Throughput
 from tiercheck.errors import DeadlineExceeded, JobConflict, NotFound, TierCheckError, Transient
-from tiercheck.folding.messages import Place
+from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.owner import FoldProcess
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.policy.observation import Contents, Role
@@ -298,7 +298,7 @@ class RankReplicator:
             pacing=policies.pacing,
             lineage=lineage,
             mark=self._mark,
-            folds=None if job.folds == "no" else self._folds_in.at(self._place),
+            folds=None if job.folds == "no" else self._folds_in.at(self._fold_target),
         )
         if self.trouble is not None:
             log.info("%s: its tiers are open", self._where)
@@ -414,9 +414,9 @@ class RankReplicator:
         return self.silent_s >= self._abandon_s
 
     @property
-    def _place(self) -> Place:
+    def _fold_target(self) -> FoldTarget:
         first = self.job.tiers[0]
-        return Place(as_agent_opens(first.url), first.name, self.job.folds == "certified")
+        return FoldTarget(as_agent_opens(first.url), first.name, self.job.folds == "certified")
 
     @property
     def _where(self) -> str:
