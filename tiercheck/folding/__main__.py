@@ -33,10 +33,10 @@ __all__ = ["main"]
 
 def main(text: str) -> int:
     launch = msgspec.json.decode(text, type=Launch)
-    end_with(launch.owner)
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s fold process %(process)d: %(message)s")
-    launch.settings.take_effect()
+    launch.settings.take_effect()  # what threads there are later do as this one
+    end_with(launch.owner)
     asyncio.run(live(launch))
     return 0
 

@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 ENDS_MAX = 4
 """So many ends of the process in a row under one rank's work: then its bases are captured."""
 WHAT_TO_DO = (
-    "see the log of the agent, or of the trainer if there is none, and whether the system has ended it for lack of memory: "
-    "then let fewer folds run at a time (--fold-threads, TIERCHECK_FOLD_THREADS). The next start folds again"
+    "see the log of the agent, or of the trainer if there is none, and whether the system has ended it for lack of "
+    "memory: then let fewer folds run at a time (--fold-threads, TIERCHECK_FOLD_THREADS). The next start folds again"
 )
 AGAIN = Backoff(0.5, 30.0)
 IDLE_S = 900.0

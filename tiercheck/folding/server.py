@@ -97,8 +97,10 @@ class FoldServer:
         except (NotExact, ConfigurationError) as error:
             return Done(ask.id, Refused(str(error), until_captured=False))
         except Exception as error:
-            log.exception("a fold has failed")
-            return Done(ask.id, Refused(f"the fold has failed: {type(error).__name__}: {error}", until_captured=False))
+            what = f"what was asked of {ask.work.base} in {ask.work.target.url} has failed"
+            log.exception("%s: this is a fault of TierCheck, or of a driver or optimizer that is plugged in", what)
+            why = f"{what}: {type(error).__name__}: {error}; the log of the process that folds says where"
+            return Done(ask.id, Refused(f"{why}. The next start folds again", until_captured=False))
 
     async def _worked(self, ask: Ask) -> Outcome:
         work = ask.work

@@ -57,8 +57,14 @@ class FoldSettings(Struct, frozen=True):
         try:
             os.sched_setaffinity(0, self.cpus)
         except OSError as error:
-            log.warning("folds are not bound to the processors %s: %s", list(self.cpus), error)
-        stand_back(self.nice)
+            log.warning(
+                "folds are not bound to the processors %s, and may use %s: %s; name processors that this process may "
+                "use (--fold-cpus, TIERCHECK_FOLD_CPUS)",
+                list(self.cpus),
+                sorted(os.sched_getaffinity(0)),
+                error,
+            )
+        log.info("the process that folds stands back: %s", stand_back(self.nice))
 
 
 def given_by(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -144,7 +144,10 @@ class FoldsHere:
         except TierError:
             raise
         except Exception as error:  # noqa: BLE001  (bases can be captured; what cannot be folded must not end the mover)
-            why = f"what folds could not be made ready: {type(error).__name__}: {error}"
+            why = (
+                f"what folds bases such as {base} of {self._tier} could not be made ready in {self.where}: "
+                f"{type(error).__name__}: {error}; see that the optimizer and its library can be imported and run there"
+            )
             return Refused(why, until_captured=False)
         return Ready()
 
@@ -169,7 +172,7 @@ class FoldsHere:
         except AlreadyExists:
             return Superfluous()
         finally:
-            await _drop(reservation)
+            await settled(_drop(reservation))
         return Made(str(base.key), info.nbytes, base.audited)
 
     async def _replayed(self, shards: list[Shard]) -> StateCapture:
@@ -214,7 +217,7 @@ async def _drop(reservation: Reservation) -> None:
     try:
         await reservation.drop()
     except TierCheckError as error:
-        log.warning("dropping the memory of a fold: %s", error)
+        log.warning("the memory that a fold had reserved is free only when the process that folds ends: %s", error)
 
 
 def _write(base: StateCapture, reservation: Reservation) -> int:

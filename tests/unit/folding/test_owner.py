@@ -433,8 +433,9 @@ def test_what_cannot_be_folded_there_is_refused_and_a_tiers_error_is_raised() ->
         with pytest.raises(CapacityExceeded, match=r"no room \(tier 'shm://run', object 'k'\)"):
             await machine.folds.fold(FOLD, yes)
         machine.work = broken
-        refused = Refused("the fold has failed: KeyError: 'x'", until_captured=False)
-        assert await machine.folds.fold(FOLD, yes) == refused
+        refused = await machine.folds.fold(FOLD, yes)
+        assert isinstance(refused, Refused) and not refused.until_captured
+        assert f"what was asked of {BASE} in shm://run has failed: KeyError: 'x'; the log" in refused.why
         machine.prepares = unfit
         assert await machine.folds.prepare(BASE) == Refused("no torch here", until_captured=False)
         assert len(machine.started) == 1
