@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,9 @@ def outlives_a_node(cluster: Cluster, processes: list[Process]) -> int:
     return agreed([status.reach for status in found]) if len(found) == cluster.world else 0
 
 
-def trained(rank: int, last: int = LAST) -> NumberState:
-    """What a rank comes to that nothing ever happens to."""
-    state = NumberState(rank)
+def trained(rank: int, last: int = LAST, state: NumberState | None = None) -> NumberState:
+    """What a rank comes to that nothing ever happens to. ``state``: what it begins with."""
+    state = state or NumberState(rank)
     for version in range(1, last + 1):
         state.step(state.gradient(version)["weight"])
     return state
@@ -133,6 +134,83 @@ def test_a_fold_that_differs_is_no_base_and_what_training_had_is_captured() -> N
 def bases_in(place: str) -> list[ShardKey]:
     keys = map(parse, MemoryDriver(place).store.objects)
     return [key for key in keys if isinstance(key, ShardKey) and key.stream is Stream.BASE]
+
+
+async def loses_constants(cluster: Cluster, processes: list[Process], until: int) -> int:
+    """Memory loses what does not change, now and then, of this rank or that, until the first one has completed the
+    version. Another tier has it by then: else nothing would be left of the job. Returns how often. Without a store that
+    is once a life: as long as one rank's memory leads nowhere, nothing goes from any rank's."""
+    times = 0
+    while max(process.completed for process in processes) < until and (cluster.has_store or not times):
+        await asyncio.sleep(cluster.random.random() * 0.4)
+        memory = MemoryDriver(cluster.memory(cluster.random.randrange(cluster.world))).store.objects
+        for name in list(memory):
+            key = parse(name)
+            others = [cluster.shared, *(cluster.kept(rank) for rank in range(cluster.world))]
+            elsewhere = any(name in MemoryDriver(place).store.objects for place in others)
+            if isinstance(key, ShardKey) and key.stream is Stream.CONSTANT and elsewhere:
+                del memory[name]
+                times += 1
+    return times
+
+
+class Still(NumberState):
+    """What changes seldom never does. Without a store, each write to it takes a base that the ranks have not agreed on,
+    and leaves no room for another one."""
+
+    def gradient(self, version: int) -> dict[str, Any]:
+        frozen = self.frozen.copy()
+        gradients = super().gradient(version)
+        self.frozen[:] = frozen
+        return gradients
+
+
+class StillCluster(Cluster):
+    def state_of(self, rank: int) -> NumberState:
+        return Still(rank)
+
+
+async def life_without_constants(seed: int, *, has_store: bool, bases: str) -> None:
+    cluster = (Cluster if has_store else StillCluster)(seed, config=replace(CONFIG, bases=bases), has_store=has_store)
+    times = 0
+
+    async def losing(processes: list[Process], until: int) -> None:
+        nonlocal times
+        times += await loses_constants(cluster, processes, until)
+        await at(until)(processes)
+
+    try:
+        first = await cluster.start(LAST, lambda processes: losing(processes, cluster.random.randint(9, 20)))
+        promised = min(process.completed for process in first)
+
+        async def to_the_end(processes: list[Process]) -> None:
+            await losing(processes, LAST - 12)
+            await asyncio.Event().wait()
+
+        second = await cluster.start(LAST, to_the_end)
+        assert promised <= cluster.recovered[-1], "what memory lacks is read from another tier"
+        assert times > 0
+        for rank, process in enumerate(second):
+            assert process.state.bits == trained(rank, state=cluster.state_of(rank)).bits
+            newest = max(bases_in(cluster.memory(rank)))
+            assert newest.last > LAST - 12
+            assert str(newest.constants) in MemoryDriver(cluster.memory(rank)).store.objects
+    finally:
+        cluster.forget()
+
+
+@pytest.mark.parametrize(
+    ("has_store", "bases", "seeds"),
+    [(True, "capture", range(4)), (False, "capture", range(4)), (True, "fold", range(4)), (False, "fold", range(4))],
+    ids=["store", "neighbours", "folded-store", "folded-neighbours"],
+)
+def test_memory_that_loses_what_does_not_change_gets_it_again(
+    has_store: bool, bases: str, seeds: Sequence[int]
+) -> None:
+    def live(seed: int) -> None:
+        virtual_time.run(life_without_constants(seed, has_store=has_store, bases=bases))
+
+    play_each(live, seeds)
 
 
 def test_a_seed_is_one_story() -> None:

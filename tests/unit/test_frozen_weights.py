@@ -255,6 +255,35 @@ def test_constants_lost_or_damaged_in_one_tier_are_read_from_another(place: Plac
     resumed(place, reference, 9, 12).close()
 
 
+@pytest.mark.parametrize("bases", ["capture", "fold"])
+def test_constants_that_memory_has_lost_are_stored_there_again(place: Place, reference: Job, bases: str) -> None:
+    """Bases go on being captured, and folded, though another tier holds what was lost."""
+    job = Job().attach(place.hierarchy(), bases=bases).train(5)
+    job.checkpointer.flush()
+    lost = [name for name in place.in_memory() if "/constant/" in name]
+    for name in lost:
+        del MemoryDriver(f"frozen-{place.name}").store.objects[name]
+    job.checkpointer.flush()  # the mover sees it
+    for version in range(6, 17):
+        job.train(version).checkpointer.flush()
+    keys = [key for name in place.in_memory() if isinstance(key := parse(name), ShardKey)]
+    newest = max(key for key in keys if key.stream is Stream.BASE)
+    assert newest.constants in keys
+    assert str(newest.constants) not in lost
+    job.close()
+    mover = job.checkpointer.stats.mover
+    assert mover.not_folded == ""
+    assert (mover.folded_bases > 2) is (bases == "fold"), "folding goes on from the captured base"
+    # The one that stores them again may be one that is due.
+    assert job.checkpointer.stats.bases in ((2,) if bases == "fold" else (6, 7))
+    place.check_whole()
+    resumed(place, reference, 16, 16).close()
+    place.lose_memory()
+    after = Job().attach(place.hierarchy())
+    assert after.state() == reference.states[16]
+    after.close()
+
+
 def test_a_base_without_its_constants_is_none(place: Place) -> None:
     Job().attach(place.hierarchy()).train(5).close()
     place.lose_memory()

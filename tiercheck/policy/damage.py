@@ -17,7 +17,7 @@ from tiercheck.policy.observation import Copy, Observation
 from tiercheck.policy.placement import Placement, own_bases, own_snapshots
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention
 
-__all__ = ["base_needed_after", "lost", "outlived"]
+__all__ = ["base_needed_after", "base_without_constants", "lost", "outlived"]
 
 
 def lost(seen: Observation, damaged: Iterable[Copy], placement: Placement) -> list[Copy]:
@@ -32,16 +32,28 @@ def lost(seen: Observation, damaged: Iterable[Copy], placement: Placement) -> li
     ]
 
 
-def base_needed_after(seen: Observation, lost: Iterable[Copy]) -> int | None:
-    """The version after which only a newer base makes later versions recoverable; ``None`` if there is none."""
+def base_needed_after(seen: Observation, lost: Iterable[Copy], *, has_room: bool = True) -> int | None:
+    """The version after which only a newer base makes later versions recoverable, from the first tier or at all;
+    ``None`` if there is none. ``has_room``: the first tier may take a base. If only that tier lacks something, the base
+    waits for room, and other tiers serve recoveries meanwhile."""
     # A base at the version of a lost differential replaces the differential. The next snapshot replaces a lost one.
     # Without constants, no base that refers to them is any.
-    needed = (
+    needed = [
         key.last - 1 if key.stream is Stream.DIFFERENTIAL else max(key.last, _newest_referring(seen, key))
         for key in (copy.key for copy in lost)
         if key.stream is not Stream.SNAPSHOT
-    )
+    ]
+    base = base_without_constants(seen)
+    if base is not None and (has_room or not any(contents.completes(base) for contents in seen.contents)):
+        needed.append(base.last)
     return max(needed, default=None)
+
+
+def base_without_constants(seen: Observation) -> ShardKey | None:
+    """The rank's newest base in the first tier, if that tier lacks the constants that the base refers to. Other tiers
+    may have them, but nothing brings them back: no base can be folded, and no recovery starts from this tier."""
+    bases = own_bases(seen, seen.contents[0])
+    return bases[-1] if bases and not seen.contents[0].completes(bases[-1]) else None
 
 
 def _newest_referring(seen: Observation, constants: ShardKey) -> int:

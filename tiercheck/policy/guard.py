@@ -177,7 +177,7 @@ class _Needed:
                 return f"which a recovery to version {key.version} needs"
             case MarkerKey() if self._is_awaited(key):
                 return f"without which version {key.commit.version} cannot be committed"
-            case ShardKey(stream=Stream.BASE) if self.floor is not None and (key.generation, key.first) >= self.floor:
+            case ShardKey(stream=Stream.BASE) if self._is_from_floor_on(key):
                 return f"which a recovery to version {key.first} needs"
             case ShardKey(stream=Stream.DIFFERENTIAL) if self._is_after_floor(key):
                 return f"which a recovery to version {key.last} needs"
@@ -225,6 +225,12 @@ class _Needed:
             return (key.generation, key.version) >= (self.floor or (0, 0))
         newer = [each for each in self.seen.contents[self.role.index].snapshot_commits if each > key]
         return not newer and self.floor is not None and (key.generation, key.version) > self.floor
+
+    def _is_from_floor_on(self, base: ShardKey) -> bool:
+        """Whether the base is the floor, or newer. Inside a node one without its constants leads nowhere."""
+        if self.floor is None or (base.generation, base.first) < self.floor:
+            return False
+        return self.role.shared or self.seen.contents[self.role.index].completes(base)
 
     def _is_after_floor(self, key: ShardKey) -> bool:
         return self.floor is not None and key.generation == self.floor[0] and key.last > self.floor[1]

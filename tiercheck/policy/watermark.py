@@ -99,6 +99,8 @@ class Retention:
                 gone[role.index] = [*shared, *(records if seen.rank == COORDINATOR else ())]
                 continue
             own = self._volatile(seen, role, mark) if seen.durable.shared else self._unshared(seen, role, way)
+            if role.index == 0:
+                own += self._without_constants(seen, role, own)
             left = _left_behind(seen, role) if settled else []
             gone[role.index] = [*own, *_unreferred(seen, role), *left, *records]
         if seen.rank == COORDINATOR and 0 in gone:
@@ -207,6 +209,17 @@ class Retention:
         ]
         gone = [key for key in (*passed, *superseded) if key != led]
         return list(dict.fromkeys(gone))
+
+    def _without_constants(self, seen: Observation, role: Role, gone: Collection[Key]) -> list[ShardKey]:
+        """Bases that lack what they refer to, and that each other tier has or needs no more: no way leads through them
+        here. So that they leave room for one that leads on, no more of them stay than have a place beside the others.
+        ``gone``: what goes in any case."""
+        contents = seen.contents[role.index]
+        bases = [base for base in contents.bases(seen.rank) if base not in gone]
+        lacking = [base for base in bases if not contents.completes(base)]
+        places = max(0, BASES_IN_VOLATILE_TIERS - (len(bases) - len(lacking)))
+        left = [base for base in lacking if self._has_gone_on(seen, base, role)]
+        return left[: max(0, len(lacking) - places)]
 
     def _waiting_base(self, seen: Observation, role: Role) -> ShardKey | None:
         """The newest base that another tier is to hold and lacks. It takes the place of those before it there, so that

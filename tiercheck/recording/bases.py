@@ -111,18 +111,22 @@ class Bases:
             self._saves.count(refused_decisions=self._cadence.refusals.count - refused)
 
     def is_needed(self) -> bool:
-        """Whether this rank alone needs a base: nothing else leads to its newest version; or something
-        was damaged in the first tier before it was copied on, and no base since replaces it."""
+        """Whether this rank alone needs a base: nothing else leads to its newest version; or something was damaged in
+        the first tier before it was copied on, or is missing there, and no base since replaces it."""
         if self._modes.base.state in DUE:
             return True
         if self.differs():
             return True
-        after = self._mover.status.base_needed_after
-        if after is None or after < self._begun:
+        if not self._has_lost():
             return False
-        self._stream.give_up_constants()  # they may be among what is lost
-        log.error("what was captured after version %d was damaged before it was copied on: a base is made", after)
+        after = self._mover.status.base_needed_after
+        log.error("what later versions need was lost or damaged after version %d: a base is made", after)
         return True
+
+    def _has_lost(self) -> bool:
+        """Whether something was lost, and no base has begun since that makes up for it."""
+        after = self._mover.status.base_needed_after
+        return after is not None and after >= self._begun
 
     def audits(self, version: int) -> bool:
         """Whether the version's record is to say what training has, as its base may be folded and then compared."""
@@ -178,6 +182,8 @@ class Bases:
         await self.finish()
         if not opening:
             await self._wait_for_room(version)
+            if self._has_lost():
+                self._stream.give_up_constants()  # they may be among what was lost
         began = self._scheduler.time()
         capture = self._stream.base(ShardKey.base(self._generation, version, self._rank))
         constants = capture.constants

@@ -16,6 +16,7 @@ from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, parse
 from tiercheck.policy.commit import superseded
+from tiercheck.policy.damage import base_without_constants
 from tiercheck.policy.folding import Fold, gap_after, lag, next_fold, waiting
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
@@ -81,6 +82,8 @@ class Folder:
             return refused
         if not self._prepared:
             return PREPARING
+        if base_without_constants(seen) is not None:
+            return "the newest base in the first tier lacks its constants (what does not change and is stored once)"
         gap = gap_after(seen)
         return "" if gap is None else f"the differential after version {gap} is not in the first tier"
 

@@ -56,8 +56,9 @@ class MoverStatus:
     reach: tuple[Span, ...] = ()
     """Where no tier is shared: what this rank can come to, whichever of its copies are lost."""
     base_needed_after: int | None = None
-    """A version whose only copy was damaged before it could be copied on. What comes after it cannot be restored once
-    this process's memory is lost, until a base newer than this version is captured."""
+    """A version whose only copy was damaged before it could be copied on: what comes after it cannot be restored once
+    this process's memory is lost, until a base newer than this version is captured. Or one whose base lacks its
+    constants in the first tier, from which nothing can be restored until then."""
     reached_versions: dict[str, int] = field(default_factory=dict)
     """By the name of each tier, the version up to which it has all that it is to hold. The first tier comes first."""
     held_up_by: str = ""

@@ -472,14 +472,15 @@ class Mover:
             self._refusals.note("policies", self._retention.refusals(seen))
             without_copy = lost(seen, self._observer.damaged, self._placement)
             self._observer.remember(without_copy)
+            has_room = undrained < BASES_IN_VOLATILE_TIERS and self._has_room(seen)
             known = {
                 "watermark": mark.version if mark else None,
                 "held_up_by": held_up_by(seen, self._placement),
                 "reached_versions": self._placement.reached(seen),
                 "undrained_bases": undrained,
-                "has_room": undrained < BASES_IN_VOLATILE_TIERS and self._has_room(seen),
+                "has_room": has_room,
                 "reach": reach(seen) if needs_agreement(seen.roles, seen.world_size) else (),
-                "base_needed_after": base_needed_after(seen, without_copy),
+                "base_needed_after": base_needed_after(seen, without_copy, has_room=has_room),
             }
         self.status = replace(
             self.status,

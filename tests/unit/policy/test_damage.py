@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.policy.test_placement import base, batch, committed, seen, single
 from tiercheck.keys import Key, ShardKey
-from tiercheck.policy.damage import base_needed_after, lost, outlived
+from tiercheck.policy.damage import base_needed_after, base_without_constants, lost, outlived
 from tiercheck.policy.observation import Copy
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import KeepLast
@@ -70,6 +70,19 @@ def test_lost_constants_need_a_base_after_all_that_refer_to_them() -> None:
     assert lost(seen(memory, [constants]), [Copy(0, constants)], Placement()) == [], "another tier has them"
     newer = seen([*memory, base(20)], [])
     assert lost(newer, [Copy(0, constants)], Placement()) == [], "the newest base does without them"
+
+
+def test_a_base_without_its_constants_needs_another_whatever_other_tiers_hold() -> None:
+    """Nothing brings them back into the first tier, and no base is folded of one that lacks them."""
+    constants = ShardKey.constant(1, 0, 0)
+    referring = [replace(base(0), refers_to=(1, 0)), replace(base(10), refers_to=(1, 0))]
+    here = seen(referring, [constants, *referring])
+    assert (base_without_constants(here), base_needed_after(here, [])) == (referring[1], 10)
+    whole = seen([constants, *referring], [])
+    assert (base_without_constants(whole), base_needed_after(whole, [])) == (None, None)
+    newer = seen([*referring, base(20)], [constants])
+    assert base_without_constants(newer) is None, "the newest base does without them"
+    assert base_without_constants(seen([], referring)) is None, "that is another tier's to hold"
 
 
 def test_a_damaged_differential_goes_with_its_neighbours() -> None:
