@@ -186,27 +186,29 @@ class FileDriver(TierDriver):
             if cancelled.is_set():
                 raise Abandoned
 
-        # The queue lets go of what it ran only after the caller has its answer; by then the buffers must be free.
-        box = [work]
+        # The thread lets go of what it ran, and of what that returned, only after the caller has its answer. By then the
+        # buffers must be free, and what was read must be the caller's alone: a view that is left keeps a file's room.
+        box, results = [work], list[T]()
         del work
 
-        def call() -> T:
+        def call() -> None:
             with self.mapped_errors(key):
-                return box.pop()(check)
+                results.append(box.pop()(check))
 
         job = threads.submit(call)
         future = asyncio.wrap_future(job)
 
-        def stop(_: asyncio.Future[T]) -> None:
+        def stop(_: asyncio.Future[None]) -> None:
             cancelled.set()
             if job.cancel():
                 box.clear()
 
-        async def take_back(result: T) -> None:
+        async def take_back(_: None) -> None:
             if undo is not None:
-                undo(result)
+                undo(results.pop())
 
-        return await settled(future, stop=stop, undo=take_back)
+        await settled(future, stop=stop, undo=take_back)
+        return results.pop()
 
     def fetch(self, key: str, range: ByteRange | None, check: Callable[[], None]) -> memoryview:
         """The bytes, mapped or read; runs in a thread."""

@@ -9,8 +9,11 @@ import stat
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -190,6 +193,26 @@ async def test_a_file_that_somebody_cut_is_corrupt(root: Path) -> None:
 
         with mock.patch.object(os, "preadv", cut), pytest.raises(Corruption, match="ends at byte 4"):
             await driver.get("a", into=memoryview(bytearray(10)))
+
+
+async def test_what_was_read_is_the_callers_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the thread that read it is to go on: a mapping that is left keeps the file's room on the disk."""
+    may_go_on, given = threading.Event(), Future.set_result
+
+    def set_result(future: Future[Any], result: Any) -> None:
+        given(future, result)
+        may_go_on.wait(20)
+
+    async with NvmeDriver(root) as driver:
+        await driver.put("a", [b"a" * (1 << 20)])
+        monkeypatch.setattr(Future, "set_result", set_result)
+        try:
+            content = await driver.get("a")
+            mapping = weakref.ref(content.obj)
+            del content
+            assert mapping() is None
+        finally:
+            may_go_on.set()
 
 
 @pytest.fixture
