@@ -186,8 +186,8 @@ class FileDriver(TierDriver):
             if cancelled.is_set():
                 raise Abandoned
 
-        # The thread lets go of what it ran, and of what that returned, only after the caller has its answer. By then the
-        # buffers must be free, and what was read must be the caller's alone: a view that is left keeps a file's room.
+        # The thread lets go of what it ran, and of what that returned, only after the caller has its answer. By then
+        # the buffers must be free, and what was read must be the caller's alone: a view keeps the room of its file.
         box, results = [work], list[T]()
         del work
 
