@@ -18,7 +18,17 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import own_bases, own_differentials
 
-__all__ = ["DUE_MAX", "FOLD_EVERY", "Fold", "gap_after", "lag", "next_fold", "no_processor_to_fold", "waiting"]
+__all__ = [
+    "DUE_MAX",
+    "FOLD_EVERY",
+    "Fold",
+    "gap_after",
+    "lag",
+    "newest_usable",
+    "next_fold",
+    "no_processor_to_fold",
+    "waiting",
+]
 
 DUE_MAX = 4
 """So many versions the trainer tells the mover at a time. The newest one is left to be folded; those before it are told
@@ -48,33 +58,45 @@ def no_processor_to_fold(processors: int, ranks: int) -> str:
     )
 
 
-def next_fold(seen: Observation, due: Collection[int], every: int = 0, interval: int = 1) -> Fold | None:
+def next_fold(
+    seen: Observation, due: Collection[int], every: int = 0, interval: int = 1, taken: Collection[int] = ()
+) -> Fold | None:
     """What can be folded now, of the versions that are ``due``; ``None``: nothing is due, or something of it is not
     there. ``every``: versions between the bases of the first tier alone, if the cadence's are due at each multiple of
-    ``interval``; 0: there are none."""
+    ``interval``; 0: there are none. ``taken``: where something unusable lies in the base's place."""
     base, chain = _chain(seen)
     if base is None or not chain:
         return None
-    left, reached = waiting(seen, due), chain[-1].last
+    left, reached = waiting(seen, due, taken), chain[-1].last
     # One that is due and was not left to the mover is captured.
     until = left[0] if left else (base.last // interval + 1) * interval - 1
-    version = until if left and reached >= until else min(reached, until) // every * every if every else -1
-    if version <= base.last:
+    version: int | None = until
+    if not left or reached < until:
+        between = range(min(reached, until) // every * every, base.last, -every) if every else ()
+        version = next((each for each in between if each not in taken), None)
+    if version is None:
         return None
     return Fold(base, tuple(key for key in chain if key.last <= version), version)
 
 
-def waiting(seen: Observation, due: Collection[int]) -> list[int]:
-    """The versions that are ``due`` and not there yet, oldest first. A newer base stands for those before it."""
+def waiting(seen: Observation, due: Collection[int], taken: Collection[int] = ()) -> list[int]:
+    """The versions that are ``due`` and not there yet, oldest first, but for those that are ``taken``. A newer base
+    stands for those before it."""
     base, _ = _chain(seen)
-    return [] if base is None else sorted(version for version in due if version > base.last)
+    return [] if base is None else sorted(version for version in set(due).difference(taken) if version > base.last)
 
 
-def lag(seen: Observation, due: Collection[int]) -> int:
+def lag(seen: Observation, due: Collection[int], taken: Collection[int] = ()) -> int:
     """How many versions were recorded since the oldest one that is due and not there yet; 0 if nothing is."""
-    left = waiting(seen, due)
+    left = waiting(seen, due, taken)
     newest = max((key.last for key in own_differentials(seen, seen.contents[0])), default=0)
     return max(0, newest - left[0]) if left else 0
+
+
+def newest_usable(seen: Observation) -> int:
+    """The version of the base that the next one is folded of; -1 if there is none."""
+    base, _ = _chain(seen)
+    return -1 if base is None else base.last
 
 
 def gap_after(seen: Observation) -> int | None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from tiercheck.errors import TierError
 from tiercheck.hierarchy import OpenTier
-from tiercheck.keys import ShardKey, parse
+from tiercheck.keys import ShardKey, Stream, parse
 from tiercheck.policy.commit import superseded
 from tiercheck.policy.damage import base_without_constants
-from tiercheck.policy.folding import Fold, gap_after, lag, next_fold, waiting
+from tiercheck.policy.folding import Fold, gap_after, lag, newest_usable, next_fold, waiting
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
-from tiercheck.replication.folds import Damaged, Differs, Folds, Gone, Made, Outcome, Refused
+from tiercheck.replication.backoff import SourceError
+from tiercheck.replication.folds import Damaged, Differs, Folds, Gone, Made, Outcome, Refused, Superfluous
 from tiercheck.replication.handle import MoverStatus
 from tiercheck.replication.observer import Observer
 from tiercheck.streams.doubts import listed
@@ -54,6 +55,11 @@ class Folder:
         self._prepared = False
         self._in_doubt: tuple[int, str] = -1, ""
         """A version that cannot be folded, and why; a base of that version or a later one ends it."""
+        self.skipped_folds = 0
+        self._taken: set[int] = set()
+        """Versions newer than the newest usable base where something unusable lies in the base's place."""
+        self._missing: set[str] = set()
+        """What was listed, and was not there."""
 
     def take(self, due: Collection[int], seen: Observation) -> None:
         """The trainer leaves the bases of these versions to be folded: it captures them itself unless :attr:`taken`
@@ -66,15 +72,15 @@ class Folder:
         if self._refused(seen):
             return None
         every = 0 if self.obstacle(seen) else self._placement.fold_every
-        return next_fold(seen, self._due, every, self._placement.interval)
+        return next_fold(seen, self._due, every, self._placement.interval, self._skipped(seen))
 
     def waiting(self, seen: Observation) -> list[int]:
         """The versions of the bases that are left to be folded, and are not there yet, if they can be. Oldest first."""
-        return [] if self.obstacle(seen) else waiting(seen, self._due)
+        return [] if self.obstacle(seen) else waiting(seen, self._due, self._skipped(seen))
 
     def lag(self, seen: Observation) -> int:
         """See :func:`tiercheck.policy.folding.lag`."""
-        return 0 if self.obstacle(seen) else lag(seen, self._due)
+        return 0 if self.obstacle(seen) else lag(seen, self._due, self._skipped(seen))
 
     def obstacle(self, seen: Observation) -> str:
         """Why what is due cannot be folded; empty if it can."""
@@ -97,6 +103,11 @@ class Folder:
         return f"a base that was due is not folded yet ({lag}); {self._folds.where} folds it"
 
     @property
+    def state(self) -> object:
+        """All that :meth:`next` rests on besides what was seen."""
+        return tuple(self._due), self._prepared, self._given_up, self._in_doubt, frozenset(self._taken)
+
+    @property
     def preparing(self) -> bool:
         return not (self._prepared or self._given_up)
 
@@ -108,6 +119,7 @@ class Folder:
             "audited_bases": self.audited_bases,
             "differing_version": self._differing[0],
             "differing": self._differing[1],
+            "skipped_folds": self.skipped_folds,
             "unfolded_bases": len(self.waiting(seen)),
             "fold_lag_versions": self.lag(seen),
             "folds_to": self.taken,
@@ -139,7 +151,13 @@ class Folder:
             captured_meanwhile = self._newest_base(seen) >= fold.version
             return superseded(seen) is None and not captured_meanwhile
 
-        self._note(await self._folds.fold(fold, wanted), fold)
+        outcome = await self._folds.fold(fold, wanted)
+        if isinstance(outcome, Gone):
+            self._check_gone(outcome.key)
+        self._note(outcome, fold)
+        seen = self._observer.seen()
+        if isinstance(outcome, Superfluous) and newest_usable(seen) < fold.version and superseded(seen) is None:
+            self._skip(fold.version)  # a base lies there, and is none to go on from
 
     def _note(self, outcome: Outcome, fold: Fold | None = None) -> None:
         match outcome:
@@ -160,6 +178,35 @@ class Folder:
                 self._observer.put(self._tier.index, _key(key), nbytes)
                 self.folded_bases += 1
                 self.audited_bases += audited
+
+    def _skipped(self, seen: Observation) -> set[int]:
+        """Versions that are not folded: something unusable lies in the base's place. Nothing overwrites it, since a
+        base of a version is made once; bases after it are folded as before."""
+        self._taken = {version for version in self._taken if version > newest_usable(seen)}
+        copies = self._observer.damaged_there | self._observer.foreign
+        for key in (copy.key for copy in copies if copy.tier == self._tier.index):
+            if key.stream is Stream.BASE and key.generation == seen.generation and key.last > newest_usable(seen):
+                self._skip(key.last)
+        return self._taken
+
+    def _skip(self, version: int) -> None:
+        if version in self._taken:
+            return
+        self._taken.add(version)
+        self.skipped_folds += 1
+        base = ShardKey.base(self._observer.seen().generation, version, self._observer.rank)
+        log.warning(
+            "%s of %s is not folded: one that is damaged, or lacks what it refers to, lies there. The next one that is "
+            "due takes its place; what tiercheck verify says of this one tells whether memory fails",
+            base,
+            self._tier,
+        )
+
+    def _check_gone(self, key: str) -> None:
+        """Once is in order: it was deleted meanwhile. Errors: ``SourceError``, so that the fold pauses."""
+        if key in self._missing:
+            raise SourceError("what is to be folded is listed, and is not there", tier=self._tier.name, key=key)
+        self._missing = {key}
 
     def _differs(self, fold: Fold, names: tuple[str, ...]) -> None:
         """What differs from what training had is no base of it: one is captured."""

@@ -34,6 +34,8 @@ class MoverStatus:
     """Per tier whose last listing began over a minute ago: how many seconds ago."""
     folded_bases: int = 0
     """Bases that were made of the base before and the differentials after it, also those for the first tier alone."""
+    skipped_folds: int = 0
+    """Bases that were not folded, since something unusable lies in their place in the first tier."""
     unfolded_bases: int = 0
     """Bases that were left to be folded, and are not there yet."""
     fold_lag_versions: int = 0

@@ -246,7 +246,8 @@ class Mover:
             while True:
                 await self._observer.refresh_nearby(nearby_since)
                 nearby_since = None
-                state = self._observer.state, frozenset(self._unrecorded), closing
+                folding = None if self._folder is None else self._folder.state
+                state = self._observer.state, frozenset(self._unrecorded), closing, folding
                 if all(self._at_rest.get(lane) == state for lane in lanes):
                     self._seen()
                     if (slow := self._observer.slow_views_s) or self.status.slow_views_s:

@@ -105,6 +105,10 @@ def _of_ranks(ranks: tuple[RankSnapshot, ...]) -> Iterator[Metric]:
     counters: dict[str, tuple[str, Callable[[RankSnapshot], float]]] = {
         "copied_bytes": ("Bytes copied to slower tiers.", lambda r: r.mover.copied_bytes),
         "folded_bases": ("Bases folded.", lambda r: r.mover.folded_bases),
+        "skipped_folds": (
+            "Bases not folded, since something unusable lies in their place.",
+            lambda r: r.mover.skipped_folds,
+        ),
         "copied_objects": ("Objects copied to slower tiers.", lambda r: r.mover.copied_objects),
         "refused_decisions": ("Decisions of policies that were refused.", lambda r: r.mover.refused_decisions),
         "audited_bases": ("Folded bases found to be what training had.", lambda r: r.mover.audited_bases),
