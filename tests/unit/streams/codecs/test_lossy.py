@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.encoding import encode, gradient, hold, raw, read, round_trip
+from tiercheck import kernels
 from tiercheck.errors import Corruption
-from tiercheck.streams.codecs import FLOATS, decode
+from tiercheck.streams.codecs import FLOATS, codec, decode
 from tiercheck.streams.codecs.sparse import largest_of
 
 
@@ -73,6 +74,18 @@ class TestOneBit:
         decoded = read(decode(encoding.to_object(), parts), dtype)
         assert np.isnan(decoded).tolist() == [False] * 128 + [True] * 172
         assert encoding.scalars == {"nonfinite": 172}
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4", "onebit"])
+def test_a_bound_is_kept_and_nearly_reached(name: str) -> None:
+    """A bound far above what is lost would be true, and worth nothing."""
+    array = np.random.default_rng(7).uniform(-1, 1, 64 * kernels.BLOCK).astype(np.float32)
+    array[: kernels.BLOCK] = 0
+    array[[0, kernels.ONEBIT_BLOCK]] = 1  # alone in their blocks: the furthest that a mean can be from a value
+    error = np.abs(round_trip(name, array, "F32").astype(np.float64) - array)
+    bound = codec(name).bound(array)
+    assert np.all(error <= bound)
+    assert np.max(error / bound) > 0.97
 
 
 class TestSparse:
