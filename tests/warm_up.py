@@ -1,7 +1,9 @@
 """What every worker of a test run would otherwise compile for itself is compiled once, before the workers start.
 
-``make pytest`` runs it on a fresh clone and after the kernels have changed. It compiles Numba's kernels, and the
-bytecode of the tests with pytest's rewritten assertions. What cannot be collected is reported by the run that follows.
+``make pytest`` runs it on a fresh clone and after the kernels have changed. What was compiled before goes: Numba looks
+only whether the file of a kernel has changed, and not whether one has that the kernel inlines. It compiles Numba's
+kernels, and the bytecode of the tests with pytest's rewritten assertions. What cannot be collected is reported by the
+run that follows.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ import itertools
 import subprocess
 import sys
 from multiprocessing import get_context
+from pathlib import Path
 
 PROCESSES = 2
 OPTIMIZERS = ("torch.optim.adam.Adam", "torch.optim.sgd.SGD")
 
 
 def main() -> None:
-    from tiercheck.kernels import KERNELS
+    from tiercheck.kernels import KERNELS, cpu
 
+    for compiled in Path(cpu.__path__[0]).rglob("__pycache__/*.nb[ci]"):
+        compiled.unlink()
     tasks = [("collect", ""), *(("optimizer", name) for name in OPTIMIZERS), *(("kernel", name) for name in KERNELS)]
     with get_context("fork").Pool(PROCESSES) as pool:
         pool.starmap(do, tasks, chunksize=1)

@@ -29,6 +29,7 @@ from tiercheck.format.container import (
     shard_nbytes,
 )
 from tiercheck.format.host_state import Unstorable, pack
+from tiercheck.format.recurring import Recurring
 from tiercheck.keys import Stream
 
 
@@ -281,9 +282,22 @@ def test_a_finish_that_failed_can_be_repeated_with_other_bytes():
         writer.finish(dataclasses.replace(METADATA, notes={"long": "n" * 2000}))
     slot[:] = b"other"
     parse(memory[: writer.finish(METADATA)]).verify()
-    for misuse in (lambda: writer.slot("y", "U8", (1,)), lambda: writer.finish(METADATA)):
+
+
+def test_a_finished_shard_takes_nothing_more():
+    memory = memoryview(bytearray(4096))
+    writer = ShardWriter(memory, 1024)
+    file = bytes(memory[: writer.finish(METADATA)])
+    for misuse in (
+        lambda: writer.slot("y", "U8", (1,)),
+        lambda: writer.recurring(Recurring([TensorSpec("0/y", "U8", (1,))], 1), "1"),
+        lambda: writer.add_object("o", 1),
+        lambda: writer.move(memoryview(bytearray(4096))),
+        lambda: writer.finish(METADATA),
+    ):
         with pytest.raises(ValueError, match="finished"):
             misuse()
+    assert memory[: len(file)] == file
 
 
 def test_a_full_reservation_is_refused_and_changes_nothing():
