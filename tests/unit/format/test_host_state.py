@@ -13,7 +13,16 @@ import torch
 
 from tiercheck.errors import Corruption
 from tiercheck.format import host_state
-from tiercheck.format.host_state import DEPTH_MAX, HOST_STATE, Extension, Limits, Unstorable, pack, unpack
+from tiercheck.format.host_state import (
+    DEPTH_MAX,
+    HOST_STATE,
+    INTEGER_NBYTES_MAX,
+    Extension,
+    Limits,
+    Unstorable,
+    pack,
+    unpack,
+)
 
 Point = namedtuple("Point", "x y")
 
@@ -202,6 +211,15 @@ def test_deep_siblings_do_not_add_up():
 def test_a_path_through_a_key_too_long_to_print_is_still_named():
     with pytest.raises(Unstorable, match=r"state's key <an integer of 16610 bits> is an integer"):
         pack({10**5000: print}, name="state")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_longest_integer_comes_back_and_the_next_is_refused(sign):
+    bits = 8 * INTEGER_NBYTES_MAX - 1
+    longest = sign * (2**bits - 1)
+    assert unpack(pack(longest)) == longest
+    with pytest.raises(Unstorable, match=f"an integer of {bits + 1} bits"):
+        pack(sign * 2**bits)
 
 
 def test_an_integer_that_python_would_not_print_is_refused_on_both_sides():
