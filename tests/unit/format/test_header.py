@@ -5,8 +5,8 @@ import pytest
 import xxhash
 
 from tiercheck.errors import Corruption
-from tiercheck.format.container import ShardMetadata, checksum_of, parse, payload
-from tiercheck.format.header import HEADER_NBYTES_MAX
+from tiercheck.format.container import ALIGNMENT, ShardMetadata, TensorEntry, checksum_of, parse, payload
+from tiercheck.format.header import HEADER_NBYTES_MAX, HeaderTooLarge
 from tiercheck.keys import Stream
 
 METADATA = ShardMetadata(Stream.DIFFERENTIAL, 2, 41, 45, 1, 4, {"codec": "exact", "é": "naïve"})
@@ -41,6 +41,14 @@ def with_tensors(**tensors):
     return change
 
 
+def with_logical(logical, *stored):
+    def change(header):
+        header["__metadata__"]["dtype:x"] = logical
+        return with_tensors(x=stored)(header)
+
+    return change
+
+
 def raw_header(header, old, new):
     text = json.dumps(header, separators=(",", ":")).encode()
     assert old in text
@@ -65,6 +73,8 @@ HOSTILE = {
     "wrong size": (with_tensors(x=("F32", [4], [0, 4])), bytes(4)),
     "unknown dtype": (with_tensors(x=("F31", [4], [0, 4])), bytes(4)),
     "logical dtype": (with_tensors(x=("C128", [1], [0, 16])), bytes(16)),
+    "unknown logical dtype": (with_logical("F31", "F64", [1, 2], [0, 16]), bytes(16)),
+    "logical dtype stored otherwise": (with_logical("C128", "F64", [1, 3], [0, 24]), bytes(24)),
     "three offsets": (with_tensors(x=("U8", [4], [0, 4, 4])), bytes(4)),
     "nested shape": (with_tensors(x=("U8", [[4]], [0, 4])), bytes(4)),
     "object of floats": (with_tensors(**{"__object__:o": ("F32", [1], [0, 4])}), bytes(4)),
@@ -119,6 +129,17 @@ def test_what_a_later_release_adds_to_the_metadata_is_ignored(field):
     assert parse(file, key=KEY, tier=TIER).metadata == METADATA
 
 
+def test_as_many_tensors_are_read_as_are_written(monkeypatch):
+    few = [TensorEntry(f"{number}", "U8", (ALIGNMENT,), bytes(ALIGNMENT)) for number in range(4)]
+    file = b"".join(payload(METADATA, few, {}))
+    monkeypatch.setattr("tiercheck.format.header.TENSORS_MAX", 3)
+    with pytest.raises(HeaderTooLarge, match="at most 3 tensors, not 4"):
+        payload(METADATA, few, {})
+    with pytest.raises(Corruption, match="over 3 tensors"):
+        parse(file)
+    assert len(parse(b"".join(payload(METADATA, few[:3], {}))).names) == 3
+
+
 def test_the_forger_can_forge():
     def tensor_twice(header):
         text = json.dumps(with_tensors(**X)(header), separators=(",", ":")).encode()
@@ -127,6 +148,7 @@ def test_the_forger_can_forge():
     shard = parse(forge(with_tensors(**X), bytes(4)))
     assert shard.names == ("x",) and shard.metadata == METADATA
     assert parse(forge(lambda header: header)).metadata == METADATA
+    assert parse(forge(with_logical("C128", "F64", [1, 2], [0, 16]), bytes(16))).specs[0].dtype == "C128"
     with pytest.raises(Corruption, match="twice"):
         parse(forge(tensor_twice, bytes(4)))
 
