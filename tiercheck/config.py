@@ -39,7 +39,7 @@ class CheckpointConfig:
     """Make the optimizer step with the gradients as ``codec`` keeps them, so that replaying them is exact. This changes
     what is trained. What ``+feedback`` keeps is then part of the state, and bases hold it, too."""
     encode_threads: int = 1
-    """The most threads that encode a gradient, the training's own among them."""
+    """The most threads that copy or encode gradients, the training's own among them."""
     recovery_threads: int = 0
     """The most threads that verify, copy, decode and replay in a recovery. 0: this rank's share of the processors that
     its process may use, if the ranks of its node (``LOCAL_WORLD_SIZE``) share them."""

@@ -9,8 +9,9 @@ What is stored are the same bytes as :class:`~tiercheck.streams.codecs.exact.Exa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,15 @@ from numpy.typing import NDArray
 from tiercheck import kernels
 from tiercheck.errors import SaveError
 from tiercheck.format import host_state
-from tiercheck.format.checksums import BLOCK_NBYTES, checksum_of, copy_with_checksum
 from tiercheck.format.container import Recurring, ShardWriter, TensorSpec
-from tiercheck.format.copying import CACHED_BYTES
 from tiercheck.kernels import Kernel
 from tiercheck.kernels.reference.gathering import first_word, words_at
 from tiercheck.streams.codecs import Encoding
 from tiercheck.streams.codecs.exact import SCALE, Exact
+from tiercheck.streams.gradients.pieces import Piece, Stored, checksums_of, copy_all, look_at_all, pieces_of
 from tiercheck.streams.gradients.scales import Scale, Scales
 from tiercheck.streams.records.record_names import STAMP_DIGITS, gradient_name, stamp
-from tiercheck.streams.tensors.as_bytes import NAMES, array_of
+from tiercheck.streams.tensors.as_bytes import NAMES
 
 __all__ = ["KERNELS_USED", "Gathered", "GatheredGradients", "check_trained"]
 
@@ -47,26 +47,6 @@ LOOKED_AT = 1 << 20
 """Elements that NumPy looks at, or narrows. For more there is a kernel."""
 KEPT_MAX = 4
 """Arrangements kept: gradients that are zero at some steps, such as those of experts, are stored as bf16 then."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive tensors of few bytes, or one of many."""
-
-    places: slice
-    """Which ones."""
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
-    """Where each lies in the memory of all."""
-    copied: NDArray[np.intp] | slice
-    """Which of the piece are copied, perhaps narrowed; the others are ``scaled``."""
-    copied_nbytes: NDArray[np.int64]
-    narrowed: NDArray[np.bool_]
-    """Of those that are copied."""
-    scaled: NDArray[np.intp]
-    scaled_sizes: NDArray[np.int64]
-    is_plain: bool
-    """Whether it is one tensor of many bytes, which are stored as they are."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +98,10 @@ class Gathered:
 class GatheredGradients:
     """Puts gradients into the records of one rank. One thread uses it."""
 
-    def __init__(self, codec: Exact, masters: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, codec: Exact, masters: Mapping[str, TensorSpec], *, threads: int = 1) -> None:
+        """``threads``: so many copy, at most."""
         self._codec = codec
+        self._threads = threads
         self._masters = masters
         self._names: list[str] = []
         self._shapes: list[torch.Size] = []
@@ -144,16 +126,9 @@ class GatheredGradients:
             return None  # a tensor of a class of its own has its values elsewhere, or makes them when it is read
         arrangement, scale = self._arranged(addresses)
         memory = writer.recurring(arrangement.tensors, stamp(version))
-        checksums = np.empty(len(tensors), np.uint64)
-        for piece in arrangement.pieces:
-            if piece.is_plain:
-                source = array_of(tensors[piece.places.start]).reshape(-1).view(np.uint8).data
-                into = memory[piece.starts[0] : piece.stops[0]]
-                checksums[piece.places] = int(copy_with_checksum(into, source), 16)
-            else:
-                copy_piece(piece, addresses[piece.places], scale, arrangement.few, memory)
-                checksums[piece.places] = checksums_of(piece, arrangement.few, memory)
-        return Gathered(checksums, arrangement, scale)
+        # ``tensors`` holds what is copied.
+        digests = copy_all(arrangement.pieces, addresses, scale, memory, few=arrangement.few, threads=self._threads)
+        return Gathered(checksums_of(arrangement.pieces, digests), arrangement, scale)
 
     def _unchanged(self, names: list[str], tensors: list[torch.Tensor]) -> list[int] | None:
         """Where the tensors lie, if they are like the last ones, and each lies in host memory as it is. In one pass, so
@@ -206,7 +181,8 @@ class GatheredGradients:
             floats = floats[[may_be_bfloat16(address, size) for address, size in each]]
         if floats.size:
             are_bfloat16 = kernels.are_bfloat16.reference if self._few(floats) else kernels.are_bfloat16
-            narrowed[floats] = are_bfloat16(addresses[floats], self._sizes[floats])
+            where, sizes = addresses[floats], self._sizes[floats]
+            narrowed[floats] = look_at_all(are_bfloat16, where, sizes, threads=self._threads)
         scaled, scale = self._scaled(addresses, np.flatnonzero(self._floats & ~narrowed & (self._sizes > 0)))
         key = (narrowed.tobytes(), scaled.tobytes(), "" if scale is None else scale.dtype)
         if (known := self._arrangements.get(key)) is None:
@@ -223,7 +199,8 @@ class GatheredGradients:
         if (scale := self._scales.find(where, sizes) if floats.size else None) is None:
             return scaled, None
         are_scaled = kernels.are_scaled.reference if self._few(floats) else kernels.are_scaled
-        scaled[floats] = are_scaled(where, sizes, scale.value, scale.fp16)
+        are_products = partial(are_scaled, scale=scale.value, fp16=scale.fp16)
+        scaled[floats] = look_at_all(are_products, where, sizes, threads=self._threads)
         return scaled, scale if scaled.any() else None
 
     def _few(self, to_compute: NDArray[np.int64]) -> bool:
@@ -244,31 +221,12 @@ class GatheredGradients:
         tensors = Recurring(specs, STAMP_DIGITS)
         return Arrangement(
             tensors=tensors,
-            pieces=tuple(self._piece(places, tensors, narrowed, scaled) for places in pieces_of(tensors)),
+            pieces=tuple(pieces_of(tensors, Stored(self._sizes, self._nbytes, narrowed, scaled))),
             few=self._few(np.flatnonzero(narrowed | scaled)),
             encodings=one,
             packed=packed,
             scales_at=scales_at,
             stored=stored,
-        )
-
-    def _piece(
-        self, places: slice, tensors: Recurring, narrowed: NDArray[np.bool_], scaled: NDArray[np.bool_]
-    ) -> Piece:
-        starts, stops = (np.array(each[places], np.int64) for each in (tensors.starts, tensors.stops))
-        is_scaled = scaled[places]
-        scales, copied = np.flatnonzero(is_scaled), np.flatnonzero(~is_scaled)
-        computed = bool((narrowed[places] | is_scaled).any())
-        return Piece(
-            places=places,
-            starts=starts,
-            stops=stops,
-            copied=copied if scales.size else slice(None),
-            copied_nbytes=self._nbytes[places][copied],
-            narrowed=narrowed[places][copied],
-            scaled=scales,
-            scaled_sizes=self._sizes[places][scales],
-            is_plain=starts.size == 1 and int(stops[0] - starts[0]) > CACHED_BYTES and not computed,
         )
 
     def _encodings(self, scaled: NDArray[np.bool_], pattern: int) -> dict[str, dict[str, Any]]:
@@ -278,27 +236,6 @@ class GatheredGradients:
             encoding = Encoding(self._codec.text, NAMES[dtype], tuple(shape), ("",), scalars)
             encodings[name] = encoding.to_object()
         return encodings
-
-
-def copy_piece(piece: Piece, addresses: NDArray[np.int64], scale: Scale | None, few: bool, memory: memoryview) -> None:
-    """The tensors at these addresses, to where they lie in ``memory``."""
-    out = np.frombuffer(memory, np.uint8)
-    copied, starts = addresses[piece.copied], piece.starts[piece.copied]
-    gather_into = kernels.gather_into.reference if few else kernels.gather_into
-    gather_into(copied, piece.copied_nbytes, piece.narrowed, starts, out)
-    if scale is not None and piece.scaled.size:
-        gather_scaled_into = kernels.gather_scaled_into.reference if few else kernels.gather_scaled_into
-        scaled, starts = addresses[piece.scaled], piece.starts[piece.scaled]
-        gather_scaled_into(scaled, piece.scaled_sizes, scale.value, scale.fp16, starts, out)
-
-
-def checksums_of(piece: Piece, few: bool, memory: memoryview) -> NDArray[np.uint64] | int:
-    """Of tensors that were copied just now, and are in the processor's cache."""
-    start, stop = piece.starts[-1], piece.stops[-1]
-    if stop - start > BLOCK_NBYTES:
-        return int(checksum_of(memory[start:stop]), 16)
-    hash_each = kernels.hash_each.reference if few else kernels.hash_each
-    return hash_each(np.frombuffer(memory, np.uint8), piece.starts, piece.stops)
 
 
 def may_be_bfloat16(address: int, size: int) -> bool:
@@ -315,14 +252,3 @@ def check_trained(masters: Mapping[str, TensorSpec], name: str, shape: Sequence[
     spec = masters.get(name)
     if spec is None or spec.shape != tuple(shape):
         raise SaveError(f"there is no trained tensor {name!r} of shape {tuple(shape)}")
-
-
-def pieces_of(tensors: Recurring) -> Iterator[slice]:
-    """Tensors that lie behind one another, in pieces that stay in the processor's cache."""
-    first = 0
-    for index, stop in enumerate(tensors.stops):
-        if index > first and stop - tensors.starts[first] > CACHED_BYTES:
-            yield slice(first, index)
-            first = index
-    if first < len(tensors.stops):
-        yield slice(first, len(tensors.stops))

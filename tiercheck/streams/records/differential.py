@@ -293,7 +293,7 @@ class DifferentialStream(IterationStream):
             codec(codec_name), self.masters, train_on_compressed=train_on_compressed, threads=encode_threads
         )
         exact = self.encoder.codec if type(self.encoder.codec) is Exact else None
-        self.gathered = None if exact is None else GatheredGradients(exact, self.masters)
+        self.gathered = None if exact is None else GatheredGradients(exact, self.masters, threads=encode_threads)
         """What puts gradients into records together, if they are stored as they are."""
         expected = {name: NAMES[dtype] for name, dtype in provider.gradient_dtypes().items()}
         self.room = GradientRoom(self.encoder.codec, self.masters, expected)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tiercheck.errors import CapacityExceeded, SaveError
 from tiercheck.format.container import ShardWriter, parse
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.keys import ShardKey
-from tiercheck.streams.gradients import gathered
+from tiercheck.streams.gradients import gathered, pieces
 from tiercheck.streams.records.differential import DifferentialStream, read_differentials
 
 SMALL: list[tuple[int, ...]] = [(3,), (), (0,), (64, 32), (7, 5), (1,), (419,)]
@@ -30,9 +32,9 @@ class Model(torch.nn.Module):
             self.register_parameter(f"ümlaut{index}", torch.nn.Parameter(tensor))
 
 
-def stream_of(model: torch.nn.Module) -> DifferentialStream:
+def stream_of(model: torch.nn.Module, *, threads: int = 1) -> DifferentialStream:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return DifferentialStream(ModuleProvider(model, optimizer), "exact", 1)
+    return DifferentialStream(ModuleProvider(model, optimizer), "exact", 1, encode_threads=threads)
 
 
 def gradients_of(model: torch.nn.Module, seed: int, *, narrow: frozenset[int] = frozenset()) -> dict[str, torch.Tensor]:
@@ -59,12 +61,14 @@ def model() -> Model:
     return Model()
 
 
-@pytest.fixture(params=["NumPy", "Numba"])
+@pytest.fixture(params=["NumPy", "Numba", "threads"])
 def together(model: Model, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DifferentialStream:
-    """Of few tensors, and of many."""
-    if request.param == "Numba":
+    """Of few tensors, and of many; by one thread, and by several."""
+    if request.param != "NumPy":
         monkeypatch.setattr(gathered, "FEW", 0)
-    return stream_of(model)
+    if request.param == "threads":
+        monkeypatch.setattr(pieces, "THREAD_NBYTES_MIN", 1 << 10)
+    return stream_of(model, threads=3 if request.param == "threads" else 1)
 
 
 @pytest.fixture
@@ -127,6 +131,43 @@ def test_a_gradient_whose_memory_holds_other_values_is_not_copied_from_there() -
     assert gathering is not None
     memory = memoryview(bytearray(1 << 16))
     assert gathering.put({"weight": negated}, ShardWriter(memory, 1 << 12), 1) is None
+
+
+@pytest.mark.parametrize("scale", [None, 0.731])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_blocks_of_long_gradients_are_copied_by_several_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int, scale: float | None
+) -> None:
+    """Each is longer than a block of its checksum, in each way that it may be stored."""
+    sizes = (3_000_001, 1_048_577, 2_097_152, 5, 2_500_000)
+    model = torch.nn.ParameterDict({f"weight{index}": torch.zeros(size) for index, size in enumerate(sizes)})
+    gradients = gradients_of(model, 3, narrow=frozenset({0, 4}))  # type: ignore[arg-type]
+    if scale is not None:
+        gradients = {name: each * torch.tensor(scale) for name, each in gradients.items()}
+    names: list[set[str]] = []
+    copied = pieces.copied
+
+    def noting(*args: Any) -> Any:
+        names[-1].add(threading.current_thread().name)
+        return copied(*args)
+
+    monkeypatch.setattr(pieces, "copied", noting)
+    streams = [stream_of(model), stream_of(model, threads=threads)]
+    streams[0].gathered = None
+    contents = []
+    for stream in streams:
+        names.append(set())
+        contents.append(record(stream, 1, gradients))
+    shard = parse(contents[1])
+    shard.verify()
+    (read,) = read_differentials(shard, tier="memory://")
+    for name, each in gradients.items():
+        assert torch.equal(read.gradient(name), each), name
+    assert (len(names[1]) > 1) == (threads > 1)
+    if scale is None:  # a scale is looked for among all gradients of a call, and the two calls differ in that
+        assert contents[0] == contents[1]
+    else:
+        assert {spec.dtype for spec in shard.specs if "gradient/weight0" in spec.name} == {"BF16"}
 
 
 def test_gradients_that_are_not_like_the_last_ones_are_looked_at_anew() -> None:
