@@ -53,8 +53,9 @@ def peer_address(rank: int, ranks: Sequence[RankEndpoint]) -> tuple[str, str | N
     own = ranks[rank]
     peer = peer_of(rank, [RankLocation(each.node, each.domain) for each in ranks])
     if peer is None:
+        all_ranks = f"all {len(ranks)} ranks are" if len(ranks) > 1 else "the only rank is"
         raise ConfigurationError(
-            f"the hierarchy has a peer:// tier, but all {len(ranks)} ranks are on one node ({own.node}): there is no "
+            f"the hierarchy has a peer:// tier, but {all_ranks} on one node ({own.node}): there is no "
             "neighbour. Leave the tier out, or start the job on more nodes (TIERCHECK_NODE tells nodes apart that "
             "share a machine)"
         )

@@ -172,9 +172,10 @@ class Beside:
             )
         if moved := differing(unsure, {kind: each for kind, each in now.items() if kind in unsure}):
             log.warning(
-                "the random generators of %s were used between attach and the first forward pass, and the version "
-                "does not tell whether the interrupted run did the same: if it did not, as where iter(DataLoader) "
-                "draws a seed in the middle of an epoch, what is drawn from here on differs",
+                "random numbers were drawn from the generators of %s between attach and the first forward pass, and "
+                "the version does not say whether the interrupted run drew them there, too. If it did not "
+                "(iter(DataLoader) draws a seed, also in the middle of an epoch), later random numbers differ from "
+                "that run's",
                 ", ".join(sorted(moved)),
             )
 

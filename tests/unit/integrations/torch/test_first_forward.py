@@ -210,7 +210,7 @@ def test_generators_that_the_loop_uses_between_its_iterations_are_left_to_it(cap
     reference = Run(noise=True)
     reference.train(10)
     assert {**before.losses, **after.losses} == reference.losses
-    assert "were used between attach and the first forward pass" in caplog.text
+    assert "between attach and the first forward pass" in caplog.text
 
 
 def test_a_loop_that_draws_behind_a_loader_s_seed_is_told(caplog: pytest.LogCaptureFixture) -> None:

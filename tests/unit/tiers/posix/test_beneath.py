@@ -223,7 +223,7 @@ class TestOwners:
         (errno.EROFS, Unauthorized, "mounted read-only"),
         (errno.ENOTDIR, TierError, "a file is in the way"),
         (errno.EEXIST, TierError, "a file is in the way"),
-        (errno.ENOENT, TierError, "a directory above it cannot be made"),
+        (errno.ENOENT, TierError, "make the directories above it"),
     ],
 )
 async def test_a_directory_that_cannot_be_made_says_which_and_why(

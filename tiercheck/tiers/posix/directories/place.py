@@ -13,7 +13,7 @@ from tiercheck.tiers.posix.files import fsync_directory, meaning_of
 __all__ = ["make_place"]
 
 IN_THE_WAY = {
-    errno.ENOENT: (TierError, "a directory above it cannot be made"),
+    errno.ENOENT: (TierError, "make the directories above it, mount what is missing, or choose another path"),
     errno.EEXIST: (TierError, "a file is in the way: remove it, or choose another directory"),
     errno.ENOTDIR: (TierError, "a file is in the way: remove it, or choose another directory"),
 }
