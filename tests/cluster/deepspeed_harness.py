@@ -49,6 +49,8 @@ class Case:
     fp16: bool = False
     tensor_parallel: bool = False
     decay_in_gradient: bool = False
+    sequence_parallel: bool = False
+    """All ranks share one sequence, as under Ulysses."""
 
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -74,6 +76,8 @@ class Case:
             config["bf16"] = {"enabled": True}
         if self.fp16:
             config["fp16"] = {"enabled": True, "initial_scale_power": 9, "loss_scale_window": 2, "hysteresis": 2}
+        if self.sequence_parallel:
+            config |= {"sequence_parallel_size": torch.distributed.get_world_size(), "data_parallel_size": 1}
         if self.tensor_parallel:
             kinds = {"expand": "column", "contract": "row"}
             specs = [{"patterns": [rf".*\.{name}\.weight$"], "partition_type": kind} for name, kind in kinds.items()]

@@ -1,6 +1,6 @@
 """What each rank of ``test_parallel`` runs under DeepSpeed: one engine, since a process builds one of these only.
 
-Arguments: ``save | resume``, a directory, what to train (``pipeline-of-3`` stages, ``tensor-parallel``, ``plain``), and
+Arguments: ``save | resume``, a directory, what to train (``pipeline-of-3`` stages, ``tensor-parallel``, ``sequence-parallel-of-3``: under that ZeRO stage, ``plain``), and
 where what was saved is, in the directory.
 """
 
@@ -32,6 +32,10 @@ CONFIG = CheckpointConfig(base_every=4, batch=2, deadline_s=60)
 
 def built(kind: str, seed: int) -> Any:
     name, _, stages = kind.partition("-of-")
+    if name == "sequence-parallel":
+        engine = build(Case(int(stages), True, sequence_parallel=True), seed)
+        assert engine.sequence_parallel_size == dist.get_world_size()
+        return engine
     case = Case(1, True, pipeline=name == "pipeline", tensor_parallel=name == "tensor-parallel")
     return build(case, seed, stages=int(stages or 1))
 

@@ -27,6 +27,8 @@ SAVED_AT = 6
 DEEPSPEED = {
     "pipeline": (("pipeline-of-2", 2), ("pipeline-of-3", 3)),
     "tensor-parallel": (("tensor-parallel", 2), ("plain", 1)),
+    "sequence-parallel": (("sequence-parallel-of-1", 2), ("plain", 1)),
+    "sequence-parallel-under-zero-3": (("sequence-parallel-of-3", 2), ("sequence-parallel-of-3", 2)),
 }
 """What saves, and what goes on; each with its number of ranks."""
 
