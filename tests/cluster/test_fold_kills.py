@@ -1,0 +1,32 @@
+"""``kill -9`` of an agent, and of the process that folds for it, in the middle of a fold: nothing is lost, nothing
+half-written is left, and no memory stays reserved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers.agents import Node, node
+
+__all__ = ["node"]
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("who", "step", "least"), [("agents", 53, 4), ("folds", 9, 4)])
+def test_killed_at_every_point_of_a_fold(node: Node, who: str, step: int, least: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.fold_victim", who, str(node.folder), str(step)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= least, "a fold makes more calls than this: were they not seen?"
