@@ -24,7 +24,7 @@ from tiercheck.opening.job import OpenedJob
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.recovery.spans import spans_of
 from tiercheck.recovery.finding.node_memory import NodeMemory
-from tiercheck.replication.folds import FoldsHere
+from tiercheck.replication.fold_executor import LocalFoldExecutor
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.job import ReplicationJob
 from tiercheck.replication.mover import Mover
@@ -169,7 +169,7 @@ class HostMover:
             retention=policies.retention,
             lineage=await lineage_of(self._tiers, job.generation),
             mark=self._mark,
-            folds=FoldsHere(NumberFolding(), self._tiers.first) if job.folds != "no" else None,
+            folds=LocalFoldExecutor(NumberFolding(), self._tiers.first) if job.folds != "no" else None,
         )
 
     async def close(self) -> None:

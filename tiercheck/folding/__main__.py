@@ -24,7 +24,7 @@ from tiercheck.folding.launch import Launch, SocketChannel
 from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.server import FoldServer
 from tiercheck.hierarchy import OpenTier
-from tiercheck.replication.folds import Folds, FoldsHere
+from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.streams.state import FoldShards, NotExact
 from tiercheck.tiers.registry import make_driver
 
@@ -69,10 +69,10 @@ async def live(launch: Launch) -> None:
 
 
 @asynccontextmanager
-async def folds_at(executor: Executor, target: FoldTarget) -> AsyncIterator[Folds]:
+async def folds_at(executor: Executor, target: FoldTarget) -> AsyncIterator[FoldExecutor]:
     shards = await asyncio.get_running_loop().run_in_executor(executor, replays, target.certified)
     async with make_driver(target.url) as driver:
-        yield FoldsHere(shards, OpenTier(0, target.name, driver), executor)
+        yield LocalFoldExecutor(shards, OpenTier(0, target.name, driver), executor)
 
 
 def replays(certified: bool) -> FoldShards:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from tiercheck import errors
 from tiercheck.errors import TierError, Transient
-from tiercheck.replication.folds import Outcome
+from tiercheck.replication.fold_executor import Outcome
 
 __all__ = [
     "FRAME_BYTES_MAX",

@@ -33,7 +33,7 @@ from tiercheck.folding.messages import (
 )
 from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
-from tiercheck.replication.folds import Folds, Made, Outcome, Refused, Superfluous, Wanted
+from tiercheck.replication.fold_executor import FoldExecutor, Made, Outcome, Refused, Superfluous, Wanted
 from tiercheck.runtime.backoff import Backoff
 from tiercheck.runtime.waiting import settled
 
@@ -211,8 +211,8 @@ class FoldProcess:
         """``None`` if none runs."""
         return None if self._life is None or self._life.ended else self._life.process.pid
 
-    def at(self, target: FoldTarget) -> Folds:
-        return _FoldsAt(self, target)
+    def at(self, target: FoldTarget) -> FoldExecutor:
+        return _ProcessFoldExecutor(self, target)
 
     async def ask(self, work: Prepare | Replay, wanted: Wanted) -> Outcome:
         """Errors: :class:`FoldProcessEnded`; ``Transient`` if it is not to be started again yet; what the work has
@@ -269,8 +269,8 @@ class FoldProcess:
             self._ending = asyncio.ensure_future(life.end("nothing is to be folded"))
 
 
-class _FoldsAt:
-    """One rank's folds in that process. See :class:`~tiercheck.replication.folds.Folds`."""
+class _ProcessFoldExecutor:
+    """One rank's folds in that process. See :class:`~tiercheck.replication.fold_executor.FoldExecutor`."""
 
     def __init__(self, process: FoldProcess, target: FoldTarget) -> None:
         self._process = process

@@ -29,16 +29,16 @@ from tiercheck.folding.messages import (
 )
 from tiercheck.keys import ShardKey, parse
 from tiercheck.policy.folding import Fold
-from tiercheck.replication.folds import Folds, Outcome, Ready, Refused, Superfluous
+from tiercheck.replication.fold_executor import FoldExecutor, Outcome, Ready, Refused, Superfluous
 from tiercheck.streams.state import NotExact
 
-__all__ = ["FoldServer", "OpenFolds"]
+__all__ = ["FoldServer", "OpenFoldExecutor"]
 
 log = logging.getLogger(__name__)
 
 END_S_MAX = 3.0
 """What is broken off at the end may take so long."""
-OpenFolds = Callable[[FoldTarget], AbstractAsyncContextManager[Folds]]
+OpenFoldExecutor = Callable[[FoldTarget], AbstractAsyncContextManager[FoldExecutor]]
 """Opens a first tier for one piece of work: nothing is held there between folds. Errors: ``NotExact`` if nothing can be
 folded in this process; ``TierError``; ``ConfigurationError``."""
 
@@ -52,7 +52,7 @@ class _Work:
 class FoldServer:
     """Answers one owner. ``at_once``: so many folds take the memory of a base at a time."""
 
-    def __init__(self, channel: Channel, opens: OpenFolds, at_once: int) -> None:
+    def __init__(self, channel: Channel, opens: OpenFoldExecutor, at_once: int) -> None:
         self._channel = channel
         self._opens = opens
         self._free = asyncio.Semaphore(at_once)

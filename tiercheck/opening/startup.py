@@ -54,7 +54,7 @@ from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.report import Recovery
 from tiercheck.recovery.restored import Restored
 from tiercheck.recovery.restorer import Restorer
-from tiercheck.replication.folds import Folds, FoldsHere
+from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.job import JobTier, ReplicationJob
 from tiercheck.replication.mover import Mover, MoverHandle
 from tiercheck.runtime.group import AsyncGroup
@@ -407,13 +407,13 @@ class _Startup:
 
         return Cadence(self.policies.cadence, version, ranks.scheduler.time, agree if ranks.world_size > 1 else None)
 
-    def folds_of(self, opened: _OpenTiers) -> Folds | None:
+    def folds_of(self, opened: _OpenTiers) -> FoldExecutor | None:
         """What folds for the mover in this process: a process of its own, if that can open the first tier."""
         if opened.folds is None:
             return None
         first = opened.hierarchy.tiers[0]
         if not opened.apart or self.fold_process is None:
-            return FoldsHere(opened.folds, opened.tiers.first)
+            return LocalFoldExecutor(opened.folds, opened.tiers.first)
         process = self.held.fold_process = self.fold_process(self.runtime.environment)
         return process.at(FoldTarget(as_agent_opens(first.url), first.name, self.config.bases == "auto"))
 

@@ -37,8 +37,8 @@ from tiercheck.policy.recovery.lineage import Branch, Lineage
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, Retention, watermark
 from tiercheck.replication.actions import COMMITTING, COPYING_BASES, MARKING, REPORTING, Actions, copying
 from tiercheck.replication.backoff import RETRY, Action, ProcessEnds, TierBackoff
-from tiercheck.replication.folding import FOLDING, Folder
-from tiercheck.replication.folds import Folds
+from tiercheck.replication.fold_controller import FOLDING, FoldController
+from tiercheck.replication.fold_executor import FoldExecutor
 from tiercheck.replication.handle import MoverHandle, MoverStatus
 from tiercheck.replication.lanes import RECORDING, Lane
 from tiercheck.replication.objects.generation import record_generation
@@ -84,7 +84,7 @@ class Mover:
         lineage: Lineage,
         pacing: PacingPolicy | None = None,
         mark: int | None = None,
-        folds: Folds | None = None,
+        folds: FoldExecutor | None = None,
     ) -> None:
         """``folds``: makes bases of what lies in the first tier; ``None``: all are captured."""
         self.status = MoverStatus()
@@ -110,12 +110,12 @@ class Mover:
             pacer=self._pacer,
         )
         first = hierarchy.first
-        self._folder = None if folds is None else Folder(folds, first, self._observer, placement)
+        self._folding = None if folds is None else FoldController(folds, first, self._observer, placement)
         commits = [rank == COORDINATOR and tier.role.shared for tier in hierarchy.tiers]
         self._lanes = [Lane.of(tier, commits=each) for tier, each in zip(hierarchy.tiers, commits, strict=True)]
         """By tier."""
         self._making_room = list(self._lanes[0])
-        if self._folder is not None:
+        if self._folding is not None:
             self._lanes[0].append(Lane(first, (FOLDING,)))
         self._idle = {lane: False for lanes in self._lanes for lane in lanes}
         self._last_decided: tuple[Observation, dict[int, list[Key]]] | None = None
@@ -154,8 +154,8 @@ class Mover:
                     group.create_task(self._observer.keep_listing(tier, self.nudge))
                 for lane in self._idle:
                     group.create_task(self._keep_serving(lane))
-                if self._folder is not None and self._folder.preparing:
-                    group.create_task(self._prepare_folding(self._folder))
+                if self._folding is not None and self._folding.preparing:
+                    group.create_task(self._prepare_folding(self._folding))
         except* JobConflict as conflicts:
             self.conflict = next(each for each in conflicts.exceptions if isinstance(each, JobConflict))
             log.error("%s", self.conflict)
@@ -196,10 +196,10 @@ class Mover:
                 if listed and not any(outcome.acted for outcome in served):
                     return all(outcome.done for outcome in served)
 
-    async def _prepare_folding(self, folder: Folder) -> None:
+    async def _prepare_folding(self, controller: FoldController) -> None:
         async with self._looked:
-            await self._looked.wait_for(lambda: folder.base(self._observer.seen()) is not None)
-        await folder.prepare(self._observer.seen())
+            await self._looked.wait_for(lambda: controller.base(self._observer.seen()) is not None)
+        await controller.prepare(self._observer.seen())
         self._note()
         self.nudge()
 
@@ -246,7 +246,7 @@ class Mover:
             while True:
                 await self._observer.refresh_nearby(nearby_since)
                 nearby_since = None
-                folding = None if self._folder is None else self._folder.state
+                folding = None if self._folding is None else self._folding.state
                 state = self._observer.state, frozenset(self._unrecorded), closing, folding
                 if all(self._at_rest.get(lane) == state for lane in lanes):
                     self._seen()
@@ -314,10 +314,10 @@ class Mover:
         ]
 
     def _folds(self, seen: Observation) -> list[Action]:
-        if self._folder is None or (fold := self._folder.next(seen)) is None or not self._has_room(seen):
+        if self._folding is None or (fold := self._folding.next(seen)) is None or not self._has_room(seen):
             return []
         target = ShardKey.base(fold.base.generation, fold.version, fold.base.rank)
-        return [Action(FOLDING, str(target), partial(self._folder.fold, fold))]
+        return [Action(FOLDING, str(target), partial(self._folding.fold, fold))]
 
     def _has_room(self, seen: Observation) -> bool:
         """Whether the first tier may take one more base."""
@@ -370,7 +370,7 @@ class Mover:
         def has_room() -> bool:
             self._seen()
             self._note()
-            unready = self._folder is not None and (self._folder.preparing or self.status.unfolded_bases)
+            unready = self._folding is not None and (self._folding.preparing or self.status.unfolded_bases)
             return self.status.has_room and not (patiently and unready)
 
         async def room() -> bool:
@@ -380,16 +380,16 @@ class Mover:
             return has_room()
 
         def what() -> str:
-            if self._folder is not None and self.status.has_room and (fold := self._folder.awaited(self.status)):
+            if self._folding is not None and self.status.has_room and (fold := self._folding.awaited(self.status)):
                 return fold
             if self.status.undrained_bases < BASES_IN_VOLATILE_TIERS:
                 return f"the first tier holds as many bases as it may: {lagging(self._observer.seen())}"
             return f"{self.status.undrained_bases} bases have not reached the durable tier"
 
-        folding = [] if self._folder is None else [self._hierarchy.first]
+        folding = [] if self._folding is None else [self._hierarchy.first]
         await self._until(room, deadline_s, what, [*folding, durable])
-        if self._folder is not None and due:
-            self._folder.take(due, self._observer.seen())
+        if self._folding is not None and due:
+            self._folding.take(due, self._observer.seen())
             self._note()
             self.nudge()
 
@@ -487,7 +487,7 @@ class Mover:
             self.status,
             **known,
             idle=all(self._idle.values()),
-            **({} if self._folder is None else self._folder.noted(seen)),
+            **({} if self._folding is None else self._folding.noted(seen)),
             copied_bytes=self._actions.copied_bytes,
             copied_objects=self._actions.copied_objects,
             deleted_objects=self._actions.deleted_objects,

@@ -17,10 +17,10 @@ from tiercheck.folding.owner import ENDS_MAX, FoldProcess, FoldProcessEnded
 from tiercheck.folding.server import FoldServer
 from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
-from tiercheck.replication.folds import Folds, Made, Outcome, Ready, Refused, Superfluous, Wanted
+from tiercheck.replication.fold_executor import FoldExecutor, Made, Outcome, Ready, Refused, Superfluous, Wanted
 from tiercheck.streams.state import NotExact
 
-PLACE = FoldTarget("shm://run", "shm", certified=True)
+TARGET = FoldTarget("shm://run", "shm", certified=True)
 BASE = ShardKey.base(1, 0, 0)
 FOLD = Fold(BASE, (ShardKey.differential(1, 1, 1, 0), ShardKey.differential(1, 2, 2, 0)), 2)
 MADE = Made(str(ShardKey.base(1, 2, 0)), 64, audited=True)
@@ -77,7 +77,7 @@ class Machine:
         self.ended: list[int] = []
         """What was ended."""
         self.process = FoldProcess(self.start)
-        self.folds = self.process.at(PLACE)
+        self.folds = self.process.at(TARGET)
 
     async def start(self) -> End:
         ours, theirs = End(len(self.started) + 1, self), End(0, self)
@@ -87,8 +87,8 @@ class Machine:
         return ours
 
     @asynccontextmanager
-    async def opens(self, place: FoldTarget) -> AsyncIterator[Folds]:
-        assert place in (PLACE, replace(OTHER, url=place.url))
+    async def opens(self, target: FoldTarget) -> AsyncIterator[FoldExecutor]:
+        assert target in (TARGET, replace(OTHER, url=target.url))
         self.opened += 1
         try:
             yield _Folds(self)
@@ -367,7 +367,7 @@ def test_one_that_ends_before_it_begins_anything_is_refused() -> None:
             return end
 
         process = FoldProcess(dead)
-        folds = process.at(PLACE)
+        folds = process.at(TARGET)
         for _ in range(ENDS_MAX - 1):
             with pytest.raises(FoldProcessEnded):
                 await folds.fold(FOLD, yes)
@@ -413,7 +413,7 @@ def test_if_it_ends_again_and_again_under_a_ranks_work_that_rank_is_refused() ->
         assert f"killed by signal 9; that was end {ENDS_MAX} in a row under folds of shm://run; see the" in refused.why
         machine.work = machine.make
         await asyncio.sleep(60)
-        assert await machine.process.at(PLACE).fold(FOLD, yes) == MADE, "others are not"
+        assert await machine.process.at(TARGET).fold(FOLD, yes) == MADE, "others are not"
 
     played(story)
 
@@ -473,7 +473,7 @@ def test_one_that_cannot_be_started_says_so() -> None:
 
         process = FoldProcess(refuses)
         with pytest.raises(FoldProcessEnded, match="cannot be started: too many processes"):
-            await process.at(PLACE).fold(FOLD, yes)
+            await process.at(TARGET).fold(FOLD, yes)
         await process.close()
 
     played(story)

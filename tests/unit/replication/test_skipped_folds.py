@@ -20,7 +20,7 @@ from tiercheck.keys import ShardKey
 from tiercheck.policy.folding import Fold
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.watermark import Retention
-from tiercheck.replication.folds import Damaged, Gone, Made, Outcome, Ready, Superfluous, Wanted
+from tiercheck.replication.fold_executor import Damaged, Gone, Made, Outcome, Ready, Superfluous, Wanted
 from tiercheck.replication.mover import Mover
 from tiercheck.types import PutMode
 

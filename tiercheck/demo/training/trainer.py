@@ -100,7 +100,7 @@ def attach_checkpointer(engine: Any, settings: TrainingSettings) -> Any:
 def wait_for_folds(checkpointer: Any) -> None:
     """A job of days has its first bases captured while what folds them is made ready. This run would be over by
     then."""
-    from tiercheck.replication.folding import PREPARING
+    from tiercheck.replication.fold_controller import PREPARING
 
     until = time.monotonic() + FOLDS_S_MAX
     while time.monotonic() < until:

@@ -21,12 +21,21 @@ from tiercheck.policy.folding import Fold, gap_after, lag, newest_usable, next_f
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.replication.backoff import SourceError
-from tiercheck.replication.folds import Damaged, Differs, Folds, Gone, Made, Outcome, Refused, Superfluous
+from tiercheck.replication.fold_executor import (
+    Damaged,
+    Differs,
+    FoldExecutor,
+    Gone,
+    Made,
+    Outcome,
+    Refused,
+    Superfluous,
+)
 from tiercheck.replication.handle import MoverStatus
 from tiercheck.replication.observer import Observer
 from tiercheck.streams.doubts import listed
 
-__all__ = ["FOLDING", "Folder"]
+__all__ = ["FOLDING", "FoldController"]
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +43,10 @@ FOLDING = "folding"
 PREPARING = "folding is still being prepared (torch is imported, a kernel is certified)"
 
 
-class Folder:
+class FoldController:
     """Has one rank's bases folded in ``tier``, the first one."""
 
-    def __init__(self, folds: Folds, tier: OpenTier, observer: Observer, placement: Placement) -> None:
+    def __init__(self, folds: FoldExecutor, tier: OpenTier, observer: Observer, placement: Placement) -> None:
         self.folded_bases = 0
         self.taken = -1
         """The newest version whose base is left to be folded."""

@@ -1,7 +1,7 @@
 """Making one base: of a base and the differentials after it, in the first tier, in whichever process folds.
 
-:class:`FoldsHere` does it in the process that calls it. A process of its own for the folds runs the same code on a
-first tier that it has opened itself (:mod:`tiercheck.folding`).
+:class:`LocalFoldExecutor` does it in the process that calls it. A process of its own for the folds runs the same code
+on a first tier that it has opened itself (:mod:`tiercheck.folding`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tiercheck.types import PutMode
 __all__ = [
     "Damaged",
     "Differs",
-    "Folds",
-    "FoldsHere",
+    "FoldExecutor",
     "Gone",
+    "LocalFoldExecutor",
     "Made",
     "Outcome",
     "Ready",
@@ -95,7 +95,7 @@ Wanted = Callable[[], Awaitable[bool]]
 """Asked before room is reserved, and again right before the base is published: whether whoever folds wants it still."""
 
 
-class Folds(Protocol):
+class FoldExecutor(Protocol):
     """Makes bases in one rank's first tier."""
 
     @property
@@ -123,8 +123,8 @@ class _Unreadable(Exception):
         self.outcome = outcome
 
 
-class FoldsHere:
-    """Folds in this process. See :class:`Folds`. ``executor``: its threads; ``None``: those of the event loop."""
+class LocalFoldExecutor:
+    """Folds in this process, on the threads of ``executor``; ``None``: on those of the event loop."""
 
     where = "this process"
 
