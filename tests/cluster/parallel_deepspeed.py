@@ -1,7 +1,7 @@
 """What each rank of ``test_parallel`` runs under DeepSpeed: one engine, since a process builds one of these only.
 
-Arguments: ``save | resume``, a directory, what to train (``pipeline-of-3`` stages, ``tensor-parallel``, ``sequence-parallel-of-3``: under that ZeRO stage, ``plain``), and
-where what was saved is, in the directory.
+Arguments: ``save | resume``, a directory, what to train (``pipeline-of-3`` stages, ``tensor-parallel``,
+``sequence-parallel-of-3``: under that ZeRO stage, ``plain``), and where what was saved is, in the directory.
 """
 
 from __future__ import annotations

@@ -33,13 +33,13 @@ def main(small: str, large: str, target: Path, bounds: list[str]) -> None:
     threading.stack_size(STACK_NBYTES)
     _, unlimited = resource.getrlimit(resource.RLIMIT_DATA)
     for bound in bounds:
-        format, version, nbytes_max = bound.split(":")
+        name, version, nbytes_max = bound.split(":")
         resource.setrlimit(resource.RLIMIT_DATA, (unlimited, unlimited))
-        export(small, int(version), Format(format), target / f"small-{bound}")
+        export(small, int(version), Format(name), target / f"small-{bound}")
         limit = own_nbytes() + int(nbytes_max)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, unlimited))
         try:
-            export(large, int(version), Format(format), target / f"large-{bound}")
+            export(large, int(version), Format(name), target / f"large-{bound}")
             said = "done"
         except Exception as error:  # what fails for lack of memory fails in many ways
             said = f"{type(error).__name__}: {error}".replace("\n", " ")

@@ -149,9 +149,7 @@ def nbytes_max(run: Run, version: int, format: Format) -> int:
 
 def test_an_export_needs_no_more_memory_than_it_says(small: Run, large: Run, tmp_path: Path) -> None:
     """Whatever the format. Under a limit that one rank's state does not fit into, it fails: so the limit is one."""
-    bounds = {
-        f"{format}:{version}": nbytes_max(large, version, format) for version in (BASE, LAST) for format in Format
-    }
+    bounds = {f"{each}:{version}": nbytes_max(large, version, each) for version in (BASE, LAST) for each in Format}
     assert max(bounds.values()) < large.model_nbytes, "the model does not fit"
     too_small = f"{Format.SAFETENSORS}:{LAST}:{large.state_nbytes}"
     asked = [f"{what}:{nbytes}" for what, nbytes in bounds.items()]
