@@ -43,6 +43,11 @@ class Demand:
         return self.holding.sizes.constants_nbytes
 
     @property
+    def nbytes_usual(self) -> int:
+        """While the other tiers keep up."""
+        return self.ranks * self.holding.nbytes_usual
+
+    @property
     def nbytes(self) -> int:
         """The least room that is enough."""
         return self.ranks * self.holding.nbytes_least
@@ -166,9 +171,10 @@ def refuse_gaps(config: CheckpointConfig, world_size: int, *, shared: bool) -> N
 async def prepare_memory(tier: OpenTier, demand: Demand, base_every: int) -> None:
     """Have the first tier's memory touched and mapped, as far as there is room, or the tier keeps ready. That takes as
     long as the memory is large, so it is done beside training, after the opening base has got its own. What is not
-    ready yet costs its first use more."""
+    ready yet costs its first use more. What the tier keeps for reuse beyond what it usually holds it gives back."""
     driver = tier.driver
     try:
+        await driver.expect(demand.nbytes_usual)
         usage = await driver.usage()
         if usage.free_bytes is None or usage.limit_bytes is None:
             return

@@ -381,7 +381,7 @@ class _Startup:
             before_bases=self.before_bases,
             folds=opened.folds is not None,
             not_folded=opened.not_folded,
-            records_max=opened.demand.holding.records_max,
+            holding=opened.demand.holding,
         )
         cautions = await self.cautions(state, opened, start.recovery)
         if (found := restored.constants) is not None:

@@ -32,6 +32,8 @@ CONSTANTS_MAX = 2
 RECORDS_BESIDE = 3
 """Beside those that a base or a batch is made of: one is being captured, one comes while the base is made, and one
 while the tiers are told."""
+UNFOLDED_NBYTES = 64 << 20
+"""Of differentials: so many bytes may wait until what folds is ready, also if that is more than the usual number."""
 FOLD_EVERY_MIN = 2
 """Of two versions in a row, one is never that of a folded base: a base that is captured there goes to all tiers."""
 
@@ -64,6 +66,20 @@ class Holding:
     """While they lag as far as bases may."""
     records_max: int | None = None
     """Before there are more, training waits; ``None``: they are not counted."""
+
+    @property
+    def records_unfolded(self) -> int:
+        """So many there may be while what folds is being prepared. A few MiB are worth no wait."""
+        return max(self.records_usual, self._records_little)
+
+    @property
+    def records_stood_in(self) -> int:
+        """After so many a base is captured while what folds is being prepared. A few MiB are worth no base."""
+        return max(self.fold_every, self._records_little)
+
+    @property
+    def _records_little(self) -> int:
+        return UNFOLDED_NBYTES // max(1, self.sizes.record_nbytes)
 
     @property
     def nbytes_usual(self) -> int:

@@ -2,6 +2,9 @@
 
 They go when a base after them is there, and the other tiers have what they are to hold. If those lag, memory would
 grow: instead training waits, with a deadline, and the error says what for.
+
+Until what folds is ready, nothing makes those bases. Then training waits after the usual number of differentials until
+the first base is folded (``bases="fold"``), or captures the bases itself (``"auto"``).
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from tiercheck.config import CheckpointConfig
 from tiercheck.errors import SaveError, TierError
 from tiercheck.hierarchy import OpenTier
 from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
-from tiercheck.recording.modes import BaseEvent, Modes, Room, RoomEvent
+from tiercheck.policy.first_tier import Holding
+from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes, Room, RoomEvent
 from tiercheck.recording.saves import Saves
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
@@ -38,12 +43,12 @@ class Backlog:
         saves: Saves,
         modes: Modes,
         rank: int,
-        records_max: int | None,
-        deadline_s: float,
+        holding: Holding | None,
+        config: CheckpointConfig,
         folds: bool,
     ) -> None:
-        """``records_max``: so many may be in the tier, the one that is being captured among them; ``None``: any
-        number. ``folds``: the mover makes the bases that let them go."""
+        """``holding``: how many may be in the tier, the one that is being captured among them; ``None``: any number.
+        ``folds``: the mover makes the bases that let them go."""
         self._tier = tier
         self._mover = mover
         self._scheduler = scheduler
@@ -51,8 +56,10 @@ class Backlog:
         self._saves = saves
         self._modes = modes
         self._rank = rank
-        self._records_max = records_max
-        self._deadline_s = deadline_s
+        self._holding = holding
+        self._records_max = None if holding is None else holding.records_max
+        self._deadline_s = config.deadline_s
+        self._waits_for_folds = config.bases == "fold"
         self._folds = folds
         self._left = 0
         """So many may come before the tier is looked at again."""
@@ -63,51 +70,95 @@ class Backlog:
         if self._records_max is None:
             return
         if self._left <= 0:
-            held = await self._held(self._records_max)
-            if held >= self._records_max:
-                held = await self._room(self._records_max)
-            self._left = max(1, self._records_max - held)
+            held, most = await self._look(self._records_max)
+            if held >= most:
+                held, most = await self._room(self._records_max)
+            self._left = max(1, most - held) if self._is_known else 1
         self._left -= 1
 
-    async def _room(self, records_max: int) -> int:
-        """How many are in the tier, when it has room for one more."""
+    async def stands_in(self) -> bool:
+        """Whether training captures a base that is folded later on, as what folds is not ready, and the base lets as
+        many differentials go as a folded one."""
+        if not self._folds or self._waits_for_folds or self._holding is None or self._modes.base.state in IN_FLIGHT:
+            return False
+        status = self._mover.status
+        if not (status.prepares_folding and status.has_room):
+            return False
+        return await self._unfolded() >= self._holding.records_stood_in
+
+    @property
+    def _begins_to_fold(self) -> bool:
+        """Whether the first fold is to come: until then it may take long."""
+        status = self._mover.status
+        return self._folds and (status.prepares_folding or (status.folds and not status.folded_bases))
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the mover has said if it folds, and will go on like that."""
+        status = self._mover.status
+        return not self._folds or (not self._begins_to_fold and (status.folds or bool(status.not_folded)))
+
+    async def _look(self, records_max: int) -> tuple[int, int]:
+        """How many are there of those that count, and how many there may be."""
+        if self._waits_for_folds and self._begins_to_fold and self._holding is not None:
+            unfolded = await self._unfolded()
+            if unfolded >= self._holding.records_unfolded:
+                return unfolded, self._holding.records_unfolded
+        return await self._held(records_max), records_max
+
+    async def _room(self, records_max: int) -> tuple[int, int]:
+        """As :meth:`_look`, when there is room for one more."""
         room = self._modes.record_room
         deadline_s = 0.0 if room.state is Room.IN_DOUBT else self._deadline_s
         room.on(RoomEvent.ASKED)
         began = nudged = self._scheduler.time()
         self._hurry()
+        held, most = await self._look(records_max)
         try:
-            while (held := await self._held(records_max)) >= records_max:
+            while held >= most:
                 status, now = self._mover.status, self._scheduler.time()
-                if self._folds and status.not_folded:
+                if self._folds and status.not_folded and most == records_max:
                     self._modes.base.on(BaseEvent.NEEDED)
-                    return held
+                    return held, most
                 if now - began >= deadline_s:
                     troubles = [f"{tier}: {error}" for tier, error in sorted(status.errors.items())]
                     why = "; ".join(filter(None, [status.held_up_by, *troubles])) or "the mover has not said why"
                     raise SaveError(
-                        f"the first tier holds {held} differentials and has room for {records_max}; within "
+                        f"the first tier holds {held} differentials and has room for {most}; within "
                         f"{deadline_s:g} s none could go: {why}"
                     )
                 if now - nudged >= NUDGE_S:
                     self._hurry()
                     nudged = now
                 await self._scheduler.sleep(LOOK_S)
+                held, most = await self._look(records_max)
         finally:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
         room.on(RoomEvent.FOUND)
-        return held
+        return held, most
 
     async def _held(self, records_max: int) -> int:
         """How many are in the tier. If it cannot be listed just now, one more may come: the tier itself has a limit."""
+        if (shards := await self._listed()) is None:
+            return records_max - 1
+        return sum(key.stream is Stream.DIFFERENTIAL for key in shards)
 
-        async def count() -> int:
+    async def _unfolded(self) -> int:
+        """How many there are after the newest base."""
+        shards = await self._listed() or []
+        newest = max(((key.generation, key.last) for key in shards if key.stream is Stream.BASE), default=(0, 0))
+        return sum(key.stream is Stream.DIFFERENTIAL and (key.generation, key.last) > newest for key in shards)
+
+    async def _listed(self) -> list[ShardKey] | None:
+        """This rank's shards in the tier; ``None`` if it cannot be listed just now."""
+
+        async def shards() -> list[ShardKey]:
             keys = [parse(info.key) async for info in self._tier.driver.list(rank_prefix(self._rank))]
-            return sum(isinstance(key, ShardKey) and key.stream is Stream.DIFFERENTIAL for key in keys)
+            return [key for key in keys if isinstance(key, ShardKey)]
 
-        what = f"counting what {self._tier} holds"
+        what = f"listing what {self._tier} holds"
         try:
-            return await self._scheduler.call(count(), what=what, deadline_s=self._deadline_s)
+            return await self._scheduler.call(shards(), what=what, deadline_s=self._deadline_s)
         except TierError as error:
             log.debug("%s: %s", what, error)
-            return records_max - 1
+            return None

@@ -16,6 +16,7 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded, GroupError, SaveError, TierError
 from tiercheck.hierarchy import OpenHierarchy
 from tiercheck.keys import MetricKey
+from tiercheck.policy.first_tier import Holding
 from tiercheck.policy.placement import Placement
 from tiercheck.recording.backlog import Backlog
 from tiercheck.recording.bases import Bases
@@ -86,11 +87,11 @@ class Recorder:
         before_bases: Callable[[], None] | None = None,
         folds: bool = False,
         not_folded: str = "",
-        records_max: int | None = None,
+        holding: Holding | None = None,
     ) -> None:
         """``settle`` is called on every rank, at the versions at which all ranks make a base; ``before_bases`` at those
         at which one is due, whoever makes it. ``folds``: those are left to the mover, as far as it takes them;
-        ``not_folded``: why not, if that was wanted. ``records_max``: as of :class:`Backlog`."""
+        ``not_folded``: why not, if that was wanted. ``holding``: as of :class:`Backlog`."""
         self.version = version
         """The newest version captured."""
         self.trained = version
@@ -133,8 +134,8 @@ class Recorder:
             saves=self._saves,
             modes=self._modes,
             rank=rank,
-            records_max=records_max,
-            deadline_s=config.deadline_s,
+            holding=holding,
+            config=config,
             folds=folds,
         )
 
@@ -372,6 +373,9 @@ class Recorder:
                 self._let_next_go_everywhere(version)
             if self._modes.chain.state is not Chain.WHOLE:
                 await self._bases.finish()
+        elif self._placement.is_between(version) and await self._backlog.stands_in():
+            with self._saves.saving(version, recorded=recorded):
+                await self._bases.begin(version)
         self._saves.failure = None
 
     def _let_next_go_everywhere(self, version: int) -> None:

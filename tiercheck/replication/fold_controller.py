@@ -133,6 +133,7 @@ class FoldController:
             "fold_lag_versions": self.lag(seen),
             "folds_to": self.taken,
             "folds": not obstacle,
+            "prepares_folding": self.preparing,
             "not_folded": obstacle,
         }
 

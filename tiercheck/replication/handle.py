@@ -44,6 +44,8 @@ class MoverStatus:
     """The newest version whose base the mover has taken over to fold."""
     folds: bool = False
     """The mover folds bases that are left to it."""
+    prepares_folding: bool = False
+    """What folds is not ready yet: it will fold then, unless it finds that it cannot."""
     not_folded: str = ""
     """Why it does not, though it was to."""
     audited_bases: int = 0

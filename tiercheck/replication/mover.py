@@ -200,6 +200,7 @@ class Mover:
         async with self._looked:
             await self._looked.wait_for(lambda: controller.base(self._observer.seen()) is not None)
         await controller.prepare(self._observer.seen())
+        self._at_rest.clear()  # what was seen before may be folded now
         self._note()
         self.nudge()
 

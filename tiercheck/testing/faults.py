@@ -188,6 +188,9 @@ class FaultyDriver(TierDriver):
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
         await self._call("prepare_reservations", None, self.inner.prepare_reservations(sizes))
 
+    async def expect(self, nbytes: int) -> None:
+        await self._call("expect", None, self.inner.expect(nbytes))
+
     async def open(self) -> None:
         await self._call("open", None, self.inner.open(), undo=lambda _: self.inner.close())
 

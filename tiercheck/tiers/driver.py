@@ -227,3 +227,12 @@ class TierDriver(abc.ABC):
         nothing is lost. No object is removed. Errors: ``CapacityExceeded``; ``ValueError`` for a negative number.
         """
         del sizes
+
+    async def expect(self, nbytes: int) -> None:
+        """Say how many bytes the tier usually holds, of all processes that use it.
+
+        It is a hint: this default does nothing. A driver that keeps memory for reuse gives back what exceeds that,
+        objects included. More than that may be put all the same. The last call counts, whichever process makes it.
+        Idempotent. Errors: ``ValueError`` for a negative number.
+        """
+        del nbytes

@@ -368,6 +368,14 @@ class ObjectTests(TierKit):
         await driver.put("a", [b"x"])
         assert await self.content(driver, "a") == b"x"
 
+    async def test_expecting_is_a_hint(self, driver: TierDriver) -> None:
+        content = bytes(self.large_nbytes)
+        await driver.put("a", [content])
+        for nbytes in (10, 0):
+            await driver.expect(nbytes)
+            await driver.put("b", [content])
+            assert await self.content(driver, "a") == await self.content(driver, "b") == content
+
 
 def check_texts(facts: Mapping[str, str]) -> None:
     for name, value in facts.items():

@@ -59,8 +59,8 @@ class ShmDriver(FileDriver):
     failed save later (a warning, if the tier holds objects already: a recovery may need them). Without it the
     limit is what is free, plus what the namespace holds already. While an object is being overwritten, both the old
     and the new one count. ``pool`` bounds the memory kept for reuse (default: all of ``size``, without it half of the
-    limit); it is never in the way of an object. ``mount`` is another tmpfs, such as one with huge pages. ``threads``
-    copy a large put (default: one).
+    limit); it is never in the way of an object, and what is more than :meth:`expect` says is given back. ``mount`` is
+    another tmpfs, such as one with huge pages. ``threads`` copy a large put (default: one).
 
     ``pin``: whether memory that :meth:`prepare_reservations` makes ready is page-locked for a GPU's copies:
     ``auto`` (if there is one), ``on`` (an error if there is none) or ``off``. ``numa``: ``auto`` takes
@@ -228,6 +228,11 @@ class ShmDriver(FileDriver):
                 await self.run(partial(self._mapped.prepare, nbytes))
         ready = ", ".join(f"{count} x {bytes_text(nbytes)}" for nbytes, count in sizes if nbytes and count)
         self._facts["pool"] = f"{ready or 'nothing'} made ready; {bytes_text(self.segments.pool_bytes)} at most"
+
+    async def expect(self, nbytes: int) -> None:
+        if nbytes < 0:
+            raise ValueError(f"a tier does not hold {nbytes} bytes")
+        await self.run(lambda _: self.segments.expect(nbytes))
 
     def _check_reservation(self, key: str, nbytes: int) -> None:
         self.directory.check_key(key)

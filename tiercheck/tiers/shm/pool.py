@@ -39,6 +39,8 @@ GROWTH_COST = 6
 MAPPING_COST = 2
 TRESPASS_COST = 4
 CUT_COST = 1
+MUCH_LARGER = 2.5
+"""Times what must go."""
 
 
 class Kind(NamedTuple):
@@ -80,18 +82,20 @@ ANY = Selection()
 
 
 class Counts(NamedTuple):
-    """Bytes of objects and temporary files; bytes and number of spares; how often spares came or went."""
+    """Bytes of objects and temporary files; bytes and number of spares; how often spares came or went; what all of
+    them together usually take, 0 if nobody has said."""
 
     charged: int
     pooled_bytes: int
     pooled_files: int
     changes: int
+    expected_bytes: int
 
 
 class PoolAccounting:
     """The counts, in a file. A crash may leave them too high, and a recount puts them right."""
 
-    _LAYOUT = struct.Struct("<4Q")
+    _LAYOUT = struct.Struct("<5Q")
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,15 +115,19 @@ class PoolAccounting:
     def add(self, *, charged: int = 0, pooled_bytes: int = 0, pooled_files: int = 0) -> Counts:
         """Add to the counts; returns the new ones."""
         old = self.read()
-        new = Counts(
-            max(0, old.charged + charged),
-            max(0, old.pooled_bytes + pooled_bytes),
-            max(0, old.pooled_files + pooled_files),
-            old.changes + (pooled_files != 0),
+        return self._write(
+            Counts(
+                max(0, old.charged + charged),
+                max(0, old.pooled_bytes + pooled_bytes),
+                max(0, old.pooled_files + pooled_files),
+                old.changes + (pooled_files != 0),
+                old.expected_bytes,
+            )
         )
-        assert self._fd is not None
-        os.pwrite(self._fd, self._LAYOUT.pack(*new), 0)
-        return new
+
+    def expect(self, nbytes: int) -> Counts:
+        """So much is usually taken by all together."""
+        return self._write(self.read()._replace(expected_bytes=nbytes))
 
     def set(self, *, charged: int | None = None, pooled: list[Spare] | None = None) -> Counts:
         """Replace what is given."""
@@ -129,6 +137,11 @@ class PoolAccounting:
             pooled_bytes=0 if pooled is None else sum(spare.nbytes for spare in pooled) - now.pooled_bytes,
             pooled_files=0 if pooled is None else len(pooled) - now.pooled_files,
         )
+
+    def _write(self, counts: Counts) -> Counts:
+        assert self._fd is not None
+        os.pwrite(self._fd, self._LAYOUT.pack(*counts), 0)
+        return counts
 
 
 class SegmentPool:
@@ -249,7 +262,8 @@ class SegmentPool:
         self._accounting.set(pooled=self.scan())
 
     def trim(self, bytes_max: int, files_max: int) -> None:
-        """Evict the oldest until no more than this is kept."""
+        """Evict the oldest until no more than this is kept. Those that are much larger than what must go stay as long
+        as others can go: making them anew would cost more."""
         counts = self._accounting.read()
         if counts.pooled_bytes <= bytes_max and counts.pooled_files <= files_max:
             return
@@ -257,9 +271,14 @@ class SegmentPool:
         surplus = self._accounting.set(pooled=spares).pooled_bytes - bytes_max
         # A few more than asked for: looking through all of them at each further one would be slow.
         files = len(spares) if len(spares) <= files_max else files_max * 7 // 8
-        for index, spare in enumerate(spares):
-            if surplus > 0 or len(spares) - index > files:
-                surplus -= self.evict(spare)
+        for spare in spares[: len(spares) - files]:
+            surplus -= self.evict(spare)
+        left = spares[len(spares) - files :]
+        while surplus > 0 and left:
+            fitting = (spare for spare in left if spare.nbytes <= MUCH_LARGER * surplus)
+            spare = next(fitting, None) or min(left, key=lambda each: each.nbytes)
+            left.remove(spare)
+            surplus -= self.evict(spare)
 
     def _path(self, spare: Spare) -> str:
         return f"{self.folder}/{spare.name}"

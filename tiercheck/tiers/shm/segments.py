@@ -252,6 +252,12 @@ class SegmentDirectory(ObjectDirectory):
     def pooled_bytes(self) -> int:
         return sum(spare.nbytes for spare in self._spares.scan())
 
+    def expect(self, nbytes: int) -> None:
+        """Objects, temporary files and pool usually take so much together: what the pool has beyond goes."""
+        with self.locked():
+            self._accounting.expect(nbytes)
+            self._trim_pool()
+
     def check_room_for_spares(self, nbytes: int) -> None:
         """Errors: ``CapacityExceeded`` if that many bytes of spares of this process cannot be kept."""
         with self.locked():
@@ -279,8 +285,9 @@ class SegmentDirectory(ObjectDirectory):
         self._trim_pool()
 
     def _trim_pool(self) -> None:
-        room = max(0, self.limit_bytes - self._accounting.read().charged)
-        self._spares.trim(min(self.pool_bytes, room), POOL_FILES_MAX)
+        counts = self._accounting.read()
+        most = min(self.limit_bytes, counts.expected_bytes or self.limit_bytes)
+        self._spares.trim(min(self.pool_bytes, max(0, most - counts.charged)), POOL_FILES_MAX)
 
     def _back(self, fd: int, start: int, stop: int, check: Callable[[], None], *, empties_pool: bool = True) -> None:
         """Allocate the pages of ``[start, stop)`` now: later, a full tmpfs would kill the writer with SIGBUS."""

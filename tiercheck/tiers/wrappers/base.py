@@ -29,6 +29,7 @@ class Operation(StrEnum):
     USAGE = "usage"
     RESERVE = "reserve"
     PREPARE = "prepare_reservations"
+    EXPECT = "expect"
     PUBLISH = "publish"
     DROP = "drop"
 
@@ -118,6 +119,9 @@ class WrappingDriver(TierDriver):
 
     async def prepare_reservations(self, sizes: Sequence[tuple[int, int]]) -> None:
         await self.around(Call(Operation.PREPARE), lambda: self.inner.prepare_reservations(sizes))
+
+    async def expect(self, nbytes: int) -> None:
+        await self.around(Call(Operation.EXPECT), lambda: self.inner.expect(nbytes))
 
 
 class WrappingReservation(Reservation):

@@ -28,6 +28,7 @@ FREE = frozenset(
         Operation.CLOSE,
         Operation.RESERVE,
         Operation.PREPARE,
+        Operation.EXPECT,
         Operation.DROP,
     }
 )
