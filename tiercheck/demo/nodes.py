@@ -38,6 +38,7 @@ DIFFERENTIAL_BYTES = 4  # a parameter: its float32 gradient
 BASES_HELD = 3  # two kept, one being written
 BASE_ROOM_BYTES = 9 << 20  # each: its header, and the most that the host state may take
 DIFFERENTIAL_ROOM_BYTES = 3 << 20
+BLOCK_BYTES = 512  # of which st_blocks counts
 END_DEADLINE_S = 30.0
 END_POLL_S = 0.05
 
@@ -90,14 +91,15 @@ class Nodes:
             "nvme": asyncio.run(object_bytes(make_driver(f"nvme://{durable}"))) if durable.exists() else 0,
         }
 
-    def sizes(self, durable: Path) -> dict[str, int]:
-        """As :meth:`held_bytes`, by the files' sizes, while others write there."""
+    def occupied_bytes(self, durable: Path) -> dict[str, int]:
+        """What each tier takes, also for what is being written and for what is kept for reuse, while others write
+        there."""
         own = [namespace_path(f"{self.name}-node{node}") for node in self._nodes]
         kept = [namespace_path(shm_name(self.agent(node), self.name)) for node in self._nodes]
         return {
-            "shm": sum(map(file_bytes, own)),
-            "peer": sum(map(file_bytes, kept)),
-            "nvme": file_bytes(durable),
+            "shm": sum(map(occupied, own)),
+            "peer": sum(map(occupied, kept)),
+            "nvme": occupied(durable),
         }
 
     def fail(self, nodes: Iterable[int]) -> None:
@@ -178,15 +180,16 @@ def memory_bytes(settings: TrainingSettings) -> int:
     return bases + differentials * (owned * DIFFERENTIAL_BYTES + DIFFERENTIAL_ROOM_BYTES)
 
 
-def file_bytes(root: Path) -> int:
-    """Bytes of the objects in a directory. Files and folders may be deleted meanwhile."""
-    total = 0
+def occupied(root: Path) -> int:
+    """Bytes of the pages or blocks of all files in a directory. Files and folders may be deleted meanwhile, and a file
+    that is renamed counts once."""
+    found: dict[int, int] = {}
     for folder, _, names in os.walk(root):
         for name in names:
-            if name.endswith(".safetensors"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += Path(folder, name).stat().st_size
-    return total
+            with contextlib.suppress(FileNotFoundError):
+                status = Path(folder, name).lstat()
+                found[status.st_ino] = status.st_blocks * BLOCK_BYTES
+    return sum(found.values())
 
 
 async def object_bytes(driver: TierDriver) -> int:

@@ -191,7 +191,7 @@ def fail_and_recover(
     workspace: Workspace,
     start: Start | None,
 ) -> Interrupted:
-    bar = Bar(bars, "with a failure", lives[0].steps, lambda: workspace.nodes.sizes(workspace.durable))
+    bar = Bar(bars, "with a failure", lives[0].steps, lambda: workspace.nodes.occupied_bytes(workspace.durable))
     workspace.interrupted.mkdir()
     with Trainers(lives[0], workspace.interrupted / "first", start=start) as trainers:
         ranks = trainers.watch(lambda told: all(rank.version >= failure.version for rank in told), bar.tell)

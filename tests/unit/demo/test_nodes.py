@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tiercheck.demo.nodes import file_bytes
+from tiercheck.demo.nodes import occupied
+
+PAGE = 4096
 
 
 def test_the_size_of_a_tier_is_told_while_its_folders_are_deleted(
@@ -18,10 +20,12 @@ def test_the_size_of_a_tier_is_told_while_its_folders_are_deleted(
 ) -> None:
     for generation in ("g000001", "g000002"):
         (tmp_path / generation / "base").mkdir(parents=True)
-        (tmp_path / generation / "base" / "0.safetensors").write_bytes(bytes(10))
-        (tmp_path / generation / "base" / "0.safetensors.part").write_bytes(bytes(5))
-    assert file_bytes(tmp_path) == 20
-    assert file_bytes(tmp_path / "none") == 0
+        (tmp_path / generation / "base" / "0.safetensors").write_bytes(bytes(10 * PAGE))
+        (tmp_path / generation / "base" / "0.safetensors.part").write_bytes(bytes(5 * PAGE))
+        with (tmp_path / generation / "base" / "sparse").open("wb") as sparse:
+            sparse.truncate(100 * PAGE)
+    assert occupied(tmp_path) == 30 * PAGE, "what is being written counts, and what is not there does not"
+    assert occupied(tmp_path / "none") == 0
     scandir = os.scandir
 
     def deleting(path: Any) -> Iterator[Any]:
@@ -30,4 +34,4 @@ def test_the_size_of_a_tier_is_told_while_its_folders_are_deleted(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", deleting)
-    assert file_bytes(tmp_path) == 10
+    assert occupied(tmp_path) == 15 * PAGE

@@ -44,7 +44,7 @@ def folds_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def occupied(root: Path) -> int:
-    """Bytes of all files, whatever they are for: pages, and not lengths. A file that is renamed meanwhile counts once."""
+    """Bytes of all files, whatever for: pages, and not lengths. A file that is renamed meanwhile counts once."""
     found: dict[int, int] = {}
     for path in root.rglob("*"):
         with suppress(FileNotFoundError):

@@ -66,8 +66,8 @@ class DemoResult:
     bytes_per_tier: Mapping[str, int]
     """What each tier held at the moment of the failure, all ranks together."""
     bytes_per_parameter: Mapping[str, float]
-    """The most that each tier was seen to hold after any step before the failure, all ranks together, over the model's
-    parameters."""
+    """The most that each tier was seen to take after any step before the failure, with all that it keeps for reuse, all
+    ranks together, over the model's parameters."""
     loss_bit_identical: bool
     """On other ranks: before the failure."""
     params_bit_identical: bool
