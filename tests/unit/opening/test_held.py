@@ -21,7 +21,7 @@ from tiercheck.integrations.torch import attach
 from tiercheck.integrations.torch.module_provider import ModuleProvider
 from tiercheck.opening.startup import _OpenTiers, _Startup
 from tiercheck.policy import first_tier
-from tiercheck.replication.folds import Folds, FoldsHere
+from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.mover import Mover
 from tiercheck.types import Capabilities, Survives
 
@@ -35,9 +35,9 @@ TOLERANCE = 0.1
 def folds_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bases are folded in this process, and no differential is too small to count."""
 
-    def here(_: _Startup, opened: _OpenTiers) -> Folds:
+    def here(_: _Startup, opened: _OpenTiers) -> FoldExecutor:
         assert opened.folds is not None
-        return FoldsHere(opened.folds, opened.tiers.first)
+        return LocalFoldExecutor(opened.folds, opened.tiers.first)
 
     monkeypatch.setattr(_Startup, "folds_of", here)
     monkeypatch.setattr(first_tier, "UNFOLDED_NBYTES", 0)

@@ -15,8 +15,8 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey
 from tiercheck.opening.startup import _Startup
 from tiercheck.policy import first_tier
-from tiercheck.replication.folding import PREPARING
-from tiercheck.replication.folds import FoldsHere, Outcome
+from tiercheck.replication.fold_controller import PREPARING
+from tiercheck.replication.fold_executor import LocalFoldExecutor, Outcome
 from tiercheck.tiers.memory import MemoryDriver
 
 LAST = 40
@@ -26,13 +26,13 @@ USUAL = 5 + 3
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """What folds is ready when this is set. No differential is too small to count."""
-    event, prepare = threading.Event(), FoldsHere.prepare
+    event, prepare = threading.Event(), LocalFoldExecutor.prepare
 
-    async def late(self: FoldsHere, base: ShardKey) -> Outcome:
+    async def late(self: LocalFoldExecutor, base: ShardKey) -> Outcome:
         assert await asyncio.to_thread(event.wait, 60)
         return await prepare(self, base)
 
-    monkeypatch.setattr(FoldsHere, "prepare", late)
+    monkeypatch.setattr(LocalFoldExecutor, "prepare", late)
     monkeypatch.setattr(first_tier, "UNFOLDED_NBYTES", 0)
     return event
 
