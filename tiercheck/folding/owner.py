@@ -223,6 +223,8 @@ class FoldProcess:
         try:
             outcome = await life.ask(work, wanted)
         finally:
+            if self._idle is not None:
+                self._idle.cancel()  # that of another fold, which has ended meanwhile
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_if_idle)
         if isinstance(outcome, Made):
             self._ends = 0

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
-from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierCheckError, TierError
+from tiercheck.errors import AlreadyExists, Corruption, NotFound, TierCheckError, TierError, Transient
 from tiercheck.format import container
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import OpenTier
@@ -143,6 +143,8 @@ class LocalFoldExecutor:
             return Refused(str(doubt), until_captured=False)
         except TierError:
             raise
+        except MemoryError as error:
+            raise self._too_little(base, error) from error
         except Exception as error:  # noqa: BLE001  (bases can be captured; what cannot be folded must not end the mover)
             why = (
                 f"what folds bases such as {base} of {self._tier} could not be made ready in {self.where}: "
@@ -159,6 +161,8 @@ class LocalFoldExecutor:
             return error.outcome
         except NotExact as doubt:
             return Refused(str(doubt), until_captured=isinstance(doubt, InDoubt))
+        except MemoryError as error:
+            raise self._too_little(fold.base, error) from error
         if not await wanted():
             return Superfluous()
         reservation = await self._tier.driver.reserve(str(base.key), base.nbytes_max)
@@ -190,6 +194,11 @@ class LocalFoldExecutor:
             return self._shards(shards[0], shards[1:], tier=self._tier.name, check=check)
 
         return await settled(self._beside(replay), stop=stop)
+
+    def _too_little(self, base: ShardKey, error: MemoryError) -> Transient:
+        why = f"{self.where} has too little memory to fold: {error}"
+        what_to_do = "free memory, or let fewer folds run at a time (--fold-threads, TIERCHECK_FOLD_THREADS)"
+        return Transient(f"{why}; {what_to_do}", tier=self._tier.name, key=str(base))
 
     async def _beside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -466,6 +466,25 @@ def test_an_idle_one_is_ended_and_one_is_started_for_the_next_fold() -> None:
     played(story)
 
 
+def test_it_is_idle_since_the_last_of_several_folds() -> None:
+    async def story(machine: Machine) -> None:
+        async def long(wanted: Wanted) -> Outcome:
+            await asyncio.sleep(owner.IDLE_S - 10)
+            return await machine.make(wanted)
+
+        short = asyncio.create_task(machine.folds.fold(FOLD, yes))
+        await asyncio.sleep(0)
+        machine.work, others = long, machine.process.at(OTHER)
+        following = asyncio.create_task(others.fold(FOLD, yes))
+        await asyncio.wait([short, following])
+        await asyncio.sleep(owner.IDLE_S - 1)
+        assert machine.process.pid == 1
+        await asyncio.sleep(2)
+        assert machine.process.pid is None
+
+    played(story)
+
+
 def test_one_that_cannot_be_started_says_so() -> None:
     async def story(machine: Machine) -> None:
         async def refuses() -> End:
