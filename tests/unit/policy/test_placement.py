@@ -76,6 +76,20 @@ def test_a_batch_that_begins_after_a_restart_is_short() -> None:
     assert [each.target for each in Placement(5).transfers(seen(memory, [base(13)]))] == [batch(14, 15)]
 
 
+def test_the_mover_is_told_of_what_completes_an_object_for_any_tier_but_the_first() -> None:
+    """Of others it learns when it looks by itself, which is later."""
+    peer, durable = Role(1, "peer", Survives.NODE), Role(2, "nvme", Survives.RACK)
+
+    def told(placement: Placement, *roles: Role) -> list[int]:
+        return [version for version in range(1, 12) if placement.completes(version, roles)]
+
+    assert told(Placement(4), MEMORY) == []
+    assert told(Placement(4), MEMORY, DURABLE) == [4, 8]
+    assert told(Placement(4), MEMORY, peer, durable) == [*range(1, 12)], "a peer takes one at a time"
+    folds = Placement(4, interval=10, fold_every=5)
+    assert told(folds, MEMORY, DURABLE) == [1, 4, 5, 6, 8, 10, 11], "a base that is folded, and the one after"
+
+
 def test_a_gap_splits_a_batch() -> None:
     memory = [base(0), single(1), single(2), single(4), single(5)]
     targets = [each.target for each in Placement(5).transfers(seen(memory, [base(0)]))]
