@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks.kernels.figures import FIGURES
-from benchmarks.kernels.settings import KernelSettings
-from benchmarks.training import SetUp
+from tests.cluster.forked_figure import STEPS
+from tests.forks import Forks, tail
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
-TINY = SetUp(width=32, layers=1, heads=2, seed=3, sequence=32, micro_batch=1)
 
-
-async def test_a_figure_of_the_demo_runs_its_trainers() -> None:
+def test_a_figure_of_the_demo_runs_its_trainers(forks: Forks, tmp_path: Path) -> None:
     """Of a snapshot, which needs the most memory."""
-    pytest.importorskip("deepspeed")
-    tiny = KernelSettings(elements=1 << 17, replay_elements=20_000, pairs=5, threads=1, setup=TINY, encode_steps=3)
-    (figure,) = (each for each in FIGURES if each.name == "encode.total.snapshot/step")
-    measured = await figure.measure(tiny)
-    assert measured.summary.pairs == 2 * tiny.encode_steps
-    assert 0 < measured.summary.value < measured.summary.ceiling
-    assert measured.details["ranks"] == 2
+    log, found = tmp_path / "log", tmp_path / "figure"
+    assert forks.run("tests.cluster.forked_figure", found, log=log) == [0], tail(log)
+    measured = json.loads(found.read_text())
+    assert measured["pairs"] == 2 * STEPS
+    assert 0 < measured["value"] < measured["ceiling"]
+    assert measured["ranks"] == 2
