@@ -24,7 +24,7 @@ from tiercheck.tiers.shm.namespaces import hold_namespace, release_namespace
 
 
 def printed(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(commands.app, list(arguments), terminal_width=200)
+    done = CliRunner().invoke(commands.app, list(arguments), env={"COLUMNS": "200"})
     assert done.exit_code == code, done.output
     return done.stdout
 
