@@ -14,7 +14,7 @@ from tiercheck.tiers.s3.failures import Refused, to_open_error
 from tiercheck.tiers.s3.listing import Listing
 from tiercheck.tiers.s3.names import Names, etag_in
 from tiercheck.tiers.s3.payload import Buffers
-from tiercheck.tiers.s3.probe import abandoned, check_layout, delete_names, probe, sweep
+from tiercheck.tiers.s3.probe import abandoned, check_layout, dead_probes, delete_names, probe, sweep
 from tiercheck.tiers.s3.settings import S3Settings
 from tiercheck.tiers.s3.upload import Upload
 from tiercheck.tiers.url import TierURL
@@ -176,10 +176,13 @@ class S3Driver(TierDriver):
             )
 
     async def leftovers(self) -> Sequence[Leftover]:
-        """Uploads that nobody has added to for ``abandoned_after``; how long they are is not asked."""
+        """Uploads that nobody has added to for ``abandoned_after``, how long they are is not asked; and empty objects
+        that old, by which a client has tried out the server."""
         self._client.check_open()
         found = [each async for each in abandoned(self._client)]
-        return tuple(Leftover("unfinished upload", upload["Key"], None, idle_s) for upload, idle_s in found)
+        uploads = [Leftover("unfinished upload", upload["Key"], None, idle_s) for upload, idle_s in found]
+        probes = await dead_probes(self._client, self._names)
+        return (*uploads, *(Leftover("object of a probe", name, 0, age_s) for name, age_s in probes.items()))
 
     async def close(self) -> None:
         self._opened = False

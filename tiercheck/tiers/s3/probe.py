@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -20,7 +20,7 @@ from tiercheck.tiers.s3.failures import UNAUTHORIZED, Refused
 from tiercheck.tiers.s3.listing import pages
 from tiercheck.tiers.s3.names import Names, new_token
 
-__all__ = ["Findings", "abandoned", "check_layout", "delete_names", "probe", "sweep"]
+__all__ = ["Findings", "abandoned", "check_layout", "dead_probes", "delete_names", "probe", "sweep"]
 
 DELETE_BATCH = 1000
 ERRORS_SHOWN = 5
@@ -102,11 +102,16 @@ async def sweep(client: S3Client, names: Names) -> int:
         except (Refused, NotFound):
             continue  # completed, or swept by another client, since it was listed
         swept += 1
-    oldest = timedelta(seconds=client.settings.abandoned_after_s)
-    answer = await client.ask("ListObjectsV2", Prefix=names.probe_root)
-    probes = [item["Key"] for item in answer.get("Contents", []) if clock(answer) - item["LastModified"] > oldest]
-    await delete_names(client, probes)
+    probes = await dead_probes(client, names)
+    await delete_names(client, list(probes))
     return swept + len(probes)
+
+
+async def dead_probes(client: S3Client, names: Names) -> dict[str, float]:
+    """The objects of probes whose clients are gone, and how many seconds old each is."""
+    answer = await client.ask("ListObjectsV2", Prefix=names.probe_root)
+    ages_s = {each["Key"]: (clock(answer) - each["LastModified"]).total_seconds() for each in answer.get("Contents", [])}
+    return {name: age_s for name, age_s in ages_s.items() if age_s > client.settings.abandoned_after_s}
 
 
 async def abandoned(client: S3Client) -> AsyncIterator[tuple[dict[str, Any], float]]:
