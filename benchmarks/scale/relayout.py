@@ -31,7 +31,7 @@ from tiercheck.recovery.finding.node_memory import NodeMemories
 from tiercheck.recovery.layouts.holders import lacking
 from tiercheck.recovery.layouts.matching import match
 from tiercheck.recovery.layouts.old_ranks import OldRanks
-from tiercheck.recovery.layouts.telling import Found, Seen, Told, part_of
+from tiercheck.recovery.layouts.telling import Found, ReachableVersions, SharedParts, part_of
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.loading import Loading
@@ -134,9 +134,9 @@ class Start:
         parts = [{first.tensors: part_of(told, range(self.new), rank)} for rank in range(self.new)]
         identities = ["a job", *([None] * (self.new - 1))]
         return [
-            [Seen(each, each, VERSION) for each in here],
+            [ReachableVersions(each, each, VERSION) for each in here],
             [*found],
-            [Told(*each) for each in zip(parts, identities, strict=True)],
+            [SharedParts(*each) for each in zip(parts, identities, strict=True)],
         ]
 
     def _digest(self, old: int) -> str:

@@ -26,11 +26,11 @@ from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, CONSTANTS_MAX, R
 from tiercheck.policy.guard import ask_placement
 from tiercheck.policy.observation import Role
 
-__all__ = ["Held", "TierNeed", "tier_need"]
+__all__ = ["ObjectCounts", "TierNeed", "tier_need"]
 
 
 @dataclass(frozen=True)
-class Held:
+class ObjectCounts:
     """What a tier holds of one rank, counted in objects."""
 
     bases: int
@@ -47,9 +47,9 @@ class Held:
 class TierNeed:
     """What one rank needs in a tier."""
 
-    least: Held
+    least: ObjectCounts
     """What a recovery needs, and what is copied next. A tier with less room is refused."""
-    usual: Held
+    usual: ObjectCounts
     """What the tier holds while all tiers keep up."""
 
 
@@ -70,14 +70,14 @@ def tier_need(
     if role.shared:
         kept, ahead = kept_last(retaining), 2 if sizes.supersedes else RECORDS_BESIDE + batch
         spans = 0 if sizes.supersedes else interval
-        least, usual = Held(2, spans + ahead), Held(kept + 1, kept * spans + ahead)
+        least, usual = ObjectCounts(2, spans + ahead), ObjectCounts(kept + 1, kept * spans + ahead)
     else:
         held = holding(sizes, interval=interval, batch=batch, fold_every=0, each_commits=each_commits)
-        least, usual = Held(BASES_MAX, held.records_usual), Held(BASES_USUAL, held.records_usual)
+        least, usual = ObjectCounts(BASES_MAX, held.records_usual), ObjectCounts(BASES_USUAL, held.records_usual)
     stream = Stream.SNAPSHOT if sizes.supersedes else Stream.DIFFERENTIAL
     if not ask_placement(placing, Candidate(role.name, role.survives, stream, 1, 1, 0))[0]:
-        return TierNeed(Held(least.bases, 0), Held(usual.bases, 0))
-    return TierNeed(Held(least.bases, 0) if encodes else least, usual)
+        return TierNeed(ObjectCounts(least.bases, 0), ObjectCounts(usual.bases, 0))
+    return TierNeed(ObjectCounts(least.bases, 0) if encodes else least, usual)
 
 
 def kept_last(policy: RetentionPolicy) -> int:

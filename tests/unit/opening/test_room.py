@@ -14,12 +14,12 @@ from tiercheck.config import CheckpointConfig
 from tiercheck.errors import CapacityExceeded
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.opening.room import TierRoom, check_rooms, rooms_text, too_little_room
-from tiercheck.policy.other_tiers import Held, TierNeed
+from tiercheck.policy.other_tiers import ObjectCounts, TierNeed
 from tiercheck.tiers.wrappers.base import WrappingDriver
 from tiercheck.types import Usage
 
 GIB = 1 << 30
-NEED = TierNeed(Held(2, 58), Held(3, 108))
+NEED = TierNeed(ObjectCounts(2, 58), ObjectCounts(3, 108))
 ROOM = TierRoom("nvme", "nvme:///y", 2, 1 << 26, 10 * GIB, 16 * GIB, NEED, shared=True, limit_bytes=12 * GIB)
 CONFIG = CheckpointConfig()
 
@@ -34,7 +34,7 @@ def test_a_tier_that_cannot_hold_the_least_is_refused_with_numbers() -> None:
         "neighbour's 'tiercheck agent --memory') or lower base_every (now 50) or send it bases only "
         '(placement="bases_only?tier=nvme")'
     )
-    bases = replace(ROOM, need=TierNeed(Held(3, 0), Held(3, 0)), limit_bytes=GIB)
+    bases = replace(ROOM, need=TierNeed(ObjectCounts(3, 0), ObjectCounts(3, 0)), limit_bytes=GIB)
     with pytest.raises(CapacityExceeded, match=r"at least 3 bases of each .* agent --memory'\) \(tier"):
         check_rooms([bases], CONFIG)
 

@@ -7,7 +7,7 @@ import pytest
 from tiercheck.keys import CommitKey, Key, ShardKey, Stream
 from tiercheck.policy.first_tier import BASES_MAX, BASES_USUAL, Sizes, holding
 from tiercheck.policy.observation import Contents, Observation, Role
-from tiercheck.policy.other_tiers import Held, TierNeed, tier_need
+from tiercheck.policy.other_tiers import ObjectCounts, TierNeed, tier_need
 from tiercheck.policy.placement import Placement
 from tiercheck.policy.policies import BasesOnly, Everywhere, KeepEvery, KeepLast, PlacementPolicy
 from tiercheck.policy.recovery.lineage import Branch, Lineage
@@ -87,8 +87,10 @@ def test_a_neighbour_holds_what_was_worked_out(interval: int, batch: int, fold_e
 
 def test_each_tier_needs_what_it_is_to_hold() -> None:
     _, peer, nvme = ROLES
-    assert need(peer) == TierNeed(Held(3, 53), Held(2, 53))
+    assert need(peer) == TierNeed(ObjectCounts(3, 53), ObjectCounts(2, 53))
     assert (need(peer).least.nbytes(SIZES), need(peer).usual.nbytes(SIZES)) == (248, 236)
-    assert need(nvme) == TierNeed(Held(2, 58), Held(3, 108))
-    assert need(nvme, BasesOnly("nvme")) == TierNeed(Held(2, 0), Held(3, 0))
-    assert need(nvme, encodes=True) == TierNeed(Held(2, 0), Held(3, 108)), "nobody knows how little it takes there"
+    assert need(nvme) == TierNeed(ObjectCounts(2, 58), ObjectCounts(3, 108))
+    assert need(nvme, BasesOnly("nvme")) == TierNeed(ObjectCounts(2, 0), ObjectCounts(3, 0))
+    assert need(nvme, encodes=True) == TierNeed(ObjectCounts(2, 0), ObjectCounts(3, 108)), (
+        "nobody knows how little it takes there"
+    )

@@ -31,7 +31,7 @@ from tiercheck.policy.recovery.consensus import Readable
 from tiercheck.policy.recovery.lineage import Layout, Lineage
 from tiercheck.policy.recovery.relayout import dealt, readers
 from tiercheck.recovery.finding.node_memory import NodeMemories
-from tiercheck.recovery.layouts.telling import Found, Seen, Told, Wholes, differing, part_of
+from tiercheck.recovery.layouts.telling import Found, ReachableVersions, SharedParts, Wholes, differing, part_of
 from tiercheck.recovery.ranks import Ranks
 from tiercheck.recovery.reading.reader import ANSWER_S
 from tiercheck.replication.objects.asking import first_answer, patiently
@@ -93,7 +93,7 @@ class OldRanks:
         self._lineage = lineage
         self._layout = layout
         self._read_identity = read_identity
-        self._seen: list[Seen] = []
+        self._seen: list[ReachableVersions] = []
         self._looked_for = set(dealt(ranks.rank, ranks.world_size, layout.world_size))
         """In the tiers that all see."""
         self._digests: dict[int, str] = {}
@@ -148,14 +148,16 @@ class OldRanks:
         """Find their shards, and who can read from whom. Collective. Errors: ``RecoveryError``; ``GroupError``."""
         own = dealt(self._ranks.rank, self._ranks.world_size, self._layout.world_size)
 
-        async def look() -> Seen:
+        async def look() -> ReachableVersions:
             await self._find(own, inside=True)
             shared = {tier.index for tier in self._hierarchy.tiers if tier.seen_by_all}
             here = self._newest(range(len(self._hierarchy.tiers)))
-            return Seen(self._newest(shared), here, max((copy.key.last for copy in self.nbytes), default=0))
+            return ReachableVersions(
+                self._newest(shared), here, max((copy.key.last for copy in self.nbytes), default=0)
+            )
 
         doing = "looking for what other ranks have saved"
-        self._seen = await self._ranks.gather(doing, look, more_s=2 * LATE_S, kind=Seen)
+        self._seen = await self._ranks.gather(doing, look, more_s=2 * LATE_S, kind=ReachableVersions)
 
     async def find_shared(self, olds: Collection[int]) -> bool:
         """What the tiers that all see hold of these as well. Returns whether any was not looked for before. Errors:
@@ -248,13 +250,13 @@ class OldRanks:
             for named in {name for each in answer.values() for name in (each.outline.tensors, each.wholes) if name}:
                 tellers.setdefault(named, []).append(rank)
 
-        def tell() -> Told:
+        def tell() -> SharedParts:
             told = {name: content for each in came.values() for name, content in each.told.items()}
             parts = {name: part_of(content, tellers[name], self._ranks.rank) for name, content in told.items()}
             first = min(found, default=None)
-            return Told(parts, came[first].identity if first in came else None)
+            return SharedParts(parts, came[first].identity if first in came else None)
 
-        alike = await self._ranks.gather("what they hold alike", tell, kind=Told)
+        alike = await self._ranks.gather("what they hold alike", tell, kind=SharedParts)
         told = {name: b"".join(alike[rank].parts[name] for rank in ranks) for name, ranks in tellers.items()}
         self.lists = {
             name: msgspec.msgpack.decode(told[name], type=list[LogicalTensor])

@@ -1,7 +1,7 @@
-"""What the new ranks tell each other of those that saved: where they are, and in outline what they have.
+"""The messages in which new ranks tell each other what they have found of the ranks that saved (the old ranks).
 
-What many old ranks have alike, such as the list of the model's tensors, is told once: each new rank that has read it
-tells a part of it. So all messages are about as long, and short, however many ranks there are.
+Many old ranks have the same content, such as the list of the model's tensors. It is sent once: each new rank that has
+read it sends a part of it. So all messages are short, and about equally long, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from msgspec import Struct
 
 from tiercheck.format.index.outline import Outline
 
-__all__ = ["Found", "Seen", "Told", "Wholes", "differing", "part_of"]
+__all__ = ["Found", "ReachableVersions", "SharedParts", "Wholes", "differing", "part_of"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReachableVersions:
     """By old rank, the newest version that one new rank has found a way to: by the tiers that all see, and by all of
     its tiers together."""
 
@@ -47,17 +47,18 @@ class Wholes(Struct, frozen=True, array_like=True):
     """By tensor, 32 bits of its checksum."""
 
 
-class Told(Struct, frozen=True, array_like=True):
-    """What one new rank tells for all that have read the same."""
+class SharedParts(Struct, frozen=True, array_like=True):
+    """One new rank's parts of the content that several new ranks have read."""
 
     parts: dict[str, bytes]
-    """By checksum, its part of what has that checksum."""
+    """By the checksum of a content, this rank's part of it (:func:`part_of`)."""
     identity: Any = None
-    """That of the first old rank, from who has read it."""
+    """The identity of the first old rank, if this new rank has read it."""
 
 
 def part_of(content: bytes, tellers: Sequence[int], rank: int) -> bytes:
-    """What ``rank`` tells of what all ``tellers`` have: together they tell all of it, in their order."""
+    """The part of ``content`` that ``rank`` sends. All ``tellers`` have read it, and their parts, in the order of
+    ``tellers``, are the whole."""
     place, of = tellers.index(rank), len(tellers)
     return content[len(content) * place // of : len(content) * (place + 1) // of]
 

@@ -110,7 +110,9 @@ async def sweep(client: S3Client, names: Names) -> int:
 async def dead_probes(client: S3Client, names: Names) -> dict[str, float]:
     """The objects of probes whose clients are gone, and how many seconds old each is."""
     answer = await client.ask("ListObjectsV2", Prefix=names.probe_root)
-    ages_s = {each["Key"]: (clock(answer) - each["LastModified"]).total_seconds() for each in answer.get("Contents", [])}
+    ages_s = {
+        each["Key"]: (clock(answer) - each["LastModified"]).total_seconds() for each in answer.get("Contents", [])
+    }
     return {name: age_s for name, age_s in ages_s.items() if age_s > client.settings.abandoned_after_s}
 
 
