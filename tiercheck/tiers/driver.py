@@ -232,7 +232,8 @@ class TierDriver(abc.ABC):
         """Say how many bytes the tier usually holds, of all processes that use it.
 
         It is a hint: this default does nothing. A driver that keeps memory for reuse gives back what exceeds that,
-        objects included. More than that may be put all the same. The last call counts, whichever process makes it.
+        objects included, when it is not needed any more. More than that may be put all the same. The last call counts,
+        whichever process makes it.
         Idempotent. Errors: ``ValueError`` for a negative number.
         """
         del nbytes

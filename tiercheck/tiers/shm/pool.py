@@ -39,6 +39,8 @@ GROWTH_COST = 6
 MAPPING_COST = 2
 TRESPASS_COST = 4
 CUT_COST = 1
+PERIOD_CHANGES = 256
+"""A version makes about two: its differential's file leaves the pool, and comes back."""
 MUCH_LARGER = 2.5
 """Times what must go."""
 
@@ -90,12 +92,16 @@ class Counts(NamedTuple):
     pooled_files: int
     changes: int
     expected_bytes: int
+    peak_bytes: int
+    """The most that was charged of late: since so many ``changes``, and in the period before."""
+    peak_before_bytes: int
+    peak_since: int
 
 
 class PoolAccounting:
     """The counts, in a file. A crash may leave them too high, and a recount puts them right."""
 
-    _LAYOUT = struct.Struct("<5Q")
+    _LAYOUT = struct.Struct("<8Q")
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,18 +122,34 @@ class PoolAccounting:
         """Add to the counts; returns the new ones."""
         old = self.read()
         return self._write(
-            Counts(
-                max(0, old.charged + charged),
-                max(0, old.pooled_bytes + pooled_bytes),
-                max(0, old.pooled_files + pooled_files),
-                old.changes + (pooled_files != 0),
-                old.expected_bytes,
+            old._replace(
+                charged=max(0, old.charged + charged),
+                pooled_bytes=max(0, old.pooled_bytes + pooled_bytes),
+                pooled_files=max(0, old.pooled_files + pooled_files),
+                changes=old.changes + (pooled_files != 0),
             )
         )
 
-    def expect(self, nbytes: int) -> Counts:
-        """So much is usually taken by all together."""
-        return self._write(self.read()._replace(expected_bytes=nbytes))
+    def expect(self, nbytes: int) -> None:
+        """So much is usually taken by all together. What was taken before does not count any more."""
+        now = self.read()
+        self._write(
+            now._replace(expected_bytes=nbytes, peak_bytes=now.charged, peak_before_bytes=0, peak_since=now.changes)
+        )
+
+    def needed(self) -> int | None:
+        """What objects, temporary files and pool may take together: what is expected, or what was charged at most of
+        late, if that is more. So a tier that goes on holding more than expected makes no memory anew. ``None``: nobody
+        has said what is expected."""
+        now = known = self.read()
+        if not known.expected_bytes:
+            return None
+        now = now._replace(peak_bytes=max(known.peak_bytes, known.charged))
+        if known.changes - known.peak_since >= PERIOD_CHANGES:
+            now = now._replace(peak_bytes=known.charged, peak_before_bytes=now.peak_bytes, peak_since=known.changes)
+        if now != known:
+            self._write(now)
+        return max(now.expected_bytes, now.peak_bytes, now.peak_before_bytes)
 
     def set(self, *, charged: int | None = None, pooled: list[Spare] | None = None) -> Counts:
         """Replace what is given."""

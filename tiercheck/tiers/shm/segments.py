@@ -285,9 +285,9 @@ class SegmentDirectory(ObjectDirectory):
         self._trim_pool()
 
     def _trim_pool(self) -> None:
-        counts = self._accounting.read()
-        most = min(self.limit_bytes, counts.expected_bytes or self.limit_bytes)
-        self._spares.trim(min(self.pool_bytes, max(0, most - counts.charged)), POOL_FILES_MAX)
+        needed = self._accounting.needed()
+        most = self.limit_bytes if needed is None else min(self.limit_bytes, needed)
+        self._spares.trim(min(self.pool_bytes, max(0, most - self._accounting.read().charged)), POOL_FILES_MAX)
 
     def _back(self, fd: int, start: int, stop: int, check: Callable[[], None], *, empties_pool: bool = True) -> None:
         """Allocate the pages of ``[start, stop)`` now: later, a full tmpfs would kill the writer with SIGBUS."""
