@@ -99,7 +99,8 @@ async def of_one_process(settings: KernelSettings, *, codec: str) -> Measured:
     training = Training(settings.setup)
     steps = WARMUP_STEPS + settings.encode_steps
     # The base that a run opens with is the only one: the next would come after the last step.
-    config = CheckpointConfig(base_every=steps + 1, batch=5, codec=codec, encode_threads=settings.threads)
+    threads = settings.threads
+    config = CheckpointConfig(base_every=steps + 1, bases="capture", batch=5, codec=codec, encode_threads=threads)
     name = f"benchmark-{secrets.token_hex(6)}"
     url = f"shm://{name}?size={tier_bytes(settings.setup.parameters, steps)}"
     found: list[Pair] = []

@@ -53,7 +53,7 @@ def stalls_of(model: torch.nn.Module, hierarchy: Hierarchy) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    config = CheckpointConfig(base_every=BASE_EVERY, batch=BASE_EVERY)
+    config = CheckpointConfig(base_every=BASE_EVERY, bases="capture", batch=BASE_EVERY)
     checkpointer = attach(model, optimizer, hierarchy, config=config)
     try:
         taken = [one_stall(checkpointer, lambda: step(model, optimizer)) for _ in range(WARMUPS + STEPS)]

@@ -88,7 +88,7 @@ def save(order: Order) -> None:
     """A base whose optimizer has stepped, and the differentials after it."""
     model, optimizer = made(order, seed=1)
     rows = torch.randn(ROWS, order.width)
-    config = CheckpointConfig(base_every=BASE, batch=BASE, deadline_s=DEADLINE_S)
+    config = CheckpointConfig(base_every=BASE, bases="capture", batch=BASE, deadline_s=DEADLINE_S)
     checkpointer = attach(model, optimizer, Hierarchy.of(*order.urls), config=config)
     for _ in range(BASE + order.replayed):
         optimizer.zero_grad(set_to_none=False)

@@ -60,7 +60,7 @@ def hierarchy(directory: Path) -> Hierarchy:
 def save(directory: Path, nbytes: int) -> None:
     """One step, and then its state by both."""
     model, optimizer = made(nbytes, seed=1)
-    config = CheckpointConfig(base_every=1, batch=1, deadline_s=120)
+    config = CheckpointConfig(base_every=1, bases="capture", batch=1, deadline_s=120)
     checkpointer = attach(model, optimizer, hierarchy(directory), config=config)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -75,7 +75,7 @@ def save(directory: Path, nbytes: int) -> None:
 
 
 def by_tiercheck(model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> Callable[[], None]:
-    config = CheckpointConfig(base_every=1, batch=1, deadline_s=120)
+    config = CheckpointConfig(base_every=1, bases="capture", batch=1, deadline_s=120)
     checkpointer = attach(model, optimizer, hierarchy(directory), config=config)
     assert checkpointer.recovery is not None
     assert (checkpointer.version, str(checkpointer.recovery.fidelity)) == (SAVED_AT, "exact"), (

@@ -127,6 +127,8 @@ def test_it_ends_with_its_owner_though_a_fork_of_it_holds_the_channel() -> None:
     try:
         folds = int(owner.stdout.readline())
         until(lambda: os.getpriority(os.PRIO_PROCESS, folds) >= 10, "standing back")
+        sacrificed = Path(f"/proc/{folds}/oom_score_adj")
+        until(lambda: int(sacrificed.read_text()) == 1000, "being the first to end if memory is short")
         owner.kill()
         owner.wait(10)
         until(lambda: not alive(folds), "the end of the process that folds", 20)

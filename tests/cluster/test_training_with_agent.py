@@ -108,10 +108,11 @@ def test_the_agent_folds_the_bases_that_are_due(name: str, tmp_path: Path) -> No
     training = Training()
     settings = {"mover": "agent", "base_every": 4, "batch": 2, "bases": "auto", "deadline_s": 120.0}
     with training.attach(tiers(name, tmp_path), **settings) as checkpointer:
+        training.step(1)
         while not checkpointer.stats.mover.folds:
             assert not checkpointer.stats.mover.not_folded or "being prepared" in checkpointer.stats.mover.not_folded
             checkpointer.flush()
-        for version in range(1, 16):
+        for version in range(2, 16):
             training.step(version)
             if version % 4 == 0:
                 checkpointer.flush()

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tiercheck.config import CheckpointConfig
 from tiercheck.diagnostics.doctor import Diagnosis, InstalledDriver, examine, installed_drivers
-from tiercheck.diagnostics.fit import JobSize, fit
+from tiercheck.diagnostics.fit import FOLDS, JobSize, fit
 from tiercheck.diagnostics.measure import BUDGET_S, CONCURRENCY, REPEATS, SIZES, Point, curves
 from tiercheck.errors import ConfigurationError
 from tiercheck.opening.room import rooms_text
@@ -79,7 +79,7 @@ def doctor(
     nodes: Annotated[int, typer.Option(help="Its nodes.", min=1)] = 1,
     gradient_bytes: Annotated[int, typer.Option(help="Of a parameter's gradient.", min=1)] = 4,
     base_every: Annotated[int, typer.Option(help="Versions between its bases.", min=1)] = CheckpointConfig.base_every,
-    folds: Annotated[bool, typer.Option("--folds/--captures", help="Whether its bases are folded.")] = True,
+    folds: Annotated[bool, typer.Option("--folds/--captures", help="Whether its bases are folded.")] = FOLDS,
     as_json: JSON = False,
 ) -> None:
     """Open each tier, check that it keeps its word, and measure it. What it holds is left alone.
@@ -97,7 +97,11 @@ def doctor(
         if not as_json:
             show(console, diagnoses[-1])
     job = JobSize(int(parameters), ranks, nodes, gradient_bytes, base_every, folds)
-    rooms = fit(job, diagnoses) if parameters and all(each.capabilities for each in diagnoses) else []
+    unopened = [each.url for each in diagnoses if each.capabilities is None]
+    rooms = fit(job, diagnoses) if parameters and not unopened else []
+    if parameters and unopened:
+        reason = f"{' and '.join(unopened)} could not be opened"
+        console.print(Text(f"what each tier will hold cannot be said: {reason}", style="red"))
     if as_json:
         objects = [diagnosis.to_object() for diagnosis in diagnoses]
         for found, room in zip(objects, rooms, strict=False):

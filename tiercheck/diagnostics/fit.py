@@ -17,10 +17,12 @@ from tiercheck.policy.policies import Everywhere, kept_by
 from tiercheck.tiers.registry import TierURL
 from tiercheck.types import Survives
 
-__all__ = ["JobSize", "fit"]
+__all__ = ["FOLDS", "JobSize", "fit"]
 
 BASE_NBYTES = 12
 """Bytes of a base for each trained parameter: a master and Adam's two moments, in fp32."""
+FOLDS = CheckpointConfig.bases != "capture"
+"""Of a job with the defaults, if nothing stands in the way."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class JobSize:
     nodes: int = 1
     gradient_nbytes: int = 4
     base_every: int = CheckpointConfig.base_every
-    folds: bool = True
+    folds: bool = FOLDS
 
 
 def fit(job: JobSize, found: Sequence[Diagnosis]) -> list[TierRoom]:

@@ -25,6 +25,7 @@ from tiercheck.folding.messages import FoldTarget
 from tiercheck.folding.server import FoldServer
 from tiercheck.hierarchy import OpenTier
 from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
+from tiercheck.runtime.priority import ends_first_without_memory
 from tiercheck.streams.state import FoldShards, NotExact
 from tiercheck.tiers.registry import make_driver
 
@@ -36,6 +37,7 @@ def main(text: str) -> int:
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s fold process %(process)d: %(message)s")
     launch.settings.take_effect()  # what threads there are later do as this one
+    ends_first_without_memory()  # its end costs the work, and a trainer's end costs the run
     end_with(launch.owner)
     asyncio.run(live(launch))
     return 0

@@ -129,7 +129,7 @@ class _Life:
         """On return the process is dead, also if the caller is cancelled meanwhile. Idempotent."""
         how = await settled(self.process.end())
         if not self.ended:
-            self.ended = f"the process that folds ({self.process.pid}) has ended: {why or how}"
+            self.ended = f"the process that folds ({self.process.pid}) has ended: {how}{f' ({why})' if why else ''}"
             self.ended_at = _now()
             self._begun_at_the_end = any(work.begun for work in self._works.values())
         for work in self._works.values():

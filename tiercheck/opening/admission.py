@@ -52,11 +52,14 @@ class Demand:
         """The least room that is enough."""
         return self.ranks * self.holding.nbytes_least
 
-    def check(self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, *, tier: str) -> None:
-        """``config``: with the interval of ``cadence`` as ``base_every``. Errors: ``CapacityExceeded`` if a tier of
-        ``limit_bytes`` cannot hold this."""
+    def check(
+        self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, *, tier: str, foldable: bool = False
+    ) -> None:
+        """``config``: with the interval of ``cadence`` as ``base_every``. ``foldable``: bases are captured, and
+        ``bases="fold"`` would have them folded. Errors: ``CapacityExceeded`` if a tier of ``limit_bytes`` cannot hold
+        this."""
         if self.nbytes > limit_bytes:
-            ways = ", or ".join(self._ways_out(limit_bytes, config, cadence))
+            ways = ", or ".join(self._ways_out(limit_bytes, config, cadence, foldable))
             raise CapacityExceeded(
                 f"the first tier must hold {self._held(BASES_MAX, self.holding.records_usual)}, "
                 f"{self._in_all(self.holding.nbytes_least)}, but has room for {bytes_text(limit_bytes)}: {ways}",
@@ -105,7 +108,9 @@ class Demand:
         a_parameter = f" ({nbytes / self.parameters:.0f} bytes a trained parameter)" if self.parameters else ""
         return f"{bytes_text(self.ranks * nbytes)} in all{a_parameter}"
 
-    def _ways_out(self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy) -> list[str]:
+    def _ways_out(
+        self, limit_bytes: int, config: CheckpointConfig, cadence: CadencePolicy, foldable: bool
+    ) -> list[str]:
         """What lets it fit."""
         ways = ["give it more (size=)"]
         if self.ranks > 1:
@@ -124,7 +129,7 @@ class Demand:
         fits = f"; {fitting} would fit" if config.batch <= fitting < interval else ""
         if interval > 1:
             ways.append(f"lower {option} (now {interval}{fits})")
-        if config.bases == "capture" and by_versions:
+        if foldable and by_versions:
             ways.append('have bases folded (bases="fold")')
         return ways
 

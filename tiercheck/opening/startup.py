@@ -37,12 +37,12 @@ from tiercheck.opening.announcement import (
     turned,
 )
 from tiercheck.opening.constants import brought
+from tiercheck.opening.folding import foldable, settle_folding
 from tiercheck.opening.generation import open_on_all_ranks, take_back
 from tiercheck.opening.job import MoverLife, OpenedJob, Resources
 from tiercheck.opening.policies import JobPolicies, settle_policies
 from tiercheck.opening.room import TierRoom, check_rooms, tell_rooms, tier_rooms, too_little_room
 from tiercheck.policy.first_tier import Sizes
-from tiercheck.policy.folding import no_processor_to_fold
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.lineage import Branch, Layout, Lineage
 from tiercheck.policy.recovery.request import Request
@@ -66,10 +66,6 @@ __all__ = ["open_job"]
 
 log = logging.getLogger(__name__)
 
-NOT_SHARED = (
-    "no other process can open the first tier, and in the training process a fold would take more from training than "
-    'the copy of a base does (bases="fold" folds there, too)'
-)
 OPEN_S_MAX = 20.0
 """How long attaching waits for a store that is away before it sees whether it is needed."""
 
@@ -252,23 +248,9 @@ class _Startup:
         return _State(stream, given), (self.trained.layout(), str(self.request), astuple(sizes_of(stream)))
 
     def folding(self, agent: NodeAgent | None, *, apart: bool) -> tuple[FoldShards | None, str]:
-        """What folds the bases that are due; ``None`` if they are captured, and why, if folding was wanted. ``apart``:
-        another process can. Errors: ``ConfigurationError`` if they must be folded, and cannot."""
-        if self.config.bases == "capture":
-            return None, ""
-        if self.config.bases == "fold":
-            return self.trained.folding(certified=False), ""
-        try:
-            if not apart:
-                raise ConfigurationError(NOT_SHARED)
-            ranks = int_of("LOCAL_WORLD_SIZE", self.ranks.world_size, self.runtime.environment)
-            if agent is None and (lacking := no_processor_to_fold(self.runtime.processors, ranks)):
-                raise ConfigurationError(lacking)
-            return self.trained.folding(certified=True), ""
-        except ConfigurationError as error:
-            if self.ranks.rank == 0:
-                log.info("bases are captured, and not folded: %s", error)
-            return None, str(error)
+        """As of :func:`settle_folding`."""
+        has_agent = agent is not None
+        return settle_folding(self.trained, self.config, self.ranks, self.runtime, has_agent=has_agent, apart=apart)
 
     async def find(self, hierarchy: Hierarchy) -> tuple[tuple[Hierarchy, NodeAgent | None], Any]:
         """Fill in the fields of the hierarchy's URLs, and find this node's agent if it has the mover. Returns them, and
@@ -351,7 +333,9 @@ class _Startup:
         )
         policies = replace(policies, fold_every=demand.holding.fold_every)
         if usage.limit_bytes is not None:
-            demand.check(usage.limit_bytes, config, policies.cadence, tier=tiers.first.driver.url)
+            could_fold = folds is None and foldable(self.trained)
+            url = tiers.first.driver.url
+            demand.check(usage.limit_bytes, config, policies.cadence, tier=url, foldable=could_fold)
         rooms = await tier_rooms(ranks, tiers, demand, policies, sizes, usage.limit_bytes)
         check_rooms(rooms, config)
         return _OpenTiers(placed, tiers, demand, rooms, policies, agent, folds, not_folded, apart)

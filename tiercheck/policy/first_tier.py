@@ -22,7 +22,7 @@ from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases
 from tiercheck.policy.watermark import BASES_IN_VOLATILE_TIERS, SNAPSHOTS_IN_VOLATILE_TIERS
 
-__all__ = ["BASES_MAX", "BASES_USUAL", "CONSTANTS_MAX", "Holding", "Sizes", "held_up_by", "holding"]
+__all__ = ["BASES_MAX", "BASES_USUAL", "CONSTANTS_MAX", "Holding", "Sizes", "awaits_base", "held_up_by", "holding"]
 
 BASES_USUAL = 2
 """The newest one, and the next one while it is being made."""
@@ -139,7 +139,15 @@ def held_up_by(seen: Observation, placement: Placement) -> str:
     if oldest.generation == seen.generation:
         if lacking := [role.name for role in seen.roles[1:] if placement.lacking(seen, oldest, role)]:
             return f"version {oldest.first} has not reached {' and '.join(lacking)}"
-        newest = max((base.last for base in own_bases(seen, seen.contents[0])), default=-1)
-        if newest < oldest.last and placement.fold_every:
+        if placement.fold_every and awaits_base(seen, placement):
             return f"no base after version {oldest.first} is folded yet"
     return lagging(seen)
+
+
+def awaits_base(seen: Observation, placement: Placement) -> bool:
+    """Whether the oldest differential in the first tier waits for a base after it, and for no other tier."""
+    held = seen.contents[0].differentials(seen.rank)
+    if not held or held[0].generation != seen.generation:
+        return False
+    newest = max((base.last for base in own_bases(seen, seen.contents[0])), default=-1)
+    return newest < held[0].last and not any(placement.lacking(seen, held[0], role) for role in seen.roles[1:])

@@ -48,13 +48,14 @@ class Fold:
 
 
 def no_processor_to_fold(processors: int, ranks: int) -> str:
-    """Why the folds of ``ranks`` that share so many processors would take one from training; empty if one is free."""
+    """Why the folds of ``ranks`` that share so many processors would take one from training, and what to do; empty if
+    one is free."""
     if processors > ranks:
         return ""
     return (
         f"no processor is free for folds: this node's ranks are {ranks}, and the processors that they may use "
-        f"{processors} "
-        '(bases="fold" folds all the same; with mover="agent" one process folds for all of them)'
+        f'{processors}; to fold all the same, give them more, or say mover="agent" (one process folds for all of them) '
+        'or bases="fold" (each has one of its own)'
     )
 
 

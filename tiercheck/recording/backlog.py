@@ -19,7 +19,7 @@ from tiercheck.keys import ShardKey, Stream, parse, rank_prefix
 from tiercheck.policy.first_tier import Holding
 from tiercheck.recording.modes import IN_FLIGHT, BaseEvent, Modes, Room, RoomEvent
 from tiercheck.recording.saves import Saves
-from tiercheck.replication.mover import MoverHandle
+from tiercheck.replication.mover import MoverHandle, MoverStatus
 from tiercheck.runtime.runtime import Scheduler
 
 __all__ = ["Backlog"]
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 NUDGE_S = 0.5
+FOLD_S_MAX = 10.0
+"""So long training waits for a fold if the base may be captured instead."""
 
 
 class Backlog:
@@ -61,19 +63,21 @@ class Backlog:
         self._deadline_s = config.deadline_s
         self._waits_for_folds = config.bases == "fold"
         self._folds = folds
+        self._late_at: int | None = None
+        """How many bases had been folded when one was late: until there are more, training waits for none."""
         self._left = 0
         """So many may come before the tier is looked at again."""
 
     async def admit(self) -> None:
-        """Wait until there is room for one more. If the mover was to fold, and does not, none can go before a base is
-        captured: this version gets one. Errors: ``SaveError``."""
+        """Wait until there is room for one more. If the mover was to fold, and does not, or not soon enough, none can
+        go before a base is captured: this version gets one. Errors: ``SaveError``."""
         if self._records_max is None:
             return
         if self._left <= 0:
             held, most = await self._look(self._records_max)
             if held >= most:
                 held, most = await self._room(self._records_max)
-            self._left = max(1, most - held) if self._is_known else 1
+            self._left = max(1, most - held) if self._is_known or most > self._records_max else 1
         self._left -= 1
 
     async def stands_in(self) -> bool:
@@ -117,9 +121,14 @@ class Backlog:
         try:
             while held >= most:
                 status, now = self._mover.status, self._scheduler.time()
-                if self._folds and status.not_folded and most == records_max:
+                late = self._is_late(status, now - began)
+                if (late or (self._folds and status.not_folded)) and most == records_max:
                     self._modes.base.on(BaseEvent.NEEDED)
-                    return held, most
+                    if late:
+                        self._late_at = status.folded_bases
+                    room.on(RoomEvent.FOUND)
+                    # This version, and the one after its base, by which the base takes their place.
+                    return held, held + 2
                 if now - began >= deadline_s:
                     troubles = [f"{tier}: {error}" for tier, error in sorted(status.errors.items())]
                     why = "; ".join(filter(None, [status.held_up_by, *troubles])) or "the mover has not said why"
@@ -136,6 +145,16 @@ class Backlog:
             self._saves.count(drain_stall_s=self._scheduler.time() - began)
         room.on(RoomEvent.FOUND)
         return held, most
+
+    def _is_late(self, status: MoverStatus, waited_s: float) -> bool:
+        """Whether the fold that lets differentials go is not waited for any longer: a base is captured instead."""
+        if not self._folds or self._waits_for_folds or not status.awaits_base:
+            return False
+        if self._late_at == status.folded_bases:
+            return True
+        if late := waited_s >= min(self._deadline_s, FOLD_S_MAX):
+            log.info("a base is captured: none was folded within %.3g s, and memory is full", waited_s)
+        return late
 
     async def _held(self, records_max: int) -> int:
         """How many are in the tier. If it cannot be listed just now, one more may come: the tier itself has a limit."""

@@ -31,6 +31,7 @@ from tiercheck.recording.modes import (
 )
 from tiercheck.recording.reservations import Reservations
 from tiercheck.recording.saves import Saves, ask_mover, doubt
+from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.mover import MoverHandle
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.state import StateStream
@@ -166,6 +167,8 @@ class Bases:
             obstacle = "the node's agent is of a release that does not fold"
         if obstacle != self._saves.stats.not_folded:
             level = logging.INFO if self._config.bases == "auto" else logging.WARNING
+            if obstacle == PREPARING and self._rank != 0:
+                level = logging.DEBUG  # at each start, of each rank
             log.log(level, "base %d is captured, and not folded: %s", version, obstacle)
         self._saves.note_not_folded(obstacle)
         return False

@@ -19,7 +19,7 @@ from tiercheck.policy.commit import superseded
 from tiercheck.policy.damage import base_without_constants
 from tiercheck.policy.folding import Fold, gap_after, lag, newest_usable, next_fold, waiting
 from tiercheck.policy.observation import Observation
-from tiercheck.policy.placement import Placement, own_bases
+from tiercheck.policy.placement import Placement, own_bases, own_differentials
 from tiercheck.replication.backoff import SourceError
 from tiercheck.replication.fold_executor import (
     Damaged,
@@ -141,6 +141,11 @@ class FoldController:
         """The newest base of the generation."""
         bases = own_bases(seen, seen.contents[0])
         return bases[-1] if bases else None
+
+    def begun(self, seen: Observation) -> bool:
+        """Whether the generation has a base and, after it, a version that was trained."""
+        base = self.base(seen)
+        return base is not None and any(key.last > base.last for key in own_differentials(seen, seen.contents[0]))
 
     async def prepare(self, seen: Observation) -> None:
         """Make ready what folds, ahead of the first fold, when the generation has a base. That is not waited for if the

@@ -67,6 +67,8 @@ class MoverStatus:
     """By the name of each tier, the version up to which it has all that it is to hold. The first tier comes first."""
     held_up_by: str = ""
     """What the oldest differential in the first tier waits for."""
+    awaits_base: bool = False
+    """It waits for a base after it, and for nothing else."""
     refused_decisions: int = 0
     """How often a policy's decision was refused. What is refused now is told among the errors, under ``policies``."""
 

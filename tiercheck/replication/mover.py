@@ -27,7 +27,7 @@ from tiercheck.hierarchy import OpenHierarchy, OpenTier
 from tiercheck.keys import Key, LineageKey, ShardKey
 from tiercheck.policy.commit import COORDINATOR, lagging, superseded, to_commit, to_mark
 from tiercheck.policy.damage import base_needed_after, lost, outlived
-from tiercheck.policy.first_tier import held_up_by
+from tiercheck.policy.first_tier import awaits_base, held_up_by
 from tiercheck.policy.guard import checked_deletions
 from tiercheck.policy.observation import Contents, Copy, Observation, Role
 from tiercheck.policy.placement import Placement
@@ -197,8 +197,9 @@ class Mover:
                     return all(outcome.done for outcome in served)
 
     async def _prepare_folding(self, controller: FoldController) -> None:
+        """Only once training steps: what never trains needs no process that folds."""
         async with self._looked:
-            await self._looked.wait_for(lambda: controller.base(self._observer.seen()) is not None)
+            await self._looked.wait_for(lambda: controller.begun(self._observer.seen()))
         await controller.prepare(self._observer.seen())
         self._at_rest.clear()  # what was seen before may be folded now
         self._note()
@@ -478,6 +479,7 @@ class Mover:
             known = {
                 "watermark": mark.version if mark else None,
                 "held_up_by": held_up_by(seen, self._placement),
+                "awaits_base": awaits_base(seen, self._placement),
                 "reached_versions": self._placement.reached(seen),
                 "undrained_bases": undrained,
                 "has_room": has_room,

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tiercheck.cli.commands import app
+from tiercheck.config import CheckpointConfig
 from tiercheck.diagnostics.doctor import Diagnosis
 from tiercheck.diagnostics.fit import JobSize, fit
 from tiercheck.errors import ConfigurationError
@@ -56,3 +57,26 @@ def test_the_doctor_says_what_each_tier_will_hold(tmp_path: Path) -> None:
         {"least": 68 * 10**6, "usual": 56 * 10**6, "ranks": 1},
         {"least": 76 * 10**6, "usual": 108 * 10**6, "ranks": 1},
     ]
+
+
+def test_the_doctor_takes_bases_for_made_as_a_job_with_the_defaults_makes_them(tmp_path: Path) -> None:
+    assert JobSize(1).folds is (CheckpointConfig().bases != "capture")
+    urls = [f"memory://fit-{tmp_path.name}?size=64MiB", f"nvme://{tmp_path}/run?survives=rack"]
+    options = ["--measure-s", "0", "--parameters", "1e6", "--json"]
+    told = [CliRunner().invoke(app, ["doctor", *urls, *options, *more]).stdout for more in ([], ["--folds"])]
+    first, second = ([each["holds"] for each in json.loads(each)] for each in told)
+    assert first == second
+
+
+def test_the_doctor_says_which_tier_keeps_it_from_saying_what_they_will_hold(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    urls = [f"memory://fit-{tmp_path.name}?size=64MiB", f"nvme://{tmp_path}/file/run?survives=rack"]
+    options = ["--measure-s", "0", "--parameters", "1e6"]
+    told = CliRunner().invoke(app, ["doctor", *urls, *options])
+    assert told.exit_code == 1
+    said = "".join(told.output.split())  # lines are wrapped anywhere
+    assert "whateachtierwillholdcannotbesaid:nvme://" in said
+    assert "/file/run?survives=rackcouldnotbeopened" in said
+    as_json = CliRunner().invoke(app, ["doctor", *urls, *options, "--json"])
+    assert "holds" not in json.loads(as_json.stdout)[0]
+    assert "cannot be said" in as_json.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,13 @@ def test_a_tier_as_large_as_admission_asks_for_is_large_enough(tmp_path: Path, l
 
 
 def refusal(
-    *, ranks: int = 1, sizes: Sizes = SIZES, fold_every: int = 0, each_commits: bool = True, **options: object
+    *,
+    ranks: int = 1,
+    sizes: Sizes = SIZES,
+    fold_every: int = 0,
+    each_commits: bool = True,
+    foldable: bool = False,
+    **options: object,
 ) -> str:
     """What is said of a first tier that has room for three bases and ten differentials of each rank."""
     config, policies = settle_policies(CheckpointConfig.from_mapping(options), None)
@@ -119,15 +126,15 @@ def refusal(
         sizes, interval=config.base_every, batch=policies.batch, fold_every=fold_every, each_commits=each_commits
     )
     with pytest.raises(CapacityExceeded) as refused:
-        Demand(held, ranks).check(400 * ranks, config, policies.cadence, tier="memory://first")
+        Demand(held, ranks).check(400 * ranks, config, policies.cadence, tier="memory://first", foldable=foldable)
     return refused.value.message.partition(" B: ")[2]
 
 
 def test_a_refusal_names_only_what_lets_the_job_fit() -> None:
     fold = 'have bases folded (bases="fold")'
     more, fewer = "give it more (size=)", "have fewer ranks on a node"
-    assert refusal() == f"{more}, or lower base_every (now 50; 7 would fit), or {fold}"
-    assert refusal(ranks=2).startswith(f"{more}, or {fewer}, or lower base_every")
+    assert refusal(foldable=True) == f"{more}, or lower base_every (now 50; 7 would fit), or {fold}"
+    assert refusal(ranks=2, foldable=True).startswith(f"{more}, or {fewer}, or lower base_every")
 
 
 def test_fewer_differentials_fit_if_no_base_is_committed() -> None:
@@ -138,7 +145,7 @@ def test_fewer_differentials_fit_if_no_base_is_committed() -> None:
 
 def test_snapshots_need_as_much_room_at_any_interval_and_are_not_folded() -> None:
     snapshots = replace(SIZES, record_nbytes=60, record_nbytes_max=60, supersedes=True)
-    assert refusal(sizes=snapshots) == "give it more (size=)"
+    assert refusal(sizes=snapshots, foldable=True) == "give it more (size=)"
     assert refusal(sizes=snapshots, ranks=2) == "give it more (size=), or have fewer ranks on a node"
 
 
@@ -147,10 +154,30 @@ def test_folding_is_not_advised_to_a_job_that_has_it(bases: str) -> None:
     assert refusal(bases=bases) == "give it more (size=), or lower base_every (now 50; 7 would fit)"
 
 
+@pytest.mark.parametrize(
+    ("options", "advised"),
+    [
+        ({"bases": "capture"}, True),
+        ({"bases": "auto"}, True),  # captures: no other process opens the first tier
+        ({"bases": "fold"}, False),
+        ({"bases": "capture", "codec": "nf4"}, False),
+        ({"bases": "auto", "codec": "nf4"}, False),
+    ],
+)
+def test_folding_is_advised_to_a_job_that_captures_what_could_be_folded(
+    tmp_path: Path, options: dict[str, str], advised: bool
+) -> None:
+    tiers = Hierarchy.of(f"memory://advised-{uuid.uuid4().hex}?size=1000", f"nvme://{tmp_path}/run?survives=rack")
+    with pytest.raises(CapacityExceeded) as refused:
+        Training().attach(tiers, **options)
+    assert ('have bases folded (bases="fold")' in refused.value.message) is advised
+
+
 def test_a_job_with_a_cadence_is_told_to_change_that() -> None:
     cadence = "the interval of cadence (now 50; 7 would fit)"
-    assert refusal(cadence="every_seconds?seconds=600&versions_max=50").endswith(f"or lower {cadence}")
-    assert f"or lower {cadence}, or have bases folded" in refusal(cadence="every_versions?n=50")
+    seconds = refusal(cadence="every_seconds?seconds=600&versions_max=50", foldable=True)
+    assert seconds.endswith(f"or lower {cadence}")
+    assert f"or lower {cadence}, or have bases folded" in refusal(cadence="every_versions?n=50", foldable=True)
 
 
 def test_a_batch_of_one_is_not_to_be_lowered() -> None:

@@ -86,7 +86,7 @@ def test_auto_captures_the_bases_until_what_folds_is_ready(
         return folding(self, agent, apart=True)
 
     monkeypatch.setattr(_Startup, "folding", folding_here)
-    monkeypatch.setattr("tiercheck.opening.startup.no_processor_to_fold", lambda *_: "")
+    monkeypatch.setattr("tiercheck.opening.folding.no_processor_to_fold", lambda *_: "")
     training, first = Training(), memory()
     checkpointer = attached(training, tmp_path, "auto", first=first, base_every=100)
     while checkpointer.stats.mover.not_folded != PREPARING:

@@ -19,7 +19,9 @@ from tiercheck.errors import ConfigurationError, SaveError, Transient
 from tiercheck.format.container import Shard
 from tiercheck.hierarchy import Hierarchy, Tier
 from tiercheck.keys import ShardKey, Stream, parse
+from tiercheck.opening.admission import sizes_of
 from tiercheck.opening.startup import _Startup
+from tiercheck.policy.first_tier import holding
 from tiercheck.policy.policies import EverySeconds, EveryVersions, Policies, When
 from tiercheck.replication.mover import Mover
 from tiercheck.streams.rebuilding import folding
@@ -258,13 +260,52 @@ def test_training_waits_for_folds_that_do_not_keep_up(tmp_path: Path) -> None:
     training = Training()
     first = Tier(memory(), wrap=lambda driver: Failing(driver, stuck))
     checkpointer = attached(training, first, durable(tmp_path), deadline_s=1.0)
+    training.step(1)
     while not checkpointer.stats.mover.folds:  # what folds is made ready beside training
         checkpointer.flush()
-    for version in range(1, 8):
+    for version in range(2, 8):
         training.step(version)
     with pytest.raises(SaveError, match=r"is not folded yet .4 versions were captured since.*no memory just now"):
         training.step(8)
     checkpointer.abort()
+
+
+def test_with_auto_a_fold_that_hangs_costs_captured_bases_also_if_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also between the versions at which bases are due. Training waits for it once, and not up to the deadline."""
+    caplog.set_level("INFO")
+    fold, go_on = folding.fold, threading.Event()
+
+    def hanging(*arguments: Any, **others: Any) -> Any:
+        assert go_on.wait(300)
+        return fold(*arguments, **others)
+
+    monkeypatch.setattr(folding, "fold", hanging)
+    monkeypatch.setattr("tiercheck.recording.backlog.FOLD_S_MAX", 1.0)
+    folding_of = _Startup.folding
+    monkeypatch.setattr(_Startup, "folding", lambda self, _, **__: folding_of(self, object(), apart=True))
+    options = {"bases": "auto", "base_every": 50, "deadline_s": 60.0}
+    roomy = attached(Training(), memory(), durable(tmp_path / "roomy"), **options)
+    sizes = sizes_of(roomy._job.recorder._stream)
+    roomy.abort()
+    held = holding(sizes, interval=50, batch=2, fold_every=5, each_commits=True)
+    training = Training()
+    checkpointer = attached(training, f"{memory()}?size={held.nbytes_least}", durable(tmp_path), **options)
+    training.step(1)
+    while not checkpointer.stats.mover.folds:
+        checkpointer.flush()
+    for version in range(2, LAST + 1):
+        training.step(version)
+    stats = checkpointer.stats
+    assert stats.mover.folded_bases == 0
+    assert stats.bases >= 3, "the opening one, and one each time that memory is full"
+    waits = [each for each in caplog.messages if "a base is captured: none was folded within" in each]
+    assert len(waits) == 1
+    assert 1 <= stats.drain_stall_s < 50, "less than the deadline"
+    go_on.set()
+    checkpointer.close()
+    assert resumed(tmp_path) == (LAST, training.states[LAST])
 
 
 @pytest.mark.parametrize(

@@ -90,16 +90,13 @@ def attach_checkpointer(engine: Any, settings: TrainingSettings) -> Any:
     from tiercheck.hierarchy import Hierarchy
     from tiercheck.integrations.deepspeed import attach
 
-    config = CheckpointConfig(base_every=settings.base_every, batch=settings.batch, codec=settings.codec, bases="auto")
-    checkpointer = attach(engine, Hierarchy.of(*settings.tiers), config=config)
-    if checkpointer.recovery is None:
-        wait_for_folds(checkpointer)
-    return checkpointer
+    config = CheckpointConfig(base_every=settings.base_every, batch=settings.batch, codec=settings.codec)
+    return attach(engine, Hierarchy.of(*settings.tiers), config=config)
 
 
 def wait_for_folds(checkpointer: Any) -> None:
-    """A job of days has its first bases captured while what folds them is made ready. This run would be over by
-    then."""
+    """What folds is made ready from the first step on, and meanwhile a job of days has its first bases captured. This
+    run would be over by then."""
     from tiercheck.replication.fold_controller import PREPARING
 
     until = time.monotonic() + FOLDS_S_MAX
@@ -147,6 +144,8 @@ def train(settings: TrainingSettings, rank: int, progress: ProgressWriter) -> No
         progress.step(version, value, seconds, stats.stall_s, captured=stats.bases, folded=stats.mover.folded_bases)
         if settings.digest_at == version:
             progress.write("state", version=version, digest=whole_digest(engine))
+        if checkpointer is not None and version == 1:
+            wait_for_folds(checkpointer)
     digest = state_digest(engine)
     begun = time.perf_counter()
     if checkpointer is not None:

@@ -57,6 +57,11 @@ class TensorFolding:
         with _or_not_exact():
             held: Any = base.object("optimizer")
             identity = schema.read(Identity, base.object("identity"))
+            if self.certified and find_optimizer(identity.optimizer.kind) is None:
+                raise NotExact(
+                    f"no {identity.optimizer.kind} is registered where folds run (the group tiercheck.optimizers): "
+                    "install there what registers it, too"
+                )
             if not kernel_selection.is_certified(identity.optimizer, held["hyperparameters"]) and self.certified:
                 raise NotExact(f"no kernel is certified in this process for {identity.optimizer.kind} as it runs")
 
