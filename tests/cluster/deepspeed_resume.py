@@ -56,11 +56,11 @@ def resumes(directory: Path) -> dict[str, Any]:
         for name, failure in chosen
     }
     beside = {
-        f"beside-{name}-{'said' if says_end else 'unsaid'}": partial(check_beside, directory, CASES[name], says_end)
+        f"beside-{name}-{'said' if says_end else 'unsaid'}": partial(check_beside, directory, name, says_end)
         for name, says_end in (("zero1-fp32", True), ("zero0-bf16", False), ("zero3-fp32", True))
     }
     last = "pipeline-zero1-bf16"
-    pipeline = {f"beside-{last}-unsaid": partial(check_beside, directory, CASES[last], False)}
+    pipeline = {f"beside-{last}-unsaid": partial(check_beside, directory, last, False)}
     return {
         "attached-and-skipping": partial(check_skip, directory),
         "written-after-the-step": partial(check_written, directory),
@@ -209,8 +209,9 @@ class Average:
         self.value = state["value"]
 
 
-def check_beside(directory: Path, case: Case, says_end: bool) -> Iterable[str]:
+def check_beside(directory: Path, name: str, says_end: bool) -> Iterable[str]:
     """A data loader, an average, and generators that the process uses before its first iteration."""
+    case = CASES[name]
 
     def go(engine: Any, loader: Loader, average: Average, until: int, checkpointer: Checkpointer | None) -> list[Any]:
         torch.rand(3)  # as iter(DataLoader) does: in the middle of an epoch the interrupted run has not
@@ -237,7 +238,7 @@ def check_beside(directory: Path, case: Case, says_end: bool) -> Iterable[str]:
         return loader, average, attach(engine, hierarchy, **beside, config=config)
 
     reference = go(build(case, seed=5), Loader(), Average(), END, None)
-    with tiers(directory, f"beside-{case}") as (hierarchy, _):
+    with tiers(directory, f"beside-{name}") as (hierarchy, _):
         engine = build(case, seed=5)
         loader, average, checkpointer = attached(engine, hierarchy)
         go(engine, loader, average, RESUME, checkpointer)
