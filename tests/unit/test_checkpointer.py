@@ -237,7 +237,7 @@ def test_a_first_tier_without_memory_to_hand_out(tmp_path: Path) -> None:
 
 def test_too_little_shared_memory_is_an_error_at_start(name: str) -> None:
     with pytest.raises(CapacityExceeded, match=r"must hold 3 bases .* lower base_every"):
-        Job().attach(Hierarchy.of(f"shm://{name}?size=400KiB"))
+        Job().attach(Hierarchy.of(f"shm://{name}?size=400KiB"), bases="capture")
 
 
 @pytest.mark.parametrize("url", ["shn://x", "nowhere", "shm://x?sise=1GiB"])

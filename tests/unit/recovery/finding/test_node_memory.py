@@ -128,7 +128,7 @@ def run(monkeypatch: pytest.MonkeyPatch, hosts: Hosts, on: list[int], last: int)
 
     def act(group: SimulatedGroup) -> Any:
         provider = Part(group)
-        config = replace(CONFIG, mover="agent", deadline_s=12)
+        config = replace(CONFIG, mover="agent", bases="capture", deadline_s=12)
         checkpointer = Checkpointer(provider, hosts.tiers(group.rank, on), group=group, config=config)
         with life(checkpointer):
             held = provider.train_to(checkpointer, last)
