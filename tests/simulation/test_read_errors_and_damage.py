@@ -152,7 +152,7 @@ def play(seed: int, root: Path) -> str:
     finally:
         job.cluster.forget()
     if isinstance(found, TierCheckError):
-        told = "cannot read" in str(found) or "could not be asked" in str(found)
+        told = any(words in str(found) for words in ("cannot read", " to read ", "could not be asked"))
         told &= any(str(error()) in str(found) for error in ERRORS)
         assert isinstance(expected, TierCheckError) or (isinstance(found, RecoveryError) and told), found
         return "refused"

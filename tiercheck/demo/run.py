@@ -209,7 +209,7 @@ def fail_and_recover(
     begun = time.monotonic()
     with Trainers(lives[1], workspace.interrupted / "second", start=start) as trainers:
         show_recovery(console, trainers.watch(lambda told: all(rank.started for rank in told), bar.tell))
-        trainers.watch(lambda told: all(rank.steps for rank in told), bar.tell)
+        trainers.watch(lambda told: all(rank.goes_on for rank in told), bar.tell)
         restart_s = time.monotonic() - begun
         second = trainers.watch(lambda told: all(rank.finished for rank in told), bar.tell)
         trainers.wait_for_exit()

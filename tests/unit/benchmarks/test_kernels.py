@@ -120,7 +120,7 @@ def test_wrong_usage_is_told_and_exits_with_2(arguments: list[str], capsys: pyte
 
 
 def test_an_unknown_figure_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--figure", "int9"]) == 2
+    assert main(["kernels", "--only", "int9"]) == 2
     assert "int8/read_ceiling" in capsys.readouterr().err
 
 

@@ -61,6 +61,12 @@ class RankProgress:
         """The last version whose line is there; before any, the one the run went on from, or 0."""
         return self.steps[-1].version if self.steps else int(self.started.get("version", 0))
 
+    @property
+    def goes_on(self) -> bool:
+        """It has trained again, or found that the last step was done before the failure: a kill takes a while on a busy
+        machine."""
+        return bool(self.steps or self.finished)
+
 
 def progress_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.jsonl"
