@@ -4,7 +4,7 @@ An integration drives it through these calls an iteration, of which the user see
 
     capture(v, gradients)      before the optimizer changes anything; several times where it steps in parts
     stepped(v)                 after it: what is written to the state from here on is no part of the step
-    complete(v)                the iteration is over: version v exists and is in the first tier when this returns
+    complete(v)                the iteration is over: version v is in the first tier when this returns
     begin_iteration()          the next one begins: whether something was written to after complete(v)
     skip(v)                    instead of all that, where the step was skipped for an overflow
     close()                    at the end: everything is where policy wants it
@@ -24,7 +24,6 @@ from tiercheck.config import CheckpointConfig, refuse_other_kind
 from tiercheck.errors import ConfigurationError
 from tiercheck.folding.launch import trainers_process
 from tiercheck.hierarchy import Hierarchy
-from tiercheck.kernels.threads import processors_of_rank
 from tiercheck.opening.startup import open_job
 from tiercheck.policy.policies import Policies
 from tiercheck.policy.recovery.request import Request
@@ -72,10 +71,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.config = config or CheckpointConfig()
         self._on_end_iteration: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
-        threads = self.config.recovery_threads or processors_of_rank()
         self._job = run(
             open_job(
-                TensorState(provider, self.config, loading, threads=threads),
+                TensorState(provider, self.config, loading),
                 hierarchy,
                 group=BlockingGroup(group or SingleProcess()),
                 runtime=of_this_process(),
@@ -88,8 +86,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 before_bases=before_bases,
             )
         )
-
-    # What a user asks
 
     @property
     def version(self) -> int:
@@ -111,9 +107,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return replace(self._job.recorder.stats, mover=self._job.mover.status)
 
     def end_iteration(self) -> None:
-        """Say that the loop's iteration is over: the version is saved, with everything as it is now, and survives the
-        process when this returns. Call it behind the last thing that an iteration changes (schedulers, averages,
-        counters), and before the next batch is drawn. If the optimizer has not stepped since, it does nothing.
+        """Say that the loop's iteration is over: the version is saved as everything is now, and survives the process
+        when this returns. Call it behind the last thing that an iteration changes (schedulers, counters), and before
+        the next batch is drawn. If the optimizer has not stepped since, it does nothing.
 
         A loop that does not call it has its versions saved when the next forward pass begins. Errors: as
         :meth:`capture`."""
@@ -147,9 +143,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.abort()
 
     def abort(self) -> None:
-        """Give everything back without flushing. What was captured stays in the first tier. Idempotent. Errors: what
-        the first action of :meth:`on_end` that fails raises, when everything is given back."""
-        if (error := run(self._job.resources.give_back())) is not None:
+        """Give everything back without flushing. What was captured stays in the first tier. Idempotent. Errors: that of
+        the first action of :meth:`on_end` that fails, when everything is given back."""
+        if error := run(self._job.resources.give_back()):
             raise error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -161,10 +157,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     # What an integration calls
 
     def capture(self, version: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take the gradients of the coming step, or of a part of it, before it changes anything.
-
-        ``gradients``: as of :meth:`~tiercheck.recording.recorder.Recorder.capture`, errors too.
-        """
+        """Take the gradients of the coming step, or of a part of it, before it changes anything. ``gradients`` and
+        errors: as of :meth:`~tiercheck.recording.recorder.Recorder.capture`."""
         run(self._job.live().capture(version, gradients))
 
     def stepped(self, version: int) -> None:
@@ -182,8 +176,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         run(self._job.live().begin_iteration())
 
     def recapture(self) -> bool:
-        """Whether something was written to after :meth:`complete`; then the version is captured again, as a base.
-        Errors: as :meth:`capture`."""
+        """Whether something was written to after :meth:`complete`; then a base of the version is captured. Errors: as
+        :meth:`capture`."""
         return run(self._job.live().recapture())
 
     def skip(self, version: int) -> None:

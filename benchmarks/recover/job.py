@@ -109,7 +109,7 @@ def recover(order: Order) -> None:
     ceiling = direct_ceiling(order) if order.shape else memory_ceiling(order)
     drop(Path(order.directory))
     ceiling_s = [ceiling()] if order.ceiling_first else []
-    state = TensorState(provider, CheckpointConfig(), threads=order.threads)
+    state = TensorState(provider, CheckpointConfig(recovery_threads=order.threads))
     wake(order.nbytes)
     with Phases() as phases:
         begun = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import Any
 from tiercheck import kernels
 from tiercheck.config import CheckpointConfig
 from tiercheck.format.container import Shard
+from tiercheck.kernels.threads import processors_of_rank
 from tiercheck.runtime.runtime import Scheduler
 from tiercheck.streams.codecs import codec
 from tiercheck.streams.codecs.exact import Exact
@@ -34,17 +35,8 @@ __all__ = ["TensorReader", "TensorState"]
 class TensorState:
     """See :class:`~tiercheck.streams.state.TrainingState`."""
 
-    def __init__(
-        self,
-        provider: StateProvider,
-        config: CheckpointConfig,
-        loading: Loading | None = None,
-        *,
-        threads: int | None = None,
-    ) -> None:
-        """``threads``: of a recovery, as of :class:`TensorReader`."""
+    def __init__(self, provider: StateProvider, config: CheckpointConfig, loading: Loading | None = None) -> None:
         self._provider = provider
-        self._threads = threads
         self._config = config
         self._loading = loading or Loading()
 
@@ -65,7 +57,8 @@ class TensorState:
         )
 
     def reader(self) -> TensorReader:
-        return TensorReader(self._provider, threads=self._threads, exact=self._config.exact_replay)
+        threads = self._config.recovery_threads or processors_of_rank()
+        return TensorReader(self._provider, threads=threads, exact=self._config.exact_replay)
 
     def replay_rate(self) -> tuple[int, Callable[[], ReplayRate]]:
         from tiercheck.streams.replay.rate import replay_rate  # few starts need it
