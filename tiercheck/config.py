@@ -85,17 +85,25 @@ class CheckpointConfig:
     gives it up, and what earlier starts have left behind as well: it is deleted once there is a newer committed
     base."""
     bases: str = "auto"
-    """Who makes the bases that are due. ``capture``: the trainer copies its state. ``fold``: the mover replays the
-    differentials onto the base before, off the training's path, and gets the same bytes. A process of its own does
-    that, from the first step on, and takes the memory of a base; if no other process can open the first tier, it is the
-    mover's. What cannot be folded exactly is refused at the start. While the state holds a write that no version does,
-    bases are captured; if folding turns out not to be exact, they are captured from then on. The log says why. Training
-    waits for a fold that does not keep up. ``auto``: bases are folded if another process can open the first tier, a
-    kernel is certified there for the optimizer and, if the mover is the trainer's, a processor is free: this node's
-    ranks are fewer than the processors that they may use. Whatever stands in the way, also a fold that does not keep
-    up, the base is captured, and ``Stats.not_folded`` and the log say why. If no processor is free, give the node's
-    ranks more; or say ``mover="agent"`` (one process folds for all of them) or ``fold`` (each has one of its own),
-    which take from training."""
+    """Who makes the bases that are due.
+
+    - ``capture``: the trainer copies its state.
+    - ``fold``: the mover replays the differentials onto the base before, and gets the same bytes; what cannot be folded
+      exactly is refused at the start.
+    - ``auto`` folds if another process can open the first tier, the codec is exact, a kernel is certified for the
+      optimizer, and an agent moves the data or a processor is free; else it captures, and says why
+      (``Stats.not_folded``, and the log).
+
+    A process of its own folds, from the first step on, and takes the memory of a base; with ``fold`` and a first tier
+    that no other process can open, it is the mover's. While the state holds a write that no version does, bases are
+    captured; if folding turns out not to be exact, they are captured from then on.
+
+    For a fold that does not keep up ``fold`` waits. ``auto`` captures the base; if memory for differentials is full as
+    well, training waits up to 10 s once, and captures then.
+
+    A processor is free if the node's ranks (``LOCAL_WORLD_SIZE``; without it, all ranks of the job) are fewer than the
+    processors that they may use. If none is, give them more; or say ``mover="agent"`` (one process folds for all of
+    them) or ``fold`` (each has one of its own), which take from training."""
     audit_every: int = 4
     """Of the folded bases that are due by the cadence, the first one and each n-th one after it is compared with what
     training had, by a checksum of each tensor that is taken at the end of that iteration (0: none is). If they differ,

@@ -36,7 +36,7 @@ def main(text: str) -> int:
     launch = msgspec.json.decode(text, type=Launch)
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s fold process %(process)d: %(message)s")
-    launch.settings.take_effect()  # what threads there are later do as this one
+    launch.settings.take_effect()  # threads started later inherit this
     ends_first_without_memory()  # its end costs the work, and a trainer's end costs the run
     end_with(launch.owner)
     asyncio.run(live(launch))

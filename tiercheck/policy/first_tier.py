@@ -69,12 +69,13 @@ class Holding:
 
     @property
     def records_unfolded(self) -> int:
-        """So many there may be while what folds is being prepared. A few MiB are worth no wait."""
+        """So many there may be while what folds is being prepared. Up to ``UNFOLDED_NBYTES`` is worth no wait."""
         return max(self.records_usual, self._records_little)
 
     @property
     def records_stood_in(self) -> int:
-        """After so many a base is captured while what folds is being prepared. A few MiB are worth no base."""
+        """After so many a base is captured while what folds is being prepared. Up to ``UNFOLDED_NBYTES`` is worth
+        no base."""
         return max(self.fold_every, self._records_little)
 
     @property

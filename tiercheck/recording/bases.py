@@ -162,7 +162,7 @@ class Bases:
             return True
         obstacle = status.not_folded
         if status.folds:
-            obstacle = f"{status.fold_lag_versions} versions came after one whose base is not folded yet"
+            obstacle = status.fold_lag
         elif not obstacle:
             obstacle = "the node's agent is of a release that does not fold"
         if obstacle != self._saves.stats.not_folded:

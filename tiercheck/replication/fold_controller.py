@@ -108,8 +108,7 @@ class FoldController:
             return f"{PREPARING} in {self._folds.where}"
         if not status.unfolded_bases:
             return ""
-        lag = f"{status.fold_lag_versions} versions were captured since"
-        return f"a base that was due is not folded yet ({lag}); {self._folds.where} folds it"
+        return f"{status.fold_lag}; {self._folds.where} folds it"
 
     @property
     def state(self) -> object:

@@ -78,6 +78,11 @@ class MoverStatus:
         newest, *others = self.reached_versions.items() or [("", 0)]
         return {tier: newest[1] - last for tier, last in others}
 
+    @property
+    def fold_lag(self) -> str:
+        """``fold_lag_versions`` in words."""
+        return f"a base that was due is not folded yet ({self.fold_lag_versions} versions were captured since)"
+
 
 class MoverHandle(Protocol):
     """A rank's mover, as its trainer sees it: in the trainer's own process, or in the node agent's."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -46,14 +47,11 @@ def stand_back(nice: int = NICE) -> str:
     return ", ".join(had) + (f"; refused: {', '.join(refused)}" if refused else "")
 
 
-def ends_first_without_memory() -> bool:
-    """Have the system end this process before all others if it runs out of memory. ``False``: it refuses, which does no
+def ends_first_without_memory() -> None:
+    """Have the system end this process before all others if it runs out of memory. If it refuses, that does no
     harm."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # proc_pid_oom_score_adj(5)
-    except OSError:
-        return False
-    return True
 
 
 def _nice(nice: int) -> None:

@@ -40,9 +40,11 @@ MAPPING_COST = 2
 TRESPASS_COST = 4
 CUT_COST = 1
 PERIOD_CHANGES = 256
-"""A version makes about two: its differential's file leaves the pool, and comes back."""
+"""The length of a period, in changes of the pool (a file leaves it or comes back). Each version makes about two: a
+file for its differential leaves the pool, and comes back when the differential goes."""
 MUCH_LARGER = 2.5
-"""Times what must go."""
+"""A spare is not deleted for a surplus if it is larger than this many times the surplus, unless no smaller one is
+left."""
 
 
 class Kind(NamedTuple):
@@ -96,6 +98,7 @@ class Counts(NamedTuple):
     """The most that was charged of late: since so many ``changes``, and in the period before."""
     peak_before_bytes: int
     peak_since: int
+    """The value of ``changes`` when the present period began."""
 
 
 class PoolAccounting:
