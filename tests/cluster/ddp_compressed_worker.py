@@ -59,7 +59,12 @@ class Run:
 
     def attach(self, hierarchy: Hierarchy) -> Checkpointer:
         config = CheckpointConfig(
-            base_every=BASE_EVERY, batch=2, deadline_s=60, codec=self.codec, train_on_compressed=self.trains
+            base_every=BASE_EVERY,
+            batch=2,
+            deadline_s=60,
+            bases="capture",
+            codec=self.codec,
+            train_on_compressed=self.trains,
         )
         stateful = {"compression": self.compression} if self.saved else None
         checkpointer = attach(self.model, self.optimizer, hierarchy, stateful=stateful, config=config)

@@ -65,7 +65,7 @@ def train(
 def life(directory: Path, rank: int, name: str, **options: bool) -> dict[str, object]:
     """Train, fail, come back, and compare with a run that did not fail."""
     hierarchy = Hierarchy.of(f"shm://{name}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack")
-    config = CheckpointConfig(base_every=4, batch=2, deadline_s=60)
+    config = CheckpointConfig(base_every=4, batch=2, deadline_s=60, bases="capture")
     reference = train(*build(rank, **options), 0, LAST)
     trained = build(rank, **options)
     checkpointer = attach(*trained[:2], hierarchy, scheduler=trained[2], config=config)

@@ -1,16 +1,17 @@
 """Agents, and processes that fold for them, which are killed in the middle of a fold; run as a module by
 ``test_fold_kills.py``.
 
-``agents FOLDER STEP`` forks an agent again and again and kills it with SIGKILL before a later and later call to the
-operating system, counted from the moment when it asks for a fold. ``folds FOLDER STEP`` does so with the process that
-folds, counted from the moment when it is asked. Both end when one lives through, and print how many were killed.
-``fold LAUNCH NUMBER`` is such a process.
+``agents FOLDER`` counts the calls to the operating system that an agent makes from the moment when it asks for a fold.
+Then it forks one again and again and kills it with SIGKILL before one of them, at points that are spread over all.
+``folds FOLDER`` does so with the process that folds, from the moment when it is asked. Both print how many were killed.
+``fold LAUNCH NUMBER COUNTED`` is such a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ FOLDED, LAST = 5, 7
 NBYTES = 300_000
 MAKE_S_MAX = 120.0
 NEVER = 2**31
+POINTS = 5
 
 
 @dataclass
@@ -80,14 +82,14 @@ class Copying:
         return Copied(ShardKey.base(1, FOLDED, base.metadata.key.rank))
 
 
-def folds(text: str, number: int) -> None:
+def folds(text: str, number: int, counted: Path | None) -> None:
     """The process that folds, which dies before the ``number``-th call of its fold."""
     folding.replays = lambda certified: Copying()
     take = FoldServer._take
 
     def taken(self: FoldServer, request: object) -> None:
         if isinstance(request, Ask) and isinstance(request.work, Replay):
-            die_before_event(number)
+            die_before_event(number, counted)
         take(self, request)  # type: ignore[arg-type]
 
     FoldServer._take = taken  # type: ignore[method-assign, assignment]
@@ -98,8 +100,9 @@ def folds(text: str, number: int) -> None:
 class Starting:
     """Starts the processes that fold: the first one dies before the ``number``-th call of its fold."""
 
-    def __init__(self, number: int = NEVER) -> None:
+    def __init__(self, number: int = NEVER, counted: Path | None = None) -> None:
         self.numbers = [number]
+        self.counted = counted
         self.started = 0
 
     def __call__(self, told: Launch, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -113,6 +116,7 @@ class Starting:
                 "fold",
                 msgspec.json.encode(told).decode(),
                 str(number),
+                str(self.counted or ""),
             ],
             stdin=subprocess.DEVNULL,
             env=dict(environment),
@@ -128,14 +132,16 @@ async def prepare(node: Node, job: ReplicationJob) -> None:
         await capture(hierarchy, base(0), *(record(version) for version in range(1, LAST + 1)), nbytes=NBYTES)
 
 
-async def live(node: Node, job: ReplicationJob, starting: Starting, dies_at: int = NEVER) -> int:
+async def live(
+    node: Node, job: ReplicationJob, starting: Starting, dies_at: int = NEVER, counted: Path | None = None
+) -> int:
     """An agent until the base is folded and all is where it belongs. Returns how many processes have folded."""
     launch._spawn = starting
     ask = FoldProcess.ask
 
     async def asked(self: FoldProcess, work: object, wanted: object) -> object:
         if isinstance(work, Replay):
-            die_before_event(dies_at)
+            die_before_event(dies_at, counted)
         return await ask(self, work, wanted)  # type: ignore[arg-type]
 
     FoldProcess.ask = asked  # type: ignore[method-assign, assignment]
@@ -178,34 +184,48 @@ async def nothing_is_left_behind(driver: ShmDriver) -> bool:
     return not reserved and (await driver.usage()).used_bytes == nbytes == driver.segments._accounting.read().charged
 
 
-def kill_at_every_point(node: Node, step: int, *, agents: bool) -> int:
-    killed = number = 0
-    while True:
-        job = node.job(node.shm(), durable=f"nvme://{node.folder}/durable-{number}?survives=rack", batch=3)
-        job = replace(job, folds="exactly", fold_every=FOLDED)
-        asyncio.run(prepare(node, job))
-        if agents:
-            lived = lives_through(functools.partial(live, node, job, Starting(), number))
+def one_life(node: Node, name: str, number: int, counted: Path | None = None, *, agents: bool) -> bool:
+    """Whether it lives through. What it leaves is checked, and removed."""
+    job = node.job(node.shm(), durable=f"nvme://{node.folder}/durable-{name}?survives=rack", batch=3)
+    job = replace(job, folds="exactly", fold_every=FOLDED)
+    asyncio.run(prepare(node, job))
+    if agents:
+        lived = lives_through(functools.partial(live, node, job, Starting(), number, counted))
+    else:
+        lived = asyncio.run(live(node, job, Starting(number, counted))) == 1
+    asyncio.run(check(node, job, finished=lived or not agents))
+    if not lived and agents:
+        # The next one finds the replication job by itself, and folds.
+        assert lives_through(functools.partial(live, node, job, Starting()))
+        asyncio.run(check(node, job, finished=True))
+    node.clear_memory()
+    return lived
+
+
+def kill_at_many_points(node: Node, *, agents: bool) -> int:
+    counted = node.folder / "calls"
+    assert one_life(node, "whole", NEVER, counted, agents=agents)
+    calls = counted.stat().st_size
+    killed = 0
+    for life in itertools.count():
+        if killed == POINTS:
+            break
+        number = calls * killed // POINTS
+        if one_life(node, str(life), number, agents=agents):
+            assert number, "none of its calls was seen"
+            calls = number  # fewer than the first one's, which looked more often while it waited
         else:
-            lived = asyncio.run(live(node, job, Starting(number))) == 1
-        asyncio.run(check(node, job, finished=lived or not agents))
-        if not lived and agents:
-            # The next one finds the replication job by itself, and folds.
-            assert lives_through(functools.partial(live, node, job, Starting()))
-            asyncio.run(check(node, job, finished=True))
-        node.clear_memory()
-        if lived:
-            return killed
-        killed += 1
-        number += step
+            killed += 1
+    return killed
 
 
 if __name__ == "__main__":
     what, *given = sys.argv[1:]
     if what == "fold":
-        folds(given[0], int(given[1]))
+        folds(given[0], int(given[1]), Path(given[2]) if given[2] else None)
+        sys.exit()
     victim = Node(Path(given[0]))
     try:
-        print(kill_at_every_point(victim, int(given[1]), agents=what == "agents"))
+        print(kill_at_many_points(victim, agents=what == "agents"))
     finally:
         victim.clear_memory()

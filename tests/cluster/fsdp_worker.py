@@ -114,7 +114,7 @@ class Job:
 
     def attach(self, directory: Path, name: str) -> Checkpointer:
         tiers = f"shm://{name}-{{rank}}?size=64MiB", f"nvme://{directory}/{name}?survives=rack"
-        config = CheckpointConfig(base_every=3, batch=2, deadline_s=60)
+        config = CheckpointConfig(base_every=3, batch=2, deadline_s=60, bases="capture")
         self.checkpointer = attach(
             self.model, self.optimizer, Hierarchy.of(*tiers), scheduler=self.scheduler, config=config
         )

@@ -43,7 +43,7 @@ def main() -> None:
     os.environ |= {"TIERCHECK_AGENT_NODE": host, "TIERCHECK_NODE": hosts[rank]}
     model = build(rank, replicas)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = CheckpointConfig(base_every=4, batch=2, deadline_s=60, replicas=replicas)
+    config = CheckpointConfig(base_every=4, batch=2, deadline_s=60, replicas=replicas, bases="capture")
     checkpointer = attach(model, optimizer, Hierarchy.of(f"shm://{host}?size=32MiB", f"peer://{name}"), config=config)
     recovery = checkpointer.recovery
     weights = {checkpointer.version: state(model, optimizer)}

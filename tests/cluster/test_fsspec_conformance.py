@@ -30,6 +30,7 @@ SLOW = settings(max_examples=4, stateful_step_count=25, suppress_health_check=li
 
 class TestSftp(FileTierTests):
     listed = 300  # a server tells of some 100 names at a time
+    overwrites = 12  # each sends twelve parts through ssh; the local file system runs all 30
     kill_nbytes = 2 << 20  # eight parts
 
     @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def azure_url(server: Azurite, container: ContainerClient, options: str = "") ->
 
 class TestAzure(TierDriverTests):
     listed = 100  # a page has 5,000 names, more than any test puts
-    overwrites = 12
+    overwrites = 12  # each sends twelve blocks to a server in Node; the local file system runs all 30
     kill_nbytes = 2 << 20  # eight parts
 
     @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ class TestLustreOnTwoMounts(LustreKit, TierDriverTests):
     """Two clients of a networked file system; what a test reads and writes past the driver lies on the server."""
 
     listed = 200  # a mount reads a directory of any size in the same way
+    overwrites = 12  # each goes through two mounts and a server; the local file system runs all 30
 
     @pytest.fixture(autouse=True)
     def directory(self, gluster: Gluster) -> Iterator[None]:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.cluster
 class TestS3(TierDriverTests):
     large_nbytes = 12 << 20
     """Three parts."""
+    overwrites = 12  # each sends three parts to a server on two cores; the file systems run all 30
     options = "part=5MiB&parts_in_flight=4"
 
     @pytest.fixture(autouse=True)

@@ -255,12 +255,13 @@ def test_a_full_durable_tier_is_reported_and_training_waits_for_it(name: str, tm
     full = FaultPlan.full(after_puts=1)  # the generation's record, then nothing more
     durable = Tier(f"nvme://{tmp_path}/durable?survives=rack", wrap=lambda driver: FaultyDriver(driver, full))
     job = Job()
-    job.attach(Hierarchy.of(f"shm://{name}?size=64MiB", durable), deadline_s=2.0)
+    job.attach(Hierarchy.of(f"shm://{name}?size=64MiB", durable), bases="capture", deadline_s=2.0)
     with pytest.raises(SaveError, match=r"bases have not reached the durable tier within 2 s \(nvme: .*full"):
         job.train(20)
     job.checkpointer.abort()
     after = Job()
-    after.attach(Hierarchy.of(f"shm://{name}?size=64MiB", f"nvme://{tmp_path}/durable?survives=rack"))
+    tiers = Hierarchy.of(f"shm://{name}?size=64MiB", f"nvme://{tmp_path}/durable?survives=rack")
+    after.attach(tiers, bases="capture")
     assert after.checkpointer.version >= 8, "what was captured is still in memory"
     after.train(20)
     assert after.state() == uninterrupted(20).state()
@@ -271,7 +272,7 @@ def test_a_full_first_tier_raises_or_is_survived_as_the_user_chose(name: str) ->
     failing = FaultPlan.fail_call("reserve", lambda: CapacityExceeded("no room"), nth=3, times=2)
     tier = Tier(f"shm://{name}?size=64MiB", wrap=lambda driver: FaultyDriver(driver, failing))
     job = Job()
-    job.attach(Hierarchy.of(tier))
+    job.attach(Hierarchy.of(tier), bases="capture")
     with pytest.raises(SaveError, match=r"version 3 could not be saved: no room"):
         job.train(LAST)
     job.checkpointer.abort()
@@ -279,12 +280,13 @@ def test_a_full_first_tier_raises_or_is_survived_as_the_user_chose(name: str) ->
 
     failing = FaultPlan.fail_call("reserve", lambda: CapacityExceeded("no room"), nth=3, times=2)
     job = Job()
-    job.attach(Hierarchy.of(Tier(tier.url, wrap=lambda driver: FaultyDriver(driver, failing))), on_save_error="warn")
+    tiers = Hierarchy.of(Tier(tier.url, wrap=lambda driver: FaultyDriver(driver, failing)))
+    job.attach(tiers, bases="capture", on_save_error="warn")
     job.train(FAILED_AT)
     assert job.checkpointer.stats.failed_saves == 1
     job.checkpointer.abort()
     after = Job()
-    after.attach(Hierarchy.of(f"shm://{name}?size=64MiB"))
+    after.attach(Hierarchy.of(f"shm://{name}?size=64MiB"), bases="capture")
     assert after.checkpointer.version == FAILED_AT, "a base closed the gap"
     after.train(LAST)
     assert after.state() == uninterrupted(LAST).state()
@@ -362,11 +364,11 @@ def test_a_parameter_without_a_gradient_is_left_out_of_the_replay(hierarchy: Hie
 def test_the_approximate_codec_is_never_called_exact(name: str) -> None:
     tiers = Hierarchy.of(f"shm://{name}?size=64MiB")
     job = Job(width=512)
-    job.attach(tiers, codec="adaptive")
+    job.attach(tiers, codec="adaptive", bases="capture")
     job.train(FAILED_AT)
     job.checkpointer.abort()
     job = Job(width=512)
-    job.attach(tiers, codec="adaptive")
+    job.attach(tiers, codec="adaptive", bases="capture")
     recovery = job.checkpointer.recovery
     assert recovery.fidelity is Fidelity.APPROXIMATE
     assert "approximate" in recovery.notes[0]

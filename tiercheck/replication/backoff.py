@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -77,6 +78,8 @@ class _OfTier:
     in_a_row: set[tuple[str, str]] = field(default_factory=set)
     """Actions that have failed since one has succeeded, for reasons that concern the tier."""
     away: _Trouble | None = None
+    traced: set[tuple[str, str, int]] = field(default_factory=set)
+    """The unknown errors whose traceback was logged: what was being done, and the file and line that raised."""
 
 
 class TierBackoff:
@@ -107,8 +110,8 @@ class TierBackoff:
     async def run(self, tier: OpenTier, action: Action) -> bool:
         """Run the action, unless it is pausing. ``False`` if it failed, or was not tried.
 
-        Whatever it raises is its trouble, and logged, what is no tier's error with its traceback. Errors:
-        ``JobConflict``; ``ProcessEnds``.
+        Whatever it raises is its trouble, and logged. What is no tier's error is logged with its traceback once,
+        however often it comes, and for however many objects. Errors: ``JobConflict``; ``ProcessEnds``.
         """
         state = self._of(tier)
         began = _now()
@@ -124,7 +127,8 @@ class TierBackoff:
         except Exception as error:
             if process_ends(error):
                 raise ProcessEnds("the process ends, and nothing can be moved any more") from error
-            if not isinstance(error, TierError):
+            if not isinstance(error, TierError) and (raised := (action.kind, *_raised_at(error))) not in state.traced:
+                state.traced.add(raised)
                 log.exception("tier %s: %s", tier, _what(action.name))
             self.failed(tier, action, error, took_s=_now() - began)
             return False
@@ -175,6 +179,12 @@ def _text(tier: _OfTier) -> str:
 def _text_of(error: Exception) -> str:
     text = str(error) if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
     return text[:ERROR_CHARACTERS_MAX]
+
+
+def _raised_at(error: Exception) -> tuple[str, int]:
+    """The file and the line."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return (frames[0].filename, frames[0].lineno or 0) if frames else ("", 0)
 
 
 def _what(name: tuple[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -154,7 +155,7 @@ def test_an_export_needs_no_more_memory_than_it_says(small: Run, large: Run, tmp
     too_small = f"{Format.SAFETENSORS}:{LAST}:{large.state_nbytes}"
     asked = [f"{what}:{nbytes}" for what, nbytes in bounds.items()]
     said = exported(small, large, [*asked, too_small], tmp_path)
-    assert "annot allocate memory" in said.pop(too_small)
+    assert re.search(r"(annot|can't|nable to) allocate|MemoryError", said.pop(too_small))
     assert said == dict.fromkeys(asked, "done")
     whole = load_file(tmp_path / f"large-{Format.SAFETENSORS}:{LAST}:{bounds[f'{Format.SAFETENSORS}:{LAST}']}")
     assert sum(tensor.nbytes for tensor in whole.values()) == large.model_nbytes

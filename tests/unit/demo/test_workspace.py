@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,8 +40,15 @@ async def fill(workspace: Workspace, nbytes: int) -> None:
                 await driver.put(f"object-of-{rank}.safetensors", [b"x" * nbytes])
 
 
-async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(tmp_path: Path) -> None:
-    with Workspace(tmp_path / "out", keep=False) as workspace:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory, where a file takes whole pages and nothing else, whatever tmp_path's file system does."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tiercheck-test-") as made:
+        yield Path(made)
+
+
+async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(folder: Path) -> None:
+    with Workspace(folder / "out", keep=False) as workspace:
         await fill(workspace, 1000)
         nodes = workspace.nodes
         held = await asyncio.to_thread(nodes.held_bytes, workspace.durable)
@@ -54,10 +63,10 @@ async def test_memory_is_counted_lost_by_node_and_gone_at_the_end(tmp_path: Path
         assert {f"{nodes.name}-node0"} <= names()
     assert not any(nodes.name in name for name in names())
     assert not workspace.durable.exists()
-    with Workspace(tmp_path / "out", keep=True) as workspace:
+    with Workspace(folder / "out", keep=True) as workspace:
         await fill(workspace, 10)
     assert workspace.durable.exists(), "--keep"
-    with Workspace(tmp_path / "out", keep=True) as workspace:
+    with Workspace(folder / "out", keep=True) as workspace:
         assert not workspace.durable.exists(), "a new demo begins with empty tiers"
 
 

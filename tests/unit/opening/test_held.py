@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from tests.shared_memory import name as name
 from tests.shared_memory import root_of
 from tiercheck.config import CheckpointConfig
+from tiercheck.demo.nodes import occupied
 from tiercheck.diagnostics.doctor import Diagnosis
 from tiercheck.diagnostics.fit import JobSize, fit
 from tiercheck.hierarchy import Hierarchy
@@ -25,7 +26,7 @@ from tiercheck.replication.fold_executor import FoldExecutor, LocalFoldExecutor
 from tiercheck.replication.mover import Mover
 from tiercheck.types import Capabilities, Survives
 
-WIDTH = 512
+WIDTH = 384
 STEPS = 160
 """Three intervals, and a few."""
 TOLERANCE = 0.1
@@ -43,15 +44,11 @@ def folds_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_tier, "UNFOLDED_NBYTES", 0)
 
 
-def occupied(root: Path) -> int:
-    """Bytes of all files, whatever for: pages, and not lengths. A file that is renamed meanwhile counts once."""
-    found: dict[int, int] = {}
-    for path in root.rglob("*"):
-        with suppress(FileNotFoundError):
-            if not path.is_dir():
-                status = path.lstat()
-                found[status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory, where a file takes whole pages and nothing else, whatever tmp_path's file system does."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tiercheck-test-") as made:
+        yield Path(made)
 
 
 def after_each_action(look: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +65,7 @@ def after_each_action(look: Callable[[], None], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("gradient_nbytes", [2, 4], ids=["bf16", "fp32"])
 def test_each_tier_holds_what_was_said(
-    tmp_path: Path, name: str, gradient_nbytes: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, name: str, gradient_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Own memory, a neighbour's, and a directory that all share."""
     if gradient_nbytes == 2:  # as FSDP2 and ZeRO tell before the first step
@@ -80,8 +77,8 @@ def test_each_tier_holds_what_was_said(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tiers = {
         f"shm://{name}": (Survives.PROCESS, root_of(name)),
-        f"nvme://{tmp_path}/near?survives=node": (Survives.NODE, tmp_path / "near"),
-        f"nvme://{tmp_path}/far?survives=rack": (Survives.RACK, tmp_path / "far"),
+        f"nvme://{folder}/near?survives=node": (Survives.NODE, folder / "near"),
+        f"nvme://{folder}/far?survives=rack": (Survives.RACK, folder / "far"),
     }
     said = [Diagnosis(url, capabilities=Capabilities(survives)) for url, (survives, _) in tiers.items()]
     rooms = fit(JobSize(WIDTH**2, gradient_nbytes=gradient_nbytes), said)

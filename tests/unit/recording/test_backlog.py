@@ -15,8 +15,10 @@ from tiercheck.hierarchy import Hierarchy
 from tiercheck.keys import ShardKey
 from tiercheck.opening.startup import _Startup
 from tiercheck.policy import first_tier
+from tiercheck.recording.modes import RoomEvent
 from tiercheck.replication.fold_controller import PREPARING
 from tiercheck.replication.fold_executor import LocalFoldExecutor, Outcome
+from tiercheck.runtime.machine import Machine
 from tiercheck.tiers.memory import MemoryDriver
 
 LAST = 40
@@ -43,7 +45,7 @@ def attached(training: Training, tmp_path: Path, bases: str, first: str = "", **
 
 
 def test_training_waits_for_what_folds_before_memory_holds_more_than_usual(
-    tmp_path: Path, ready: threading.Event
+    tmp_path: Path, ready: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training()
     checkpointer = attached(training, tmp_path, "fold", deadline_s=300.0)
@@ -52,11 +54,18 @@ def test_training_waits_for_what_folds_before_memory_holds_more_than_usual(
     for version in range(1, USUAL + 1):
         training.step(version)
     assert checkpointer.stats.drain_stall_s == 0
-    after = threading.Timer(0.2, ready.set)
-    after.start()
+    on = Machine.on
+
+    def asked(self: Machine[Any, Any], event: Any) -> Any:
+        if self is room and event is RoomEvent.ASKED:
+            ready.set()
+        return on(self, event)
+
+    room = checkpointer._job.recorder._modes.record_room
+    monkeypatch.setattr(Machine, "on", asked)
     training.step(USUAL + 1)
     assert ready.is_set()
-    assert checkpointer.stats.drain_stall_s >= 0.1
+    assert checkpointer.stats.drain_stall_s > 0
     for version in range(USUAL + 2, LAST + 1):
         training.step(version)
     checkpointer.close()
@@ -65,11 +74,12 @@ def test_training_waits_for_what_folds_before_memory_holds_more_than_usual(
 
 def test_what_is_never_ready_is_named_when_the_wait_ends(tmp_path: Path, ready: threading.Event) -> None:
     training = Training()
-    checkpointer = attached(training, tmp_path, "fold", deadline_s=1.0)
+    checkpointer = attached(training, tmp_path, "fold")
     while checkpointer.stats.mover.not_folded != PREPARING:
         checkpointer.flush()
     for version in range(1, USUAL + 1):
         training.step(version)
+    checkpointer._job.recorder._backlog._deadline_s = 1.0
     with pytest.raises(SaveError, match=rf"holds {USUAL} differentials and has room for {USUAL}; .*no base after"):
         training.step(USUAL + 1)
     ready.set()

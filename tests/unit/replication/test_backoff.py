@@ -175,6 +175,17 @@ async def test_an_error_that_nobody_foresaw_is_the_actions_own_and_told_with_its
     assert next(each.exc_info for each in caplog.records if each.levelno == logging.ERROR)
 
 
+async def test_an_error_that_nobody_foresaw_is_told_with_its_traceback_once_however_often_it_comes(
+    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of each base that is due: each of them is an action of its own."""
+    for number in range(5):
+        store.errors[f"odd{number}"] = ValueError(f"a header of {number} MB")
+        await store.look(f"odd{number}")
+        clock.ahead_s += 40.0
+    assert [each.exc_info is not None for each in caplog.records] == [True, *[False] * 5]
+
+
 async def test_a_newer_generation_is_no_trouble_but_the_end(store: Store, clock: Clock) -> None:
     store.errors["record"] = JobConflict("generation 2 has opened")
     with pytest.raises(JobConflict):

@@ -246,7 +246,7 @@ class WriterTests(TierKit):
         async with await self.second_client(driver) as second:
 
             async def write() -> None:
-                for _ in range(self.overwrites // 3):
+                for _ in range(self.overwrites):
                     await driver.put("a", [b"a" * self.large_nbytes])
 
             writing = asyncio.create_task(write())
