@@ -28,7 +28,9 @@ __all__ = [
     "Prepare",
     "Replay",
     "Request",
+    "Serves",
     "Verdict",
+    "WorkAnswer",
     "failed",
     "pack",
     "read_answer",
@@ -84,6 +86,10 @@ class Cancel(Struct, frozen=True, tag=True):
 # What the process says
 
 
+class Serves(Struct, frozen=True, tag=True):
+    """The process has started: it takes work from here on."""
+
+
 class Begun(Struct, frozen=True, tag=True):
     """The work is no longer queued behind other work."""
 
@@ -116,7 +122,8 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 Request = Ask | Verdict | Cancel
-Answer = Begun | MayPublish | Done | Failed
+WorkAnswer = Begun | MayPublish | Done | Failed
+Answer = Serves | WorkAnswer
 
 _requests = msgspec.msgpack.Decoder(Request)
 _answers = msgspec.msgpack.Decoder(Answer)

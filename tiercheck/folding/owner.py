@@ -27,7 +27,9 @@ from tiercheck.folding.messages import (
     MayPublish,
     Prepare,
     Replay,
+    Serves,
     Verdict,
+    WorkAnswer,
     pack,
     read_answer,
 )
@@ -44,12 +46,15 @@ log = logging.getLogger(__name__)
 ENDS_MAX = 4
 """So many ends of the process in a row under one rank's work: then its bases are captured."""
 WHAT_TO_DO = (
-    "see the log of the agent, or of the trainer if there is none, and whether the system has ended it for lack of "
-    "memory: then let fewer folds run at a time (--fold-threads, TIERCHECK_FOLD_THREADS). The next start folds again"
+    "see the log of the agent, or of the trainer if there is none. If the system ended this process for lack of "
+    "memory, let fewer folds run at a time (--fold-threads, TIERCHECK_FOLD_THREADS). The next start of the job "
+    "folds again"
 )
 AGAIN = Backoff(0.5, 30.0)
 IDLE_S = 900.0
 """After so long without work it is ended, and its memory is free."""
+START_S_MAX = 120.0
+"""A process that does not serve so long after its start is ended: its imports may hang on a file system."""
 WORK_S_MAX = 3600.0
 """A process that has not answered so long after it has begun is ended."""
 QUEUE_S_MAX = 3600.0
@@ -81,12 +86,12 @@ StartProcess = Callable[[], Awaitable[StartedProcess]]
 
 
 @dataclass
-class _Work:
+class _Request:
     """What was asked of the process."""
 
     what: str
     begun: bool = False
-    answers: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
+    answers: asyncio.Queue[WorkAnswer | None] = field(default_factory=asyncio.Queue)
     """``None``: the process has ended."""
 
 
@@ -99,7 +104,7 @@ class _Life:
         """How it has ended."""
         self.ended_at = 0.0
         self._numbers = itertools.count()
-        self._works: dict[int, _Work] = {}
+        self._works: dict[int, _Request] = {}
         self._begun_at_the_end = False
         """Something was being done when it ended."""
         self._reading = asyncio.create_task(self._read(), name="what the fold process says")
@@ -109,7 +114,7 @@ class _Life:
         return not self._works
 
     async def ask(self, ask: Prepare | Replay, wanted: Wanted) -> Outcome:
-        number, work = next(self._numbers), _Work(f"base {ask.base} of {ask.target.url}")
+        number, work = next(self._numbers), _Request(f"base {ask.base} of {ask.target.url}")
         self._works[number] = work
         self.process.send(pack(Ask(number, ask)))
         try:
@@ -137,38 +142,38 @@ class _Life:
         if asyncio.current_task() is not self._reading:
             self._reading.cancel()
 
-    async def _answered(self, number: int, work: _Work, wanted: Wanted) -> Done | Failed | None:
-        """Once it has begun, and then once it is done. ``None``: the process has ended. Errors: ``Transient`` if it has
-        not begun in time; those of ``wanted``."""
+    async def _answered(self, number: int, work: _Request, wanted: Wanted) -> Done | Failed | None:
+        """Once it has begun, and then once it is done. ``None``: the process has ended. Errors: ``Transient`` if other
+        work has kept it from beginning in time; those of ``wanted``."""
         try:
             async with asyncio.timeout(QUEUE_S_MAX) as queued:
                 answer = await work.answers.get()
         except TimeoutError:
             if not queued.expired():
                 raise
-            raise Transient(self._said_of_the_queue(work)) from None
-        if not isinstance(answer, Begun):
-            assert not isinstance(answer, MayPublish), "what has not begun publishes nothing"
-            return answer
-        try:
-            async with asyncio.timeout(WORK_S_MAX) as working:
-                while isinstance(answer := await work.answers.get(), Begun | MayPublish):
-                    self.process.send(pack(Verdict(number, await wanted())))
-                return answer
-        except TimeoutError:
-            if not working.expired():
-                raise
-            await self.end(f"it was ended, since it had not answered for {WORK_S_MAX:g} s")
+            if others := "; ".join(other.what for other in self._works.values() if other.begun):
+                raise Transient(
+                    f"{work.what} has waited {QUEUE_S_MAX:g} s for its turn: process {self.process.pid} folds "
+                    f"{others} still; give folds more threads (--fold-threads, TIERCHECK_FOLD_THREADS)"
+                ) from None
+            await self.end(f"it was ended, since it had begun nothing for {QUEUE_S_MAX:g} s")
             return None
+        if isinstance(answer, Begun):
+            try:
+                async with asyncio.timeout(WORK_S_MAX) as working:
+                    while isinstance(answer := await work.answers.get(), MayPublish):
+                        self.process.send(pack(Verdict(number, await wanted())))
+            except TimeoutError:
+                if not working.expired():
+                    raise
+                await self.end(f"it was ended, since it had not answered for {WORK_S_MAX:g} s")
+                return None
+        if isinstance(answer, Begun | MayPublish):
+            await self.end(f"it was ended, since it sent {type(answer).__name__} out of turn")
+            return None
+        return answer
 
-    def _said_of_the_queue(self, waiting: _Work) -> str:
-        others = "; ".join(work.what for work in self._works.values() if work.begun)
-        return (
-            f"{waiting.what} has waited {QUEUE_S_MAX:g} s for its turn: process {self.process.pid} folds "
-            f"{others or 'nothing'} still; give folds more threads (--fold-threads, TIERCHECK_FOLD_THREADS)"
-        )
-
-    async def _break_off(self, number: int, work: _Work) -> None:
+    async def _break_off(self, number: int, work: _Request) -> None:
         """On return nothing of it is published any more."""
         if self.ended:
             return
@@ -182,13 +187,22 @@ class _Life:
 
     async def _read(self) -> None:
         try:
+            async with asyncio.timeout(START_S_MAX):
+                self._take(read_answer(await self.process.receive()))
             while True:
-                answer = read_answer(await self.process.receive())
-                if (work := self._works.get(answer.id)) is not None:
-                    work.begun = True
-                    work.answers.put_nowait(answer)
+                self._take(read_answer(await self.process.receive()))
+        except TimeoutError:
+            await self.end(
+                f"it was ended, since it did not serve within {START_S_MAX:g} s of its start: see that Python and its "
+                "packages can be read quickly where folds run"
+            )
         except (EOFError, ValueError) as error:
             await self.end(str(error))
+
+    def _take(self, answer: Answer) -> None:
+        if not isinstance(answer, Serves) and (work := self._works.get(answer.id)) is not None:
+            work.begun = True
+            work.answers.put_nowait(answer)
 
 
 class FoldProcess:

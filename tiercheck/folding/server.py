@@ -23,6 +23,7 @@ from tiercheck.folding.messages import (
     Prepare,
     Replay,
     Request,
+    Serves,
     failed,
     pack,
     read_request,
@@ -61,6 +62,7 @@ class FoldServer:
 
     async def serve(self) -> None:
         """Until the owner is gone. What was under way then is broken off, and nothing of it is published."""
+        self._channel.send(pack(Serves()))
         try:
             while True:
                 self._take(read_request(await self._channel.receive()))

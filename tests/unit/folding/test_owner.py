@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.simulation.virtual_time import run
 from tiercheck.errors import CapacityExceeded, Transient
 from tiercheck.folding import owner
-from tiercheck.folding.messages import FoldTarget
+from tiercheck.folding.messages import Answer, Begun, FoldTarget, MayPublish, Serves, pack
 from tiercheck.folding.owner import ENDS_MAX, FoldProcess, FoldProcessEnded
 from tiercheck.folding.server import FoldServer
 from tiercheck.keys import ShardKey
@@ -373,6 +373,76 @@ def test_one_that_ends_before_it_begins_anything_is_refused() -> None:
                 await folds.fold(FOLD, yes)
             await asyncio.sleep(60)
         assert isinstance(await folds.fold(FOLD, yes), Refused)
+        await process.close()
+
+    played(story)
+
+
+def test_one_that_hangs_before_it_serves_is_ended_and_in_the_end_refused() -> None:
+    """Such as by an import from a file system that does not answer: that is no queue."""
+
+    async def story(machine: Machine) -> None:
+        hung: list[End] = []
+
+        async def hangs() -> End:
+            ours, theirs = End(len(hung) + 1, machine), End(0, machine)
+            ours.other, theirs.other = theirs, ours
+            ours.task = asyncio.create_task(asyncio.sleep(1e9))
+            hung.append(ours)
+            return ours
+
+        process = FoldProcess(hangs)
+        folds = process.at(TARGET)
+        began = asyncio.get_running_loop().time()
+        for _ in range(ENDS_MAX - 1):
+            with pytest.raises(FoldProcessEnded, match="did not serve within 120 s of its start"):
+                await folds.prepare(BASE)
+            await asyncio.sleep(30)
+        assert isinstance(await folds.prepare(BASE), Refused)
+        assert asyncio.get_running_loop().time() - began < 700
+        assert machine.ended == [1, 2, 3, 4]
+        await process.close()
+
+    played(story)
+
+
+def test_one_that_serves_and_begins_nothing_is_ended_and_blamed() -> None:
+    async def story(machine: Machine) -> None:
+        async def idles() -> End:
+            ours, theirs = End(1, machine), End(0, machine)
+            ours.other, theirs.other = theirs, ours
+            ours.task = asyncio.create_task(asyncio.sleep(1e9))
+            theirs.send(pack(Serves()))
+            return ours
+
+        process = FoldProcess(idles)
+        with pytest.raises(FoldProcessEnded, match="begun nothing for 3600 s") as ended:
+            await process.at(TARGET).fold(FOLD, yes)
+        assert ended.value.blamed
+        await process.close()
+
+    played(story)
+
+
+@pytest.mark.parametrize("answers", [(MayPublish(0),), (Begun(0), Begun(0))], ids=["publishes first", "begins twice"])
+def test_one_that_answers_out_of_turn_is_ended(answers: tuple[Answer, ...]) -> None:
+    async def story(machine: Machine) -> None:
+        async def errs() -> End:
+            ours, theirs = End(1, machine), End(0, machine)
+            ours.other, theirs.other = theirs, ours
+
+            async def answer() -> None:
+                await theirs.receive()
+                for each in answers:
+                    theirs.send(pack(each))
+                await asyncio.sleep(1e9)
+
+            ours.task = asyncio.create_task(answer())
+            return ours
+
+        process = FoldProcess(errs)
+        with pytest.raises(FoldProcessEnded, match=f"sent {type(answers[-1]).__name__} out of turn"):
+            await process.at(TARGET).fold(FOLD, yes)
         await process.close()
 
     played(story)
