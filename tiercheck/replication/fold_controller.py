@@ -20,7 +20,7 @@ from tiercheck.policy.damage import base_without_constants
 from tiercheck.policy.folding import Fold, gap_after, lag, newest_usable, next_fold, waiting
 from tiercheck.policy.observation import Observation
 from tiercheck.policy.placement import Placement, own_bases, own_differentials
-from tiercheck.replication.backoff import SourceError
+from tiercheck.replication.backoff import ProcessEnds, SourceError
 from tiercheck.replication.fold_executor import (
     Damaged,
     Differs,
@@ -33,6 +33,7 @@ from tiercheck.replication.fold_executor import (
 )
 from tiercheck.replication.handle import MoverStatus
 from tiercheck.replication.observer import Observer
+from tiercheck.runtime.shutdown import process_ends
 from tiercheck.streams.doubts import listed
 
 __all__ = ["FOLDING", "FoldController"]
@@ -154,6 +155,13 @@ class FoldController:
                 self._note(await self._folds.prepare(key))
             except TierError as error:  # the first fold does it, or finds what is the matter
                 log.info("folding is not prepared ahead of the first fold: %s", error)
+            except Exception as error:
+                if process_ends(error):
+                    raise ProcessEnds("the process ends, and nothing can be folded any more") from error
+                log.exception(
+                    "folding is not prepared ahead of the first fold, which tries again: see that the process has "
+                    "threads, open files and memory left (ulimit -u, ulimit -n)"
+                )
         self._prepared = True
 
     async def fold(self, fold: Fold) -> None:
@@ -169,6 +177,8 @@ class FoldController:
         if isinstance(outcome, Gone):
             self._check_gone(outcome.key)
         self._note(outcome, fold)
+        if isinstance(outcome, Superfluous):
+            await self._observer.refresh_nearby()  # a base may have been captured since the fold asked
         seen = self._observer.seen()
         if isinstance(outcome, Superfluous) and newest_usable(seen) < fold.version and superseded(seen) is None:
             self._skip(fold.version)  # a base lies there, and is none to go on from

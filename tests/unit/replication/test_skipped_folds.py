@@ -38,10 +38,16 @@ class Folding:
     tiers: OpenHierarchy
     damaged: set[ShardKey] = field(default_factory=set)
     gone: set[ShardKey] = field(default_factory=set)
+    captured_meanwhile: set[int] = field(default_factory=set)
+    """Versions whose base is captured a little before the folded one is published."""
+    fails: Exception | None = None
+    """What preparing raises."""
     asked: list[Fold] = field(default_factory=list)
     where = "a test"
 
     async def prepare(self, base: ShardKey) -> Outcome:
+        if self.fails is not None:
+            raise self.fails
         return Ready()
 
     async def fold(self, fold: Fold, wanted: Wanted) -> Outcome:
@@ -55,6 +61,9 @@ class Folding:
         made = base(fold.version)
         if not await wanted():
             return Superfluous()
+        if fold.version in self.captured_meanwhile:
+            await asyncio.sleep(0.1)
+            await put(self.tiers, made)
         try:
             await self.tiers.first.driver.put(str(made), stored(made), mode=PutMode.CREATE)
         except AlreadyExists:
@@ -152,3 +161,29 @@ def test_what_is_listed_and_not_there_is_no_reason_to_fold_without_a_pause() -> 
         assert "is listed, and is not there" in mover.status.errors["memory"]
 
     lived(story)
+
+
+def test_a_base_that_is_captured_while_it_is_folded_is_not_taken_for_a_damaged_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story(tiers: OpenHierarchy, mover: Mover, folding: Folding) -> None:
+        folding.captured_meanwhile.add(5)
+        await train(tiers, mover, 1, 9)
+        await asyncio.sleep(100)
+        assert 5 in [fold.version for fold in folding.asked]
+        assert mover.status.skipped_folds == 0
+
+    with caplog.at_level(logging.WARNING):
+        lived(story)
+    assert not [each for each in caplog.records if "is not folded" in each.getMessage()]
+
+
+def test_what_cannot_be_prepared_for_lack_of_a_thread_does_not_end_the_mover(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(tiers: OpenHierarchy, mover: Mover, folding: Folding) -> None:
+        folding.fails = RuntimeError("can't start new thread")
+        await train(tiers, mover, 1, 9)
+        await asyncio.sleep(100)
+        assert mover.status.folded_bases == 1
+
+    lived(story)
+    assert [each.levelname for each in caplog.records if "not prepared ahead" in each.getMessage()] == ["ERROR"]
