@@ -55,8 +55,9 @@ IDLE_S = 900.0
 """After so long without work it is ended, and its memory is free."""
 START_S_MAX = 120.0
 """A process that does not serve so long after its start is ended: its imports may hang on a file system."""
+PREPARE_S_MAX = 600.0
 WORK_S_MAX = 3600.0
-"""A process that has not answered so long after it has begun is ended."""
+"""A process that has not answered so long after it has begun to make something ready, or to fold, is ended."""
 QUEUE_S_MAX = 3600.0
 """Work that has not begun after so long, behind that of other ranks, is put off, and asked for again."""
 CANCEL_S_MAX = 10.0
@@ -90,6 +91,7 @@ class _Request:
     """What was asked of the process."""
 
     what: str
+    seconds_max: float
     begun: bool = False
     answers: asyncio.Queue[WorkAnswer | None] = field(default_factory=asyncio.Queue)
     """``None``: the process has ended."""
@@ -114,7 +116,8 @@ class _Life:
         return not self._works
 
     async def ask(self, ask: Prepare | Replay, wanted: Wanted) -> Outcome:
-        number, work = next(self._numbers), _Request(f"base {ask.base} of {ask.target.url}")
+        seconds_max = PREPARE_S_MAX if isinstance(ask, Prepare) else WORK_S_MAX
+        number, work = next(self._numbers), _Request(f"base {ask.base} of {ask.target.url}", seconds_max)
         self._works[number] = work
         self.process.send(pack(Ask(number, ask)))
         try:
@@ -160,13 +163,13 @@ class _Life:
             return None
         if isinstance(answer, Begun):
             try:
-                async with asyncio.timeout(WORK_S_MAX) as working:
+                async with asyncio.timeout(work.seconds_max) as working:
                     while isinstance(answer := await work.answers.get(), MayPublish):
                         self.process.send(pack(Verdict(number, await wanted())))
             except TimeoutError:
                 if not working.expired():
                     raise
-                await self.end(f"it was ended, since it had not answered for {WORK_S_MAX:g} s")
+                await self.end(f"it was ended, since it had not answered for {work.seconds_max:g} s")
                 return None
         if isinstance(answer, Begun | MayPublish):
             await self.end(f"it was ended, since it sent {type(answer).__name__} out of turn")

@@ -285,6 +285,20 @@ def test_one_that_is_cancelled_while_a_silent_process_is_ended_waits_for_that() 
     played(story)
 
 
+def test_what_is_made_ready_may_not_take_as_long_as_a_fold() -> None:
+    async def story(machine: Machine) -> None:
+        async def hangs() -> Outcome:
+            return await asyncio.sleep(1e9, Ready())
+
+        machine.prepares = hangs
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(owner.FoldProcessEnded, match="it had not answered for 600 s"):
+            await machine.folds.prepare(BASE)
+        assert 600 <= asyncio.get_running_loop().time() - begun < 601
+
+    played(story)
+
+
 def test_closing_waits_for_the_end_of_an_idle_one() -> None:
     async def story(machine: Machine) -> None:
         machine.end_s = 5.0

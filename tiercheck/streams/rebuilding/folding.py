@@ -43,6 +43,8 @@ __all__ = ["TensorFolding", "check_foldable", "fold", "on_one_thread"]
 
 UNFIT = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What torch and its optimizers raise if a state is none of theirs."""
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch's allocator says, in a ``RuntimeError``, if the host has too little memory."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def _or_not_exact() -> Iterator[None]:
     except ConfigurationError as error:
         raise NotExact(str(error)) from error
     except UNFIT as error:
+        if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error):
+            raise MemoryError(str(error)) from error  # which passes: it speaks against no state
         raise NotExact(f"its steps cannot be replayed here: {type(error).__name__}: {error}") from error
 
 

@@ -170,6 +170,16 @@ def test_a_fold_is_broken_off_between_steps(tmp_path: Path) -> None:
         fold(saved.shard(f"base/{1:012}"), [saved.shard(f"differential/{2:012}")], tier="nvme", check=check)
 
 
+def test_a_lack_of_memory_speaks_against_no_state(tmp_path: Path) -> None:
+    saved = Saved(tmp_path, torch.optim.AdamW)
+
+    def check() -> None:
+        torch.empty(1 << 50)
+
+    with pytest.raises(MemoryError, match="you tried to allocate"):
+        fold(saved.shard(f"base/{1:012}"), [saved.shard(f"differential/{2:012}")], tier="nvme", check=check)
+
+
 @pytest.mark.parametrize(
     ("identity", "config", "why"),
     [
